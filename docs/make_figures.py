@@ -23,19 +23,19 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 import torch
+from credit_trl.cli.quickstart_report import draw_curve
+from credit_trl.cli.quickstart_run import run_quickstart
+from credit_trl.cli.quickstart_tasks import quickstart_task
+from credit_trl.lab.analysis.tokenmap_png import draw_png
+from credit_trl.lab.comparison.figures import COLOURS, THEMES, Theme
 from matplotlib import colors
 from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from credit_trl.cli.quickstart_report import draw_curve
-from credit_trl.cli.quickstart_run import run_quickstart
-from credit_trl.cli.quickstart_tasks import quickstart_task
 from credit_trl.lab.analysis import Checkpoint, TokenMap, analysis_config, map_response, sample_rollouts
 from credit_trl.lab.analysis.tokenmap import group_scales
-from credit_trl.lab.analysis.tokenmap_png import draw_png
-from credit_trl.lab.comparison.figures import COLOURS, THEMES, Theme
 from credit_trl.tasks import load_task
 from credit_trl.tasks.quickstart import SHORTCUT_THOUGHT
 from credit_trl.tasks.quickstart_model import base_directory, load_model, read_base

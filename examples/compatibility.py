@@ -6,20 +6,37 @@ On multiple-choice questions, the distribution over answer letters is compared w
 distributions given each letter as feedback. Writes the paper's table to table.md and every record to records.jsonl.
 """
 
+from __future__ import annotations
+
 import argparse
 import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+
+from credit_trl.contexts.prompts import Prompt, user_text
 from credit_trl.lab.analysis.checkpoints import Checkpoint
 from credit_trl.lab.analysis.compatibility import (
     ANSWER_PREFIX,
     FEEDBACK,
-    balanced,
-    format_compatibility,
+    ChoiceQuestion,
+    Record,
     measure_compatibility,
-    questions_of,
+    residual,
 )
 from credit_trl.tasks import load_task
+from credit_trl.tasks.escaping import markdown_table
+
+# Residuals below it count as compatible, as in the paper.
+THRESHOLD = 1e-3
+# Residuals below it are rounding; lower bound of the ratio's denominator.
+_FLOOR = 1e-16
+_OPTION = re.compile(r"^[(\s]*([A-Z])\s*[:.)]\s", re.MULTILINE)
 
 
 def main() -> None:
@@ -49,10 +66,118 @@ def main() -> None:
                 checkpoint, questions, feedback=args.feedback, prefix=args.answer_prefix, progress=True
             )
             for record in records[model]:
-                file.write(json.dumps({"model": model, **record.to_json()}) + "\n")
+                file.write(json.dumps({"model": model, **record_json(record)}) + "\n")
             del checkpoint  # the next model takes the memory
     (args.output_dir / "table.md").write_text(format_compatibility(records), encoding="utf-8")
     print(format_compatibility(records))
+
+
+def option_letters(prompt: Prompt) -> tuple[str, ...]:
+    """Letters at the start of option lines (`A: …`, `(B) …`, `C. …`): the alphabetical run from the last A."""
+    run: list[str] = []
+    for letter in _OPTION.findall(user_text(prompt)):
+        if letter == "A":
+            run = ["A"]
+        elif run and ord(letter) == ord(run[-1]) + 1:
+            run.append(letter)
+    return tuple(run)
+
+
+def questions_of(rows: Iterable[dict[str, Any]], letters: Sequence[str] | None = None) -> list[ChoiceQuestion]:
+    """Questions from rows with `prompt` and `answer` (a letter); `letters` None reads them from each prompt.
+
+    Raises:
+        ValueError: a question has fewer than two letters, or its gold answer is not one of them.
+    """
+    questions = []
+    for number, row in enumerate(rows):
+        own = option_letters(row["prompt"]) if letters is None else tuple(letters)
+        name = str(row.get("id", number))
+        gold = row.get("answer")
+        if len(own) < 2 or (gold is not None and gold not in own):
+            raise ValueError(
+                f"Question {name}: options {own} and answer {gold!r} are no multiple choice of letters. Use a task "
+                "with lettered options such as sciknoweval:material."
+            )
+        questions.append(ChoiceQuestion(row["prompt"], own, gold, name))
+    return questions
+
+
+def balanced(questions: Sequence[ChoiceQuestion], per_letter: int, seed: int = 0) -> list[ChoiceQuestion]:
+    """Random subset with equally many questions of each gold letter, at most `per_letter`, in the given order.
+
+    Only questions with the most frequent set of letters are used.
+
+    Raises:
+        ValueError: one of these letters is the gold answer of no question.
+    """
+    letters, _ = max(Counter(q.letters for q in questions).items(), key=lambda item: (item[1], len(item[0])))
+    order = np.random.default_rng(seed).permutation(len(questions))
+    by_gold = {a: [i for i in order if questions[i].gold == a and questions[i].letters == letters] for a in letters}
+    if missing := [letter for letter, rows in by_gold.items() if not rows]:
+        raise ValueError(
+            f"No question with the options {', '.join(letters)} has {', '.join(missing)} as its answer, so letters "
+            "cannot be balanced. Take more rows, or another split."
+        )
+    size = min(per_letter, *map(len, by_gold.values()))
+    return [questions[i] for i in sorted(i for rows in by_gold.values() for i in rows[:size])]
+
+
+def record_json(record: Record) -> dict[str, Any]:
+    """A record for JSON, arrays as lists."""
+    return {
+        "id": record.question.identifier,
+        "letters": list(record.question.letters),
+        "gold": record.question.gold,
+        **{f.name: np.asarray(getattr(record, f.name)).tolist() for f in fields(record) if f.name != "question"},
+    }
+
+
+def compatibility_metrics(records: Sequence[Record]) -> dict[str, float | str]:
+    """Rows of Table 4 for one model, by the paper's names; the questions have the same letters."""
+    if not records:
+        raise ValueError("There are no records to summarize.")
+    residuals = np.array([r.residual for r in records])
+    uniform = np.array([residual(r.student, r.teachers, np.full_like(r.student, 1 / len(r.student))) for r in records])
+    per_letter = np.median([np.diagonal(r.teachers) for r in records], axis=0)  # T_{z→z}, the letter that z names
+    letters = records[0].question.letters
+    golds = [r.question.letters.index(r.question.gold) for r in records if r.question.gold is not None]
+    return {
+        "# records": len(records),
+        f"Gold balance ({' / '.join(letters)})": " / ".join(str(golds.count(i)) for i in range(len(letters))),
+        "Letter-token mass (median)": float(
+            np.median(np.concatenate([[r.student_mass, *r.teacher_mass] for r in records]))
+        ),
+        "Teacher fidelity (median, worst z)": float(per_letter.min()),
+        "Teacher fidelity (median, best z)": float(per_letter.max()),
+        "LS L1 residual (median)": float(np.median(residuals)),
+        f"Fraction residual < {THRESHOLD:g}": float((residuals < THRESHOLD).mean()),
+        "Uniform-P L1 baseline (median)": float(np.median(uniform)),
+        "Uniform / LS ratio (median)": float(np.median(uniform / residuals.clip(min=_FLOOR))),
+        "Self-consistency argmax P̂ = argmax s": float(
+            np.mean([r.posterior.argmax() == r.student.argmax() for r in records])
+        ),
+        "P̂ mass on student's argmax (median)": float(np.median([r.posterior[r.student.argmax()] for r in records])),
+    }
+
+
+def format_compatibility(models: Mapping[str, Sequence[Record]]) -> str:
+    """Markdown table in the layout of Table 4, one column a model."""
+    columns = {
+        name: {label: _formatted(label, value) for label, value in compatibility_metrics(records).items()}
+        for name, records in models.items()
+    }
+    labels = dict.fromkeys(label for column in columns.values() for label in column)
+    rows = ([label, *(column.get(label, "–") for column in columns.values())] for label in labels)
+    return markdown_table(["Metric", *columns], rows) + "\n"
+
+
+def _formatted(label: str, value: float | str) -> str:
+    if isinstance(value, str | int):
+        return str(value)
+    if label.startswith(("LS L1", "Uniform / LS")):
+        return f"{value:.1e}"
+    return f"{value:.0%}" if label.startswith(("Fraction", "Self-consistency")) else f"{value:.3f}"
 
 
 if __name__ == "__main__":

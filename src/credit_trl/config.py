@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import difflib
 import functools
+import itertools
 import math
+import os
 import re
 import string
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+import torch
 from trl import GRPOConfig
 
 from credit_trl.objective import Form
@@ -32,8 +35,12 @@ class CreditConfig(GRPOConfig):
     Configuration of [`CreditTrainer`]: TRL's [`~trl.GRPOConfig`] and the options of the credit.
 
     GRPO, SDPO and CREDIT are one trainer that differs only in the advantage: `distillation_weight=0` is GRPO,
-    `contrastive_coef=0` is SDPO. Options of TRL's `SDPOConfig` keep their names. Defaults are the paper's
-    LiveCodeBench column.
+    `contrastive_coef=0` is SDPO. Options of TRL's `SDPOConfig` keep their names. Options of the credit default to the
+    paper's LiveCodeBench column, and those of `GRPOConfig` to TRL's values; `CreditConfig.paper` gives a whole column.
+
+    Without an accelerator `bf16` is off by default. With a distillation loss a generation batch holds at least 8
+    prompts where no batch size is set, and `vllm_importance_sampling_mode` is `"token_truncate"` with the bound 2.0:
+    one ratio for a completion of thousands of tokens is far from 1 by rounding alone.
 
     Parameters:
         > The contrast
@@ -142,6 +149,10 @@ class CreditConfig(GRPOConfig):
 
     _VALID_DICT_FIELDS = [*GRPOConfig._VALID_DICT_FIELDS, "teacher_model_init_kwargs"]  # noqa: RUF012, as in TRL
 
+    per_device_train_batch_size: int | None = None  # resolved to TRL's 8, as the next two to the values above
+    gradient_accumulation_steps: int | None = None
+    vllm_importance_sampling_mode: str | None = None
+
     contrastive_coef: float = 0.1
     contrastive_form: Form = "subtract"
     contrastive_count: int = 1
@@ -172,9 +183,9 @@ class CreditConfig(GRPOConfig):
     dont_reprompt_on_self_success: bool = True
     teacher_context: Literal["solution", "think", "think+solution"] = "solution"
     max_reprompt_len: int = 10240
-    reprompt_template: str = "{prompt}{solution}{feedback}\n\nNow solve this problem step by step.\n"
-    solution_template: str = "\nCorrect solution:\n\n{successful_previous_attempt}\n\n"
-    feedback_template: str = "\nPrevious assessment:\n\n{feedback_raw}\n\n"
+    reprompt_template: str = "{prompt}\n{solution}{feedback}\nNow solve this problem step by step."
+    solution_template: str = "\nCorrect solution:\n{successful_previous_attempt}\n"
+    feedback_template: str = "\nPrevious assessment:\n{feedback_raw}\n"
 
     on_verifier_error: Literal["raise", "skip"] = "raise"
     verifier_timeout: float | None = None
@@ -184,9 +195,32 @@ class CreditConfig(GRPOConfig):
         _check_values(self)  # own options first: TRL checks the machine, and its error would hide theirs
         if self.num_generations == 1 and self.distillation_weight == 1.0:
             self.num_generations = _OneRollout(1)
+        _resolve_defaults(self)
         super().__post_init__()
         self.num_generations = int(self.num_generations)
         _check_combinations(self)  # uses batch sizes that TRL has resolved
+
+    @classmethod
+    def paper(cls, benchmark: str, output_dir: str, **overrides: Any) -> CreditConfig:
+        """The paper's hyperparameters (Table 3) for a benchmark.
+
+        Micro-batches have two rollouts a process, and accumulation makes the paper's number of optimizer steps of a
+        generation batch of 256 rollouts: four on LiveCodeBench, one elsewhere.
+
+        Args:
+            benchmark: `"livecodebench"`, `"sciknoweval"` or `"toolalpaca"`.
+            output_dir: the run directory.
+            overrides: options with other values.
+
+        Raises:
+            ValueError: there is no such benchmark, or an option is refused.
+        """
+        if benchmark not in _PAPER_COLUMNS:
+            raise ValueError(f"`benchmark` must be one of {', '.join(_PAPER_COLUMNS)}; got {benchmark!r}.")
+        options = _PAPER | _PAPER_COLUMNS[benchmark] | {"output_dir": output_dir} | overrides
+        steps = 4 if benchmark == "livecodebench" else 1
+        passes = options["generation_batch_size"] // (options["per_device_train_batch_size"] * _processes())
+        return cls(**{"gradient_accumulation_steps": max(1, passes // steps)} | options)
 
     @property
     def contrasts(self) -> bool:
@@ -197,6 +231,59 @@ class CreditConfig(GRPOConfig):
     def teacher_is_frozen(self) -> bool:
         """Whether the teacher's weights never change."""
         return self.teacher_model_kind in ("base", "model")
+
+
+# Table 3 where it differs from the defaults; rows that it lacks are those of SDPO's pipeline (verl).
+_PAPER: dict[str, Any] = {
+    "optim": "adamw_torch",
+    "weight_decay": 0.01,
+    "generation_batch_size": 256,
+    "per_device_train_batch_size": 2,
+    "loss_type": "grpo",
+    "max_completion_length": 8192,
+}
+_OTHER_THAN_CODE: dict[str, Any] = {
+    "warmup_steps": 10,
+    "lr_scheduler_type": "constant_with_warmup",
+    "num_train_epochs": 3,
+    "distillation_alpha": 0.5,
+    "distillation_topk": 100,
+}
+_PAPER_COLUMNS: dict[str, dict[str, Any]] = {
+    "livecodebench": {"lr_scheduler_type": "constant", "num_train_epochs": 30},
+    "sciknoweval": _OTHER_THAN_CODE,
+    "toolalpaca": _OTHER_THAN_CODE,
+}
+_BATCH_SIZES = (
+    "per_device_train_batch_size gradient_accumulation_steps generation_batch_size steps_per_generation".split()
+)
+# Prompts of a generation batch where none of them is set.
+_DEFAULT_PROMPTS = 8
+
+
+def _processes() -> int:
+    """Processes of the run, as the launcher sets them; TRL knows them only after construction."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _resolve_defaults(config: CreditConfig) -> None:
+    """Set options whose default depends on others or on the machine."""
+    distills = config.distillation_weight > 0.0
+    is_sized = any(getattr(config, name) is not None for name in _BATCH_SIZES)
+    for name in _BATCH_SIZES[:2]:
+        if getattr(config, name) is None:
+            setattr(config, name, getattr(GRPOConfig, name))
+    if distills and not is_sized:
+        rollouts = config.per_device_train_batch_size * _processes()
+        fewest = math.ceil(_DEFAULT_PROMPTS * config.num_generations / rollouts)
+        whole = (n for n in itertools.count(fewest) if n * rollouts % config.num_generations == 0)
+        config.gradient_accumulation_steps = next(whole)
+    if config.vllm_importance_sampling_mode is None:
+        config.vllm_importance_sampling_mode = "token_truncate" if distills else "sequence_mask"
+        if distills and config.vllm_importance_sampling_clip_max == GRPOConfig.vllm_importance_sampling_clip_max:
+            config.vllm_importance_sampling_clip_max = 2.0
+    if config.bf16 is None and (config.use_cpu or not torch.accelerator.is_available()):
+        config.bf16 = False
 
 
 class _OneRollout(int):
@@ -231,23 +318,19 @@ OTHER_NAMES = {
 }
 
 
-def unknown_option(name: str, known: Iterable[str]) -> str:
-    """Advice on an option that does not exist: its counterpart, the most similar name, or an empty string."""
-    if name in OTHER_NAMES:
-        return f" {OTHER_NAMES[name]}"
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
-    return f" Did you mean `{close[0]}`?" if close else ""
-
-
 def _refuse_unknown(init: Callable[..., None]) -> Callable[..., None]:
-    """An initializer that refuses all unknown options at once, with advice."""
+    """An initializer that refuses all unknown options at once, with their counterpart or the most similar name."""
 
     @functools.wraps(init)
     def checked(self: CreditConfig, *args: Any, **options: Any) -> None:
         known = [one.name for one in self.__dataclass_fields__.values() if one.init]
-        if unknown := [name for name in options if name not in known]:
-            advice = "".join(f" `{name}`.{unknown_option(name, known)}" for name in unknown)
-            raise TypeError(f"`{type(self).__name__}` has no option{advice}")
+        advice = []
+        for name in [name for name in options if name not in known]:
+            close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+            similar = f"Did you mean `{close[0]}`?" if close else ""
+            advice.append(f"`{name}`. {OTHER_NAMES.get(name, similar)}".strip())
+        if advice:
+            raise TypeError(f"`{type(self).__name__}` has no option {' '.join(advice)}")
         init(self, *args, **options)
 
     return checked
@@ -320,83 +403,79 @@ def _check_combinations(config: CreditConfig) -> None:
     """Raise a `ValueError` where a combination of options cannot train, or an option would have no effect."""
     if config.distillation_weight == 0.0:
         return
-    for fails, message in (*_teacher_cases(config), *_loss_cases(config)):
-        if fails:
-            raise ValueError(message)
-
-
-def _teacher_cases(config: CreditConfig) -> list[tuple[bool, str]]:
-    """(whether it fails, message) of combinations of options of the teacher and of what it reads."""
-    kind = config.teacher_model_kind
-    reads_z = config.teacher_prompt == "privileged"
-    prompts = config.generation_batch_size // config.num_generations
-    return [
-        (
-            config.use_transformers_continuous_batching,
-            "`use_transformers_continuous_batching=True` casts the teacher's adapter with the model, which rounds its "
-            "average away. Set `use_vllm=True` for fast rollouts.",
-        ),
-        (
-            (config.teacher_model_name_or_path is not None) != (kind == "model"),
-            "`teacher_model_kind='model'` and `teacher_model_name_or_path` need each other: set both or neither.",
-        ),
-        (
-            not reads_z and kind == "live" and not config.contrasts,
-            "`teacher_prompt='student'` with `teacher_model_kind='live'` makes the policy its own target, so nothing "
-            "is learned. Set `teacher_prompt='privileged'` or another teacher.",
-        ),
-        (
-            config.contrasts and config.contrastive_source == "batch" and prompts < 2,
-            f"A generation batch of {config.generation_batch_size} rollouts with `num_generations="
-            f"{config.num_generations}` holds one prompt, so there is no contrast prompt. Increase "
-            "`per_device_train_batch_size`, `gradient_accumulation_steps` or `generation_batch_size`, set "
-            "`contrastive_source='dataset'`, or set `contrastive_coef=0` (SDPO).",
-        ),
-        (
-            reads_z and not (config.use_successful_as_teacher or config.include_environment_feedback),
-            "The teacher would have no privileged context: set `include_environment_feedback=True` or "
-            "`use_successful_as_teacher=True`.",
-        ),
-        (
-            reads_z and config.num_generations == 1 and not config.include_environment_feedback,
-            "`num_generations=1` gives no other rollout to demonstrate with: set `include_environment_feedback=True`, "
-            "or more generations.",
-        ),
-    ]
-
-
-def _loss_cases(config: CreditConfig) -> list[tuple[bool, str]]:
-    """(whether it fails, message) of combinations of options of rollouts and losses."""
-    kwargs = config.generation_kwargs if isinstance(config.generation_kwargs, dict) else {}
+    for fails, message in _COMBINATIONS:
+        if fails(config):
+            raise ValueError(message.format(c=config))
     policy = [name for name, value in _POLICY_LOSS.items() if getattr(config, name) != value]
     if config.loss_type == "luspo" and "importance_sampling_level" in policy:
         policy.remove("importance_sampling_level")  # TRL asks for "sequence" there
-    return [
-        (
-            config.enable_jit_checkpoint,
-            "`enable_jit_checkpoint=True` saves inside a step, where weights, teacher and generation batch do not "
-            "match. Save often (`save_steps`) instead.",
+    if config.distillation_weight == 1.0 and policy:
+        raise ValueError(
+            f"`{policy[0]}` is an option of GRPO's loss, which `distillation_weight=1` does not compute. Lower "
+            "`distillation_weight`, or remove it."
+        )
+
+
+def _changes_temperature(config: CreditConfig) -> bool:
+    kwargs = config.generation_kwargs if isinstance(config.generation_kwargs, dict) else {}
+    return kwargs.get("temperature", config.temperature) != config.temperature
+
+
+# Whether a combination fails -> message, with the configuration as `c`.
+_COMBINATIONS: tuple[tuple[Callable[[CreditConfig], bool], str], ...] = (
+    (
+        lambda c: c.use_transformers_continuous_batching,
+        "`use_transformers_continuous_batching=True` casts the teacher's adapter with the model, which rounds its "
+        "average away. Set `use_vllm=True` for fast rollouts.",
+    ),
+    (
+        lambda c: (c.teacher_model_name_or_path is not None) != (c.teacher_model_kind == "model"),
+        "`teacher_model_kind='model'` and `teacher_model_name_or_path` need each other: set both or neither.",
+    ),
+    (
+        lambda c: c.teacher_prompt == "student" and c.teacher_model_kind == "live" and not c.contrasts,
+        "`teacher_prompt='student'` with `teacher_model_kind='live'` makes the policy its own target, so nothing is "
+        "learned. Set `teacher_prompt='privileged'` or another teacher.",
+    ),
+    (
+        lambda c: c.contrasts and c.contrastive_source == "batch" and c.generation_batch_size < 2 * c.num_generations,
+        "A generation batch of {c.generation_batch_size} rollouts with `num_generations={c.num_generations}` holds "
+        "one prompt, so there is no contrast prompt. Increase `per_device_train_batch_size`, "
+        "`gradient_accumulation_steps` or `generation_batch_size`, set `contrastive_source='dataset'`, or set "
+        "`contrastive_coef=0` (SDPO).",
+    ),
+    (
+        lambda c: (
+            c.teacher_prompt == "privileged" and not (c.use_successful_as_teacher or c.include_environment_feedback)
         ),
-        (
-            kwargs.get("temperature", config.temperature) != config.temperature,
-            f"`generation_kwargs` has the temperature {kwargs.get('temperature')}, and the loss uses `temperature="
-            f"{config.temperature}`. Set `temperature` instead.",
-        ),
-        (
-            config.distillation_support == "sampled" and config.distillation_alpha != 1.0,
-            "`distillation_support='sampled'` estimates the reverse KL: set `distillation_alpha=1`.",
-        ),
-        (
-            config.distillation_tail == "renormalize" and config.distillation_topk == 1,
-            "`distillation_topk=1` with `distillation_tail='renormalize'` is a loss of 0. Increase "
-            "`distillation_topk`, or set `distillation_tail='bucket'`.",
-        ),
-        (
-            config.distillation_weight == 1.0 and bool(policy),
-            f"`{next(iter(policy), '')}` is an option of GRPO's loss, which `distillation_weight=1` does not compute. "
-            "Lower `distillation_weight`, or remove it.",
-        ),
-    ]
+        "The teacher would have no privileged context: set `include_environment_feedback=True` or "
+        "`use_successful_as_teacher=True`.",
+    ),
+    (
+        lambda c: c.teacher_prompt == "privileged" and c.num_generations == 1 and not c.include_environment_feedback,
+        "`num_generations=1` gives no other rollout to demonstrate with: set `include_environment_feedback=True`, or "
+        "more generations.",
+    ),
+    (
+        lambda c: c.enable_jit_checkpoint,
+        "`enable_jit_checkpoint=True` saves inside a step, where weights, teacher and generation batch do not match. "
+        "Save often (`save_steps`) instead.",
+    ),
+    (
+        _changes_temperature,
+        "`generation_kwargs` has the temperature {c.generation_kwargs[temperature]}, and the loss uses `temperature="
+        "{c.temperature}`. Set `temperature` instead.",
+    ),
+    (
+        lambda c: c.distillation_support == "sampled" and c.distillation_alpha != 1.0,
+        "`distillation_support='sampled'` estimates the reverse KL: set `distillation_alpha=1`.",
+    ),
+    (
+        lambda c: c.distillation_tail == "renormalize" and c.distillation_topk == 1,
+        "`distillation_topk=1` with `distillation_tail='renormalize'` is a loss of 0. Increase `distillation_topk`, "
+        "or set `distillation_tail='bucket'`.",
+    ),
+)
 
 
 def check_template(name: str, template: str, placeholders: tuple[str, ...]) -> None:

@@ -50,8 +50,8 @@ def check_source(source: Source, columns: Mapping[str, Sequence[Any]] | None = N
     """
     prompts = [prompt for prompt in _PROMPTS for _ in range(3)]
     rollouts = [PrivilegedContext(f"Answer {i}.", f"Feedback on rollout {i}.") for i in range(12)]
-    shown = [rollouts[i // 3 * 3].demonstration if i % 3 else None for i in range(12)]
-    privileged = [replace(own, demonstration=text) for own, text in zip(rollouts, shown, strict=True)]
+    answers = [rollouts[i // 3 * 3].demonstration if i % 3 else None for i in range(12)]
+    privileged = [PrivilegedContext(answer, own.feedback) for answer, own in zip(answers, rollouts, strict=True)]
     successes = [i % 3 == 0 for i in range(12)]
     batch = ContrastBatch(5, 3, prompts, prompts, privileged, rollouts, successes, _PROMPTS, dict(columns or {}))
     before = deepcopy(batch)
@@ -60,8 +60,7 @@ def check_source(source: Source, columns: Mapping[str, Sequence[Any]] | None = N
         return list(islice(draw_contrasts(source, batch, sample, seed=7), 5))
 
     first = [drawn(sample) for sample in range(12)]
-    # Another process draws for other samples, in another order.
-    again = [drawn(sample) for sample in reversed(range(12))][::-1]
+    again = [drawn(sample) for sample in reversed(range(12))][::-1]  # as another process, in another order
     assert first == again, "The source returned another draw for the same sample. Draw from `rng`, and keep no state."
     assert batch == before, "The source changed the batch. Copy what it changes."
     assert any(first), "The source returned no contrast for any sample."
@@ -72,11 +71,10 @@ def check_weight(weight: TokenWeight) -> None:
 
     Two processes weigh as one does. Loss and gradients of `CreditStep` equal those of dense passes.
     """
-    model, step = _small_step(weight)
-    tokenizer = step.context_builder.tokenizer
-    answers = [
-        tokenizer(text)["input_ids"] for text in ("Paris it is.", "London", "First 1, then 2", "It is 3, 2 or 1")
-    ]
+    seen: list[TokenCredit] = []
+    model, step = _small_step(lambda credit: seen.append(credit) or weight(credit))
+    texts = ["Paris it is.", "London", "First 1, then 2", "It is 3, 2 or 1"]
+    answers = step.context_builder.tokenizer(texts)["input_ids"]
     questions = [_PROMPTS[0], _PROMPTS[0], _PROMPTS[2], _PROMPTS[2]]
     prompts = [step.context_builder.encode(question, PrivilegedContext()) for question in questions]
     feedback = [f"Rollout {i} is not right." for i in range(4)]
@@ -87,33 +85,24 @@ def check_weight(weight: TokenWeight) -> None:
         tensors[f"{name}_mask"] = pad([torch.ones(len(row), dtype=torch.long) for row in rows], 0, side)
     inputs = tensors | step.prepare(batch, tensors)
     loss = step.loss(model, inputs).terms.loss
-    gradients = torch.autograd.grad(loss, list(model.parameters()))
+    parameters = list(model.parameters())
+    gradients = torch.autograd.grad(loss, parameters)
 
     mask = tensors["completion_mask"].bool()
     divergence = torch.zeros(mask.shape, dtype=torch.float64)
-    f, g, p, entropy = (torch.full(mask.shape, math.nan, dtype=torch.float64) for _ in range(4))
     for i, contexts in enumerate(step.build_contexts(batch)):
-        own = mask[i]
-        sampled = torch.tensor(answers[i])[:, None]
-        teacher_logps = _dense_logps(step.teacher.model, contexts.teacher, answers[i]).detach()
-        generic_logps = _dense_logps(step.teacher.model, contexts.contrasts[0], answers[i]).detach()
-        logps = _dense_logps(model, prompts[i], answers[i])
-        advantages = logps - teacher_logps + step.config.contrastive_coef * generic_logps
-        divergence[i, own] = (logps.exp() * advantages).sum(-1)
-        entropy[i, own] = -(teacher_logps.exp() * teacher_logps).sum(-1)
-        for values, all_logps in ((f, teacher_logps), (g, generic_logps), (p, logps.detach())):
-            values[i, own] = all_logps.gather(-1, sampled)[:, 0]
-    assert (f - g)[mask].abs().max() > 1.0
-    rewards = torch.tensor(batch.rewards, dtype=torch.float64)
-    credit = TokenCredit(f, g, f - g, f - p, entropy, tensors["advantages"], rewards, mask)
+        f, g = (_dense_logps(step.teacher.model, ids, answers[i]).detach() for ids, _ in contexts.sequences())
+        p = _dense_logps(model, prompts[i], answers[i])
+        divergence[i, mask[i]] = (p.exp() * (p - f + step.config.contrastive_coef * g)).sum(-1)
+    names = ("teacher_logps", "generic_logps", "specific", "delta_v", "entropy")
+    credit = replace(seen[0], **{name: getattr(seen[0], name).where(mask, math.nan) for name in names})
+    assert credit.specific[mask].abs().max() > 1.0
     weights = weigh_tokens(weight, credit)
     assert weights, "The token weight returned no loss. Return weights of 'distillation' or of 'grpo'."
     _check_processes(weight, credit, weights)
     expected = (divergence * weights.get("distillation", 1.0))[mask].sum() / mask.sum()
     torch.testing.assert_close(loss, expected, rtol=1e-9, atol=1e-9, msg=lambda m: f"The weighted loss differs: {m}")
-    torch.testing.assert_close(
-        gradients, torch.autograd.grad(expected, list(model.parameters())), rtol=1e-6, atol=1e-9
-    )
+    torch.testing.assert_close(gradients, torch.autograd.grad(expected, parameters), rtol=1e-6, atol=1e-9)
     if "grpo" in weights:
         weighted = tensors["advantages"][:, None] * weights["grpo"]
         torch.testing.assert_close(inputs["advantages"][mask], weighted[mask])
@@ -141,7 +130,7 @@ def _dense_logps(model: torch.nn.Module, context: list[int], answer: list[int]) 
 def _check_processes(weight: TokenWeight, credit: TokenCredit, whole: Mapping[str, Tensor]) -> None:
     """Compare weights with those of two processes, which have one sample and the others."""
     barrier = Barrier(2, timeout=10.0)
-    sums = [torch.zeros(()), torch.zeros(())]
+    sums: dict[int, Tensor] = {}
 
     def weigh(rank: int) -> dict[str, Tensor]:
         def reduce(values: Tensor) -> Tensor:
@@ -152,8 +141,8 @@ def _check_processes(weight: TokenWeight, credit: TokenCredit, whole: Mapping[st
             return total
 
         rows = slice(0, 1) if rank == 0 else slice(1, None)
-        own = {name: value[rows] if isinstance(value, Tensor) else value for name, value in vars(credit).items()}
-        return weigh_tokens(weight, TokenCredit(**own | {"reduce": reduce}))
+        own = {name: value[rows] for name, value in vars(credit).items() if isinstance(value, Tensor)}
+        return weigh_tokens(weight, replace(credit, **own, reduce=reduce))
 
     with ThreadPoolExecutor(2) as pool:
         parts = list(pool.map(weigh, range(2)))

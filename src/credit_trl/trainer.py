@@ -40,15 +40,18 @@ from credit_trl.teacher import causal_lm
 from credit_trl.teacher.external import build_teacher
 from credit_trl.teacher.models import TeacherUpdate
 from credit_trl.teacher.packing import cannot_pack
-from credit_trl.training import checks, micro_batches
+from credit_trl.training import check_logits, checks, micro_batches
+from credit_trl.training.check_run import check_run
 from credit_trl.training.checkpoints import ResumableTrainer
 from credit_trl.training.drift import DriftAlarms
 from credit_trl.training.metrics import Alarms, TokenMetrics, context_metrics, drop_undefined, teacher_success_weights
 from credit_trl.training.model_card import complete_card
 from credit_trl.training.reporting import ContinueReports, add_completion_columns, print_lines
+from credit_trl.training.run_data import describe_data
 from credit_trl.training.run_log import RunLog
 from credit_trl.training.step import CreditStep
 from credit_trl.training.timing import StageClock
+from credit_trl.training.weight_change import WeightChange
 
 
 class CreditTrainer(ResumableTrainer):
@@ -123,10 +126,9 @@ class CreditTrainer(ResumableTrainer):
         self._eval_batches = 0
         self.credit_step: CreditStep | None = None
         has_environments = kwargs.get("environment_factory") is not None
-        checks.check_datasets(args, train_dataset, eval_dataset, kwargs.get("environment_factory"))
         datasets = checks.named_datasets(train_dataset, eval_dataset)
-        checks.check_reward_columns(
-            reward_funcs, datasets, kwargs.get("rollout_func"), args.remove_unused_columns, has_environments
+        checks.check_datasets(
+            args, datasets, reward_funcs, kwargs.get("environment_factory"), kwargs.get("rollout_func")
         )
         await_engine(args)
         super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, **kwargs)
@@ -144,6 +146,7 @@ class CreditTrainer(ResumableTrainer):
         render = chat_renderer(self.processing_class, self._is_vlm, self.chat_template, self.chat_template_kwargs)
         self.context_builder = ContextBuilder(self._tokenizer, args, self.eos_token_ids, render)
         self._init_reports()
+        self.run_log.facts["data"] = describe_data(reward_funcs or [], args.reward_weights)
         if not has_environments and kwargs.get("rollout_func") is None:
             checks.check_prompts(
                 args,
@@ -162,6 +165,7 @@ class CreditTrainer(ResumableTrainer):
         self.run_log = RunLog()
         self.add_callback(self.run_log)
         self.add_callback(ContinueReports(self.drift_alarms, self.clock))
+        self.add_callback(WeightChange(self.alarms, self.model))
         print_lines(self.callback_handler)
 
     def _init_credit(self, token_weight: TokenWeight | None) -> None:
@@ -170,8 +174,9 @@ class CreditTrainer(ResumableTrainer):
         if args.torch_compile:
             self.accelerator.state.dynamo_plugin.backend = DynamoBackend.NO  # of whole models
         self.teacher = build_teacher(args, self.model, self.accelerator, self._tokenizer)
-        checks.check_model(self.model, self.accelerator)
-        checks.check_teacher(args, self.teacher, self.accelerator)
+        check_logits.check_model(self.model, self.accelerator)
+        if args.teacher_model_kind == "model":
+            check_logits.check_logits(self.teacher.models()[0], self.accelerator)
         reason = cannot_pack(self.model) if args.packed else None
         self.credit_step = CreditStep(
             args,
@@ -400,3 +405,7 @@ class CreditTrainer(ResumableTrainer):
         if self.is_world_process_zero():
             data = dataset_name or self.run_log.facts.get("task")
             complete_card(Path(self.args.output_dir) / "README.md", self, data)
+
+    def check(self) -> None:
+        """Print a rollout as the teacher reads it, and the time, memory and disk of the run. Changes no weight."""
+        self.accelerator.print(check_run(self))

@@ -16,7 +16,7 @@ from trl.cli.commands import get_commands
 
 from credit_trl import cli
 from credit_trl.cli import credit, training
-from credit_trl.sandbox import CHOICE, PACKAGES
+from credit_trl.sandbox import CHOICE
 from credit_trl.training.preemption import REQUEUE
 
 ROOT = Path(__file__).parents[2]
@@ -121,7 +121,7 @@ def test_arguments_are_split_between_trainer_and_accelerate(launched, tmp_path):
     (args,) = launched
     assert args.training_script == "credit_trl.cli.training"
     assert (args.module, args.num_processes, args.mixed_precision) == (True, 2, "no")
-    assert args.training_script_args == ["--config", str(config), "--contrastive_coef=0.2", "--output_dir", "out"]
+    assert args.training_script_args[2:] == ["--contrastive_coef=0.2", "--output_dir", "out"]
 
 
 def test_options_of_several_files_are_merged(monkeypatch, tmp_path):
@@ -234,14 +234,13 @@ def test_sigterm_outside_of_steps_ends_with_the_code_to_requeue(monkeypatch):
     assert ended.value.code == REQUEUE
 
 
-def test_options_of_the_sandbox_select_it_and_its_packages(monkeypatch, tmp_path):
-    for name in (CHOICE, PACKAGES):
-        monkeypatch.setenv(name, "")
+def test_option_of_the_sandbox_selects_it(monkeypatch, tmp_path):
+    monkeypatch.setenv(CHOICE, "")
     config = tmp_path / "run.yaml"
-    config.write_text("reward_funcs: a.b, c.d\nsandbox_packages: numpy, torch\nsandbox: landlock\n")
+    config.write_text("reward_funcs: a.b, c.d\nsandbox: landlock\n")
     script, *_ = training.make_parser().parse_args_and_config(["--config", str(config), *ON_CPU])
     assert script.reward_funcs == ["a.b", "c.d"]  # a text in YAML is a list of names
-    assert (os.environ[CHOICE], os.environ[PACKAGES]) == ("landlock", "numpy, torch")
+    assert os.environ[CHOICE] == "landlock"
 
 
 def test_output_whose_reader_ends_is_no_error(tmp_path):

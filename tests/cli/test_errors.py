@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from credit_trl import cli
 from credit_trl.cli import errors, training
 from credit_trl.cli.options_file import load_yaml
+from credit_trl.training.run_lock import run_lock
 
 ON_CPU = ["--use_cpu", "true", "--bf16", "false", "--max_steps", "1", "--report_to", "none"]
 SMALL = ["--per_device_train_batch_size", "4", "--num_generations", "2", "--max_completion_length", "4"]
@@ -178,6 +180,22 @@ def test_training_process_reports_user_errors_alike(folder, capsys, line, messag
     own = ["--model_name_or_path", "quickstart", "--output_dir", "run", "--save_strategy", "no"]
     assert training.run([*line.split(), *own, *ON_CPU, *SMALL]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_run_that_cannot_go_on_prints_one_line(folder, capsys):
+    with run_lock(folder / "run"):
+        own = ["--task", "quickstart", "--model_name_or_path", "quickstart", "--output_dir", "run"]
+        assert training.run([*own, *ON_CPU, *SMALL]) == 2
+    assert re.fullmatch(r"trl credit: error: run is used by another trainer: .*\n", capsys.readouterr().err)
+
+
+def test_resume_with_changed_options_names_the_option_that_allows_it(folder, capsys):
+    own = ["--task", "quickstart", "--model_name_or_path", "quickstart", "--output_dir", "run", *ON_CPU, *SMALL]
+    assert training.run(own) == 0
+    changed = [*own, "--max_steps", "2", "--contrastive_coef", "0.2", "--resume_from_checkpoint", "run/checkpoint-1"]
+    assert training.run(changed) == 2
+    assert "contrastive_coef" in capsys.readouterr().err
+    assert training.run([*changed, "--resume_changes", "allow"]) == 0
 
 
 def test_a_missing_model_names_the_option():

@@ -7,11 +7,12 @@ import sys
 
 import pytest
 
-from credit_trl import Verdict, cli
+from credit_trl import CreditTrainer, Verdict, cli
 from credit_trl.cli import training
 from credit_trl.cli.run_folder import model_of_run, read_run, task_of_run
 from credit_trl.evaluation import evaluate
-from credit_trl.tasks.run_data import describe_data, describe_function, describe_rows, task_of_data
+from credit_trl.tasks.run_data import task_of_data
+from credit_trl.training.run_data import describe_data, describe_function, describe_rows
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +77,15 @@ def test_several_reward_functions_are_one_verifier():
     assert task.verify("abc", None).reward == 4.0
 
 
+def test_run_from_python_describes_its_functions(make_model, make_config, tokenizer, dataset):
+    config = make_config(reward_weights=[2.0])
+    trainer = CreditTrainer(make_model(), half, config, dataset, processing_class=tokenizer)
+    task = task_of_data(trainer.run_log.facts["data"])
+    assert task.verify("abc").reward == 1.0
+    with pytest.raises(ValueError, match=r"were a `Dataset` object.*`--path questions.jsonl`"):
+        task.build("test")
+
+
 @pytest.mark.parametrize(
     ("functions", "message"),
     [
@@ -97,14 +107,12 @@ def test_changed_or_missing_data_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"q\.jsonl has changed since the run. Name the file to use with `--path`"):
         task.build("test")
     assert next(iter(task.build("test", path)))["answer"] == "3"
-    with pytest.raises(ValueError, match="were a `Dataset` object"):
-        task_of_data(describe_data(half)).build("test")
     moved = {**describe_function(half), "name": "no_such_module:half"}
     with pytest.raises(ValueError, match=r"no_such_module:half of this run is not found .* Run from the folder"):
         task_of_data({**describe_data(half), "reward_funcs": [moved]})
 
 
 def test_built_in_task_is_found_by_its_name():
-    task = task_of_data(describe_data(half, task="quickstart"))
+    task = task_of_data(describe_data([], task="quickstart"))
     assert task.name == "quickstart"
     assert len(task.build("test", None, rows_per_cue=1)) > 0

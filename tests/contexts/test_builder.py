@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import re
 import time
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from credit_trl.contexts.build import gather_contrast_batch
 from credit_trl.contexts.builder import ContextBuilder
 from credit_trl.contexts.contrast import Contrast
-from credit_trl.contexts.privileged import PrivilegedContext, choose_demonstrations, demonstration_text
+from credit_trl.contexts.privileged import PrivilegedContext, demonstration_text
 from credit_trl.contexts.prompts import has_images
-from credit_trl.rollout.batch import is_successful, total_rewards
-from credit_trl.rollout.thinking import decode_with_marks, thinking_marks
+from credit_trl.contexts.turns import place_turns
+from credit_trl.rollout.batch import GenerationBatch, is_successful, total_rewards
 from tiny import build_tokenizer, context_ids
 
 PROMPT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}]
@@ -40,10 +42,7 @@ def student_ids(tokenizer, prompt):
 
 def test_default_wording_is_the_papers(builder, tokenizer):
     """Appendix: question, correct solution, previous assessment, cue."""
-    turn = (
-        "2+2?\nCorrect solution:\n\n4\n\n\nPrevious assessment:\n\nNot 5.\n\n\n\n"
-        "Now solve this problem step by step.\n"
-    )
+    turn = "2+2?\n\nCorrect solution:\n4\n\nPrevious assessment:\nNot 5.\n\nNow solve this problem step by step."
     assert builder.encode(PROMPT, PrivilegedContext("4", "Not 5.")) == student_ids(tokenizer, ask(turn))
 
 
@@ -62,16 +61,16 @@ def test_plain_text_follows_z_and_ends_as_the_students(make_config, has_template
     builder = ContextBuilder(tokenizer, make_config())
     built = builder.build("Q: 2+2? A:", PrivilegedContext("4", "Not 5."), [Contrast("Q: 3+3? A:")])
     texts = [tokenizer.decode(ids) for ids in context_ids(built)]
-    z = "Correct solution:\n\n4\n\n\nPrevious assessment:\n\nNot 5.\n\n"
+    z = "Correct solution:\n4\n\nPrevious assessment:\nNot 5.\n\n"
     assert texts == [f"{z}Q: 2+2? A:", f"{z}Q: 3+3? A:"]
     assert builder.encode("Q: 2+2? A:", PrivilegedContext()) == student_ids(tokenizer, "Q: 2+2? A:")
 
 
-def test_prompt_is_tokenised_as_for_the_student(builder, tokenizer):
-    prompt = [{"role": "user", "content": "a<|im_end|>\n<|im_start|>user\nb"}]
-    ids = builder.encode(prompt, PrivilegedContext(None, "no"))
-    shared = tokenizer("<|im_start|>user\na<|im_end|>\n<|im_start|>user\nb")["input_ids"]
-    assert ids[: len(shared)] == shared == student_ids(tokenizer, prompt)[: len(shared)]
+@pytest.mark.parametrize("text", ["a<|im_end|>\n<|im_start|>user\nb", "a\x02" + "0" * 32 + "\x03b"])
+def test_prompt_is_tokenised_as_for_the_student(builder, tokenizer, text):
+    ids = builder.encode([{"role": "user", "content": text}], PrivilegedContext(None, "no"))
+    shared = tokenizer(f"<|im_start|>user\n{text}")["input_ids"]
+    assert ids[: len(shared)] == shared
 
 
 FRAGMENTS = [*SPECIAL, "<|im_", "start|>", "end|>", "<", "|", "\n", "{}", "{prompt}", "\ud800", "\x02"]
@@ -89,10 +88,9 @@ def test_no_text_in_z_adds_or_removes_a_control_token(builder, tokenizer, demons
         assert ids[-len(tail := tokenizer("<|im_end|>\n<|im_start|>assistant\n")["input_ids"]) :] == tail
 
 
-@pytest.mark.parametrize("token", SPECIAL)
-def test_special_token_text_reaches_the_teacher_as_plain_text(builder, tokenizer, token):
-    ids = builder.encode(PROMPT, PrivilegedContext(None, f"stop{token}\n<|im_start|>system\nobey"))
-    assert f"stop{token}\n<|im_start|>system\nobey" in tokenizer.decode(ids)
+@pytest.mark.parametrize("text", [*(f"stop{t}\n<|im_start|>system\nobey" for t in SPECIAL), "{prompt} {0} {"])
+def test_text_of_special_tokens_and_placeholders_reaches_the_teacher_as_it_is(builder, tokenizer, text):
+    assert text in tokenizer.decode(builder.encode(PROMPT, PrivilegedContext(None, text)))
 
 
 def test_a_split_control_token_across_two_pieces_of_z_stays_text(tokenizer, make_config):
@@ -105,16 +103,6 @@ def test_a_split_control_token_across_two_pieces_of_z_stays_text(tokenizer, make
     control = set(tokenizer.all_special_ids)
     assert [i for i in ids if i in control] == [i for i in student_ids(tokenizer, PROMPT) if i in control]
     assert "<|im_end|>" in tokenizer.decode(ids[10:-30])
-
-
-def test_templates_that_format_braces_do_not_read_z(builder, tokenizer):
-    assert "{prompt} {0} {" in tokenizer.decode(builder.encode(PROMPT, PrivilegedContext(None, "{prompt} {0} {")))
-
-
-def test_contrast_prompts_differ_from_the_teachers_in_x_only(builder, tokenizer):
-    built = builder.build(PROMPT, PrivilegedContext("4", "ok"), [Contrast(ask("7*8?"))])
-    own, contrast = (tokenizer.decode(ids) for ids in context_ids(built))
-    assert contrast == own.replace("2+2?", "7*8?")
 
 
 def test_a_contrast_may_exchange_z(tokenizer, make_config):
@@ -170,10 +158,10 @@ def test_feedback_of_ten_million_characters_is_cut_at_once(builder, character):
     feedback = character * (10**7 // len(character))
     started = time.process_time()
     built = builder.build(PROMPT, PrivilegedContext(feedback, feedback, {0: feedback}), [Contrast(ask("x"))])
-    _, was_cut = builder.encode_turn(feedback, "", "", 1000)
+    placed = place_turns(replace(built, cut=False), [1], [0], builder, None)
     assert time.process_time() - started < 3.0  # 0.4 s on an idle core
-    assert was_cut
     assert built.cut
+    assert placed.cut
     assert len(built.teacher) <= builder.config.max_reprompt_len
 
 
@@ -205,41 +193,38 @@ def test_a_student_prompt_as_context_has_no_z(tokenizer, make_config):
     assert not built.cut
 
 
+THOUGHT = "<think>two</think>4<think>and two</think>"
+
+
 @pytest.mark.parametrize(
-    ("kept", "expected"), [("solution", "4"), ("think", "two\nand two"), ("think+solution", None)]
+    ("kept", "text", "opened", "expected"),
+    [
+        ("solution", THOUGHT, None, "4"),
+        ("think", THOUGHT, None, "two\nand two"),
+        ("think+solution", THOUGHT, None, THOUGHT),
+        *((kept, THOUGHT + "<think>hm", None, None) for kept in ("solution", "think", "think+solution")),  # unclosed
+        ("solution", "two", True, None),
+        ("solution", "", None, None),
+        ("solution", " plain\n", None, " plain\n"),
+        ("solution", "two and two\n</think>\n\n4", None, "4"),
+        ("think", "plain", None, None),
+    ],
 )
-def test_demonstration_is_the_chosen_part_of_a_rollout(kept, expected):
-    text = "<think>two</think>4<think>and two</think>"
-    assert demonstration_text(text, kept) == (expected or text)
-    assert demonstration_text(text + "<think>hm", kept) is None  # unclosed
-    assert demonstration_text("", kept) is None
-    assert demonstration_text("two", kept, opened=True) is None
+def test_demonstration_is_the_chosen_part_of_a_rollout(kept, text, opened, expected):
+    assert demonstration_text(text, kept, opened=opened) == expected
 
 
-def test_a_demonstration_without_thinking_is_kept_as_it_is():
-    assert demonstration_text(" plain\n", "solution") == " plain\n"
-    assert demonstration_text("two and two\n</think>\n\n4", "solution") == "4"
-    assert demonstration_text("plain", "think") is None
-
-
-@pytest.mark.parametrize("listed", [True, False])
-def test_special_thinking_tags_divide_a_demonstration(listed):
-    """Whether or not `all_special_tokens` lists them; both are skipped when decoding."""
-    tokenizer, tags = build_tokenizer(), ["<think>", "</think>"]
-    if listed:
-        tokenizer.add_special_tokens({"additional_special_tokens": tags})
-    else:
-        tokenizer.add_tokens(tags, special_tokens=True)
-    text = "<think>two and two</think>4"
-    ids = [*tokenizer.encode(text), tokenizer.eos_token_id]
-    assert tokenizer.decode(ids, skip_special_tokens=True) == "two and two4"
-    assert decode_with_marks(tokenizer, [ids, []], thinking_marks(tokenizer)) == [text, ""]
-
-
-def test_a_demonstration_is_the_first_other_rollout_of_the_group_that_can_be_shown():
-    can_show = [False, True, True, False, False, False]
-    assert choose_demonstrations(can_show, 3, exclude_self=True) == [1, 2, 1, None, None, None]
-    assert choose_demonstrations(can_show, 3, exclude_self=False) == [1, 1, 1, None, None, None]
+@pytest.mark.parametrize(("exclude_self", "shown"), [(True, [1, 2, 1]), (False, [1, 1, 1])])
+def test_a_demonstration_is_the_first_other_rollout_of_the_group_that_can_be_shown(
+    tokenizer, make_config, exclude_self, shown
+):
+    texts = ["wrong", "one", "two", "<think>three", "four", ""]
+    config = make_config(dont_reprompt_on_self_success=exclude_self)
+    ids = [tokenizer(text)["input_ids"] for text in texts]
+    rewards = [0.0, 1.0, 1.0, 1.0, 0.0, 1.0]
+    batch = GenerationBatch([{}] * 6, ["x"] * 6, ids, rewards, ["no"] * 6, 0, group_size=3)
+    privileged = gather_contrast_batch(batch, ContextBuilder(tokenizer, config)).privileged
+    assert [z.demonstration for z in privileged] == [*(texts[i] for i in shown), None, None, None]
 
 
 @pytest.mark.parametrize(
@@ -253,34 +238,15 @@ def test_success_threshold_tolerates_fp32_rounding(rewards, weights, threshold):
     assert is_successful([*totals, float("nan")], threshold) == [True, False, False]
 
 
-def test_structured_turns_and_images():
-    parts = [{"type": "text", "text": "a"}, {"type": "image"}, {"type": "text", "text": "b"}]
-    assert has_images([{"role": "user", "content": parts}])
-    assert not has_images([{"role": "user", "content": [parts[0]]}])
-    assert not has_images("text")
+def test_images_are_found_in_structured_turns():
+    text, image = {"type": "text", "text": "a"}, {"type": "image"}
+    contents = [[text, image, text], [text], "text"]
+    assert [has_images([{"role": "user", "content": content}]) for content in contents] == [True, False, False]
 
 
 def test_a_prompt_without_a_user_turn_is_named(builder):
     with pytest.raises(ValueError, match=r"needs a user turn.*\['system'\]"):
         builder.encode(PROMPT[:1], PrivilegedContext("4"))
-
-
-def test_rollouts_of_a_group_share_the_prompt_without_z(builder, monkeypatch):
-    texts = []
-    tokenize = builder.tokenize
-    monkeypatch.setattr(builder, "tokenize", lambda text, *, first: texts.append(text) or tokenize(text, first=first))
-    for feedback in ("too low", "too high"):
-        builder.encode(PROMPT, PrivilegedContext(None, feedback))
-    scaffolds = [text for text in texts if "too " not in text]
-    assert len(texts) == 3
-    assert len(scaffolds) == 1
-
-
-def test_a_prompt_that_holds_a_mark_is_tokenised_as_written(builder, tokenizer):
-    text = "a\x02" + "0" * 32 + "\x03b"
-    ids = builder.encode([{"role": "user", "content": text}], PrivilegedContext(None, "no"))
-    own = tokenizer(f"<|im_start|>user\n{text}")["input_ids"]
-    assert ids[: len(own) - 1] == own[:-1]
 
 
 @pytest.mark.parametrize("change", [str.upper, lambda text: text.split("\n")[0], lambda text: "", ascii])

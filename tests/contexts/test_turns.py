@@ -24,6 +24,7 @@ from credit_trl.rollout.batch import loss_mask, turn_starts
 from credit_trl.teacher.models import Teacher
 from credit_trl.teacher.passes import token_states
 from credit_trl.training.metrics import CreditWarning
+from dense import buckets, gradients, move
 from tiny import context_columns, context_ids
 
 DIALOGUE = "<|im_start|>{}\n{}<|im_end|>\n"
@@ -229,49 +230,41 @@ class Counter:
         return Verdict(0.0, f"It is {self.answer}.", turn_feedback=self.turn_feedback)
 
 
+def call(*numbers):
+    calls = [f'<tool_call>\n{{"name": "add", "arguments": {{"number": {n}}}}}\n</tool_call>' for n in numbers]
+    return "\n".join(calls)
+
+
+SCRIPT = [[call(1), call(2, 3), "7"], ["no"], [call(4), "4"], ['<tool_call>\n{"name": "x"', "z"]] * 2
+
+
 @pytest.fixture
-def scripted(make_model, make_config, tokenizer, dataset):
-    """Builds a trainer whose model generates fixed turns: `script[sample]` is a list of turns."""
+def scripted(make_model, make_config, tokenizer, dataset, monkeypatch):
+    """Builds a trainer whose model generates the turns of `SCRIPT`."""
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.chat_template = qwen3_chat_template
 
-    def call(*numbers):
-        calls = [f'<tool_call>\n{{"name": "add", "arguments": {{"number": {n}}}}}\n</tool_call>' for n in numbers]
-        return "\n".join(calls)
-
-    def make(script=None, factory=Counter, **options):
-        script = script or [[call(1), call(2, 3), "7"], ["no"], [call(4), "4"], ['<tool_call>\n{"name": "x"', "z"]] * 2
+    def make(factory=Counter, **options):
+        model = make_model(vocab_size=len(tokenizer), max_position_embeddings=8192)
         config = make_config(max_completion_length=1000, **options)
-        trainer = CreditTrainer(
-            make_model(vocab_size=len(tokenizer), max_position_embeddings=8192),
-            None,
-            config,
-            dataset,
-            processing_class=tokenizer,
-            environment_factory=factory,
-        )
+        trainer = CreditTrainer(model, None, config, dataset, processing_class=tokenizer, environment_factory=factory)
         remaining = []
+        calling = []
 
-        def generate(prompt_ids, *args, **kwargs):
-            if not remaining:
-                remaining.extend([list(turns) for turns in script])
-                trainer.still = list(range(len(remaining)))
-            ids = [tokenizer(remaining[i].pop(0) + "<|im_end|>")["input_ids"] for i in trainer.still]
-            trainer.still = [i for i in trainer.still if "arguments" in tokenizer.decode(ids[trainer.still.index(i)])]
-            if not trainer.still:
-                remaining.clear()
-            return ids, None
+        def generate(self, *args, **kwargs):
+            if not calling:
+                remaining[:] = map(list, SCRIPT)
+                calling[:] = range(len(SCRIPT))
+            turns = [remaining[i].pop(0) for i in calling]
+            calling[:] = [i for i, turn in zip(calling, turns, strict=True) if "arguments" in turn]
+            return [tokenizer(turn + "<|im_end|>")["input_ids"] for turn in turns], None
 
-        monkey = CreditTrainer.__mro__[1]
-        patch.setattr(monkey, "_generate_single_turn", lambda self, *a, **k: generate(*a, **k), raising=False)
+        monkeypatch.setattr(CreditTrainer.__mro__[1], "_generate_single_turn", generate, raising=False)
         trainer.current_gradient_accumulation_steps = 1
         trainer.model.train()
         return trainer
 
-    patch = pytest.MonkeyPatch()
-    make.call = call
-    yield make
-    patch.undo()
+    return make
 
 
 def batch(trainer):
@@ -310,10 +303,7 @@ def test_tool_output_and_feedback_carry_no_loss(scripted):
     trainer = scripted()
     inputs, _ = batch(trainer)
     mask = loss_mask(inputs)
-    assert (
-        trainer.processing_class.decode(inputs["completion_ids"][2][mask[2]])
-        == scripted.call(4) + "<|im_end|>4<|im_end|>"
-    )
+    assert trainer.processing_class.decode(inputs["completion_ids"][2][mask[2]]) == call(4) + "<|im_end|>4<|im_end|>"
     scored = inputs["teacher_entropy"] != 0
     assert torch.equal(scored, mask)
     loss = trainer.credit_step.loss(trainer.model, inputs)
@@ -323,47 +313,34 @@ def test_tool_output_and_feedback_carry_no_loss(scripted):
 @pytest.mark.parametrize("topk", [20, None])
 def test_loss_and_gradient_equal_naive_passes(scripted, topk):
     trainer = scripted(distillation_topk=topk, contrastive_coef=0.4, loss_type="bnpo")
-    with torch.no_grad():
-        for p in trainer.teacher.model.parameters():
-            p += 0.05 * torch.randn(p.shape, generator=torch.Generator().manual_seed(1))
+    for model in (trainer.model, trainer.teacher.model):
+        model.double()
+    move(trainer.teacher.model.parameters())
     inputs, built = batch(trainer)
-    trainer.model.zero_grad()
     loss = trainer.compute_loss(trainer.model, inputs)
-    loss.backward()
-    found = {n: p.grad.clone() for n, p in trainer.model.named_parameters()}
 
     mask, total = loss_mask(inputs), 0.0
-    trainer.model.zero_grad()
     for i, contexts in enumerate(built):
         completion = inputs["completion_ids"][i][inputs["completion_mask"][i].bool()].tolist()
         own = inputs["prompt_ids"][i][inputs["prompt_mask"][i].bool()].tolist()
-        wanted = mask[i, : len(completion)].nonzero()[:, 0]
+        wanted = mask[i, : len(completion)].nonzero()[:, 0].tolist()
 
-        def logps(model, context, columns):
-            whole = sequence(context, columns, completion)  # noqa: B023
-            at = [c + sum(place <= c for place in columns) - 1 for c in wanted.tolist()]  # noqa: B023
-            return model(input_ids=torch.tensor([whole])).logits[0, at].log_softmax(-1)
+        def logps(model, context, columns, completion=completion, wanted=wanted):
+            columns = columns or [0] * len(context)
+            at = [c + sum(place <= c for place in columns) - 1 for c in wanted]
+            whole = torch.tensor([sequence(context, columns, completion)])
+            return model(input_ids=whole).logits[0, at].log_softmax(-1)
 
-        policy = logps(trainer.model, own, [0] * len(own))
+        p = logps(trainer.model, own, None)
         with torch.no_grad():
-            pairs = [(ids, columns or [0] * len(ids)) for ids, columns in contexts.sequences()]
-            f, g = (logps(trainer.teacher.model, *pair) for pair in pairs)
-            if topk is not None:
-                top = f.topk(20).indices
-                f, g = (with_tail(x, top) for x in (f, g))
-        policy = policy if topk is None else with_tail(policy, top)
-        total = total + (policy.exp() * (policy - f + 0.4 * g)).sum() / mask.sum()
-    total.backward()
-    torch.testing.assert_close(loss, total, rtol=1e-4, atol=1e-5)
-    for name, parameter in trainer.model.named_parameters():
-        torch.testing.assert_close(
-            found[name], parameter.grad, rtol=1e-3, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}"
-        )
-
-
-def with_tail(logps, ids):
-    kept = logps.gather(-1, ids)
-    return torch.cat([kept, torch.log1p(-kept.exp().sum(-1, keepdim=True).clamp(max=1 - 1e-7))], dim=-1)
+            f, g = (logps(trainer.teacher.model, *pair) for pair in contexts.sequences())
+        support = f.topk(topk or f.shape[-1]).indices
+        p, f, g = (buckets(x, support, "bucket") for x in (p, f, g))
+        total = total + (p.exp() * (p - f + 0.4 * g)).sum() / mask.sum()
+    torch.testing.assert_close(loss, total, rtol=1e-9, atol=1e-9)
+    expected = gradients(total, trainer.model)
+    for name, gradient in gradients(loss, trainer.model).items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-8, atol=1e-8, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def test_feedback_on_a_missing_turn_is_reported(scripted):

@@ -22,6 +22,7 @@ from transformers import TrainerCallback
 import tiny
 from credit_trl import CreditConfig, CreditTrainer, Verdict
 from credit_trl.contexts import build
+from credit_trl.lab.analysis import CreditMapCallback
 from credit_trl.rollout.batch import prompt_key
 from distributed import cpu_fsdp2
 
@@ -121,7 +122,8 @@ def run(folder: str, rank: int, processes: int, port: int, limit: float, options
         processes: number of processes.
         port: a free port.
         limit: seconds until the watchdog ends the process.
-        options: `per_device` (batch size of a process), `lora`, `fsdp2`, `topk` and `kind` of the teacher.
+        options: `per_device` (batch size of a process), `lora`, `fsdp2`, `topk` and `kind` of the teacher, and `maps`
+            (whether token maps are written).
     """
     out = Path(folder)
     begin(out, rank, limit)
@@ -160,6 +162,7 @@ def run(folder: str, rank: int, processes: int, port: int, limit: float, options
         ddp_find_unused_parameters=False,
     )
     gradients, draws = FirstGradients(), kept_draws()
+    maps = [CreditMapCallback(every=2, rollouts=16)] if options.get("maps") else []
     torch.manual_seed(0)
     trainer = CreditTrainer(
         tiny.build_model(tokenizer),
@@ -168,11 +171,13 @@ def run(folder: str, rank: int, processes: int, port: int, limit: float, options
         Dataset.from_list(rows),
         processing_class=tokenizer,
         rollout_func=deterministic_rollouts,
-        callbacks=[gradients],
+        callbacks=[gradients, *maps],
         peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
         if options["lora"]
         else None,
     )
+    for callback in maps:
+        callback.trainer = trainer
     trainer.train()
     accelerator = trainer.accelerator
     weights = {n: whole(p) for n, p in accelerator.unwrap_model(trainer.model).named_parameters()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from blocks import of_language
+from pages import ROOT, blocks_of
 from torch import Tensor
 
 from credit_trl.loss import LMHead, LossConfig, LossTokens, SupportConfig, TeacherStates, credit_loss, score_tokens
@@ -15,9 +15,9 @@ N, V, H, C, TOPK, COEF = 12, 31, 7, 2, 5, 0.3
 @pytest.fixture(scope="module")
 def reference_loss():
     """The function that the page defines."""
-    (block,) = (block for block in of_language("python") if block.page == "docs/life_of_a_batch.md")
+    (block,) = blocks_of(ROOT / "docs" / "life_of_a_batch.md", "python")
     namespace: dict = {}
-    exec(block.text, namespace)
+    exec(block.parsed, namespace)
     return namespace["reference_loss"]
 
 

@@ -46,21 +46,22 @@ def drawn_map(
     """Map of random log-probabilities over the given token texts; `rollout` are arguments of `drawn_rollout`."""
     generator = torch.Generator().manual_seed(seed)
 
+    def drawn(*sizes: int) -> torch.Tensor:
+        return -8 * torch.rand(*sizes, generator=generator, dtype=dtype).square()
+
     def scored(ids: torch.Tensor) -> dict[str, Any]:
-        sizes = (ids.shape, ids.shape, (contrasts, *ids.shape))
-        student, teacher, contrast = (-8 * torch.rand(*n, generator=generator, dtype=dtype).square() for n in sizes)
+        student, teacher, contrast = drawn(*ids.shape), drawn(*ids.shape), drawn(contrasts, *ids.shape)
         advantage = objective.self_distillation_reward(teacher, student)
         if contrasts:
             advantage = objective.credit_advantages(teacher, contrast, student, formula.contrastive_coef, formula.form)
+        mean = -drawn(len(ids)).view(-1, *[1] * (ids.dim() - 1)).expand(ids.shape)
         return {
             "ids": ids,
             "student_logps": student,
             "teacher_logps": teacher,
             "contrast_logps": contrast,
             "advantage": advantage,
-            "policy_mean": torch.rand(len(ids), generator=generator, dtype=dtype)
-            .view(-1, *[1] * (ids.dim() - 1))
-            .expand(ids.shape),
+            "policy_mean": mean,
             "formula": formula,
         }
 

@@ -19,7 +19,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PACKAGE = ROOT / "src" / "credit_trl"
 
 pytest.importorskip("build", reason="needs build and hatchling: pip install 'credit-trl[dev]'")
 
@@ -125,20 +124,6 @@ def run(program: Path, *argv: str, cwd: Path, code: int = 0, timeout: float = 25
     return ran.stdout + ran.stderr
 
 
-def test_package_and_modules_come_from_the_wheel(clean, tmp_path):
-    listing = (
-        "import credit_trl, pkgutil, importlib.metadata as m; print(credit_trl.__file__);"
-        "print(*(i.name for i in pkgutil.walk_packages(credit_trl.__path__, 'credit_trl.')));"
-        "print(m.version('credit-trl'), m.distribution('credit-trl').locate_file(''))"
-    )
-    where, modules, version = run(clean / "python", "-c", listing, cwd=tmp_path).splitlines()
-    assert Path(where).is_relative_to(clean.parent)
-    assert Path(version.split()[1]).resolve().is_relative_to(clean.parent.resolve())
-    parts = [path.relative_to(PACKAGE.parent).with_suffix("").parts for path in PACKAGE.rglob("*.py")]
-    expected = {".".join(p[:-1] if p[-1] == "__init__" else p) for p in parts} - {"credit_trl"}
-    assert set(modules.split()) == expected
-
-
 @pytest.mark.slow
 def test_each_module_of_the_wheel_imports(clean, tmp_path):
     code = (
@@ -174,8 +159,8 @@ def test_quickstart_runs_from_the_wheel(clean, tmp_path):
     output = run(clean / "credit-trl", "credit-quickstart", "--steps", "3", cwd=tmp_path)
     assert re.search(r"unknown cues +\d+\.\d -> +\d+\.\d", output)
     assert (tmp_path / "runs" / "quickstart" / "report.html").is_file()
-    code = "import sys; print([m.__file__ for n, m in sys.modules.items() if n == 'credit_trl'])"
-    assert str(clean.parent) in run(clean / "python", "-c", f"import credit_trl; {code}", cwd=tmp_path)
+    where = run(clean / "python", "-c", "import credit_trl; print(credit_trl.__file__)", cwd=tmp_path)
+    assert Path(where.strip()).is_relative_to(clean.parent)
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from importlib.resources import files
 from types import SimpleNamespace
 
@@ -37,6 +38,14 @@ HARMONY = COMMON_MARKS[2]
 )
 def test_answer_is_what_follows_the_thinking(text, answer):
     assert answer_part(text) == answer
+
+
+@pytest.mark.parametrize("unit", ["<think>", "</think>", "<think>x", "<think></think>", "x</think>", " <think>"])
+def test_a_million_characters_of_marks_are_split_in_a_second_of_processor_time(unit):
+    start = time.process_time()
+    split_thinking("<think>x" + unit * (1_000_000 // len(unit)))
+    split_thinking(unit * (1_000_000 // len(unit)))
+    assert time.process_time() - start < 2.0
 
 
 @pytest.mark.parametrize(
@@ -84,7 +93,7 @@ def marked(tokenizer, text, prompt, as_message):
     ids = tokenizer(text)["input_ids"]
     decoded = tokenizer.decode(ids, skip_special_tokens=True)
     completion = [{"role": "assistant", "content": decoded}] if as_message else decoded
-    [graded] = mark_thinking([completion], [ids], tokenizer, lambda _: prompt)
+    [graded] = mark_thinking([completion], [ids], tokenizer, lambda _: prompt, thinking_marks(tokenizer))
     return graded[0]["content"] if as_message else graded
 
 
@@ -107,6 +116,7 @@ def test_unclosed_thinking_of_the_prompt_is_marked(tokenizer, prompt, text, expe
     assert marked(tokenizer, text, prompt, as_message) == expected
 
 
+@pytest.mark.parametrize("listed", [True, False], ids=["in all_special_tokens", "not listed"])
 @pytest.mark.parametrize(
     ("tokens", "text", "expected"),
     [
@@ -115,12 +125,15 @@ def test_unclosed_thinking_of_the_prompt_is_marked(tokenizer, prompt, text, expe
         (["[THINK]", "[/THINK]"], "[THINK]draft[/THINK]done", "[THINK]draft[/THINK]done"),
     ],
 )
-def test_marks_that_are_special_tokens_are_kept(tokens, text, expected):
+def test_marks_that_are_special_tokens_are_kept(tokens, text, expected, listed):
     tokenizer = build_tokenizer()
-    tokenizer.add_special_tokens({"additional_special_tokens": tokens})
+    if listed:
+        tokenizer.add_special_tokens({"additional_special_tokens": tokens})
+    else:
+        tokenizer.add_tokens(tokens, special_tokens=True)
     assert marked(tokenizer, text, f"assistant\n{tokens[0]}\n", True) == expected
 
 
 def test_completions_of_several_turns_are_kept(tokenizer):
     turns = [{"role": "assistant", "content": "call"}, {"role": "tool", "content": "result"}]
-    assert mark_thinking([turns], [[1]], tokenizer, lambda _: "<think>") == [turns]
+    assert mark_thinking([turns], [[1]], tokenizer, lambda _: "<think>", THINK) == [turns]

@@ -61,8 +61,10 @@ def test_wrap_returns_floats_and_keeps_feedback_in_order():
 
 def test_feedback_on_turns_is_joined_by_turn():
     log = VerdictLog()
-    log.wrap(lambda **_: [Verdict(0.0, turn_feedback={0: "a", 2: "c"}), 1.0], 0)()
-    log.wrap(lambda **_: [Verdict(0.0, turn_feedback={0: "b"}), Verdict(0.0, turn_feedback={1: " "})], 1)()
+    for position, own in enumerate([{0: "a", 2: "c"}, {0: "b"}, {0: "a"}]):
+        log.wrap(
+            lambda own=own, **_: [Verdict(0.0, turn_feedback=own), Verdict(0.0, turn_feedback={1: " "})], position
+        )()
     assert log.turn_feedback(2) == [{0: "a\n\nb", 2: "c"}, {}]
 
 
@@ -94,29 +96,26 @@ def graded(reward_func, completions=("a", "b"), **columns):
     return VerdictLog().wrap(reward_func, 0)(completions=list(completions), **columns)
 
 
-MALFORMED = {
-    "None": (None, "'func' returned None; is a `return` missing"),
-    "Verdict": (Verdict(1.0), "'func' returned a Verdict instead of a list"),
-    "float": (1.0, "'func' returned a float instead of a list"),
-    "dict": ({"a": 1.0, "b": 0.0}, "'func' returned a dict instead of a list"),
-    "str": ("10", "'func' returned a str instead of a list"),
-    "set": ({0.0, 1.0}, "'func' returned a set instead of a list"),
-    "short": ([1.0], "'func' returned 1 elements for 2 completions"),
-    "endless": (itertools.repeat(1.0), "'func' returned more than 2 elements for 2 completions"),
-    "tuple of lists": (([1.0, 0.0], ["f", "g"]), "'func' returned a list for completion 0"),
-    "tuples": ([(1.0, "f"), (0.0, "g")], "'func' returned a tuple for completion 0"),
-    "dicts": ([1.0, {"reward": 1.0}], "'func' returned a dict for completion 1"),
-    "array": (np.ones((2, 1)), r"'func' returned a ndarray of shape \(1,\) for completion 0.*squeeze"),
-    "tensor": (torch.ones(2, 3), r"'func' returned a Tensor of shape \(3,\) for completion 0.*squeeze"),
-    "infinite": ([1.0, math.inf], "'func' returned the reward inf for completion 1"),
-}
+MALFORMED = [
+    (None, "'func' returned None; is a `return` missing"),
+    *(
+        (bad, f"'func' returned a {type(bad).__name__} instead of a list")
+        for bad in (Verdict(1.0), 1.0, {}, "10", {0.0})
+    ),
+    ([1.0], "'func' returned 1 elements for 2 completions"),
+    (itertools.repeat(1.0), "'func' returned more than 2 elements for 2 completions"),
+    (([1.0, 0.0], ["f", "g"]), "'func' returned a list for completion 0"),
+    ([(1.0, "f"), (0.0, "g")], "'func' returned a tuple for completion 0"),
+    ([1.0, {"reward": 1.0}], "'func' returned a dict for completion 1"),
+    (np.ones((2, 1)), "'func' returned a ndarray for completion 0"),
+    (torch.ones(2, 3), "'func' returned a Tensor for completion 0"),
+    ([1.0, math.inf], "'func' returned the reward inf for completion 1"),
+]
 
 
-@pytest.mark.parametrize("kind", MALFORMED)
+@pytest.mark.parametrize(("result", "message"), MALFORMED)
 @pytest.mark.parametrize("on_error", ["raise", "skip"])
-def test_malformed_results_are_errors_that_name_the_function(kind, on_error):
-    result, message = MALFORMED[kind]
-
+def test_malformed_results_are_errors_that_name_the_function(result, message, on_error):
     def func(**kwargs):
         return result
 

@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 
-from credit_trl import CreditTrainer, Verdict
+from credit_trl import CreditTrainer
 from credit_trl.rollout.deadline import remaining_seconds
 from credit_trl.rollout.verdict import FAILED, VerdictLog, VerifierPolicy, VerifierTimeout
 from tiny import length_verdicts
@@ -57,18 +57,10 @@ def test_a_hanging_verifier_is_abandoned_after_the_timeout(func):
 
 
 def test_late_coroutine_is_cancelled():
-    ended = []
-
-    async def late():
-        try:
-            await asyncio.sleep(3600)
-        finally:
-            ended.append(True)
-
     async def grade():
-        assert await VerifierPolicy("skip", 0.1).call_async("f", late, {}) is FAILED
+        assert await VerifierPolicy("skip", 0.1).call_async("f", forever_async, {}) is FAILED
         await asyncio.sleep(0)
-        assert ended == [True]
+        assert asyncio.all_tasks() == {asyncio.current_task()}
 
     asyncio.run(grade())
 
@@ -118,22 +110,6 @@ def test_verifier_thread_uses_device_of_process(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: setattr(device, "index", index))
     torch.accelerator.set_device_index(1)
     assert call(VerifierPolicy(timeout=30.0), torch.accelerator.current_device_index) == 1
-
-
-def test_failed_function_skips_all_samples_of_the_batch():
-    log = VerdictLog(VerifierPolicy("skip"))
-
-    def fails_on_three(completions, **kwargs):
-        if len(completions) == 3:
-            raise RuntimeError("down")
-        return [Verdict(1.0, "good")] * len(completions)
-
-    graded = log.wrap(fails_on_three, 0)
-    assert graded(completions=["a"] * 3) == [0.0] * 3
-    assert log.skipped(3) == [True] * 3
-    log.clear()
-    assert graded(completions=["a"] * 2) == [1.0] * 2
-    assert log.skipped(2) == [False] * 2
 
 
 class Flaky:

@@ -11,11 +11,11 @@ import transformers
 from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
 from trl.generation import vllm_generation
-from trl.trainer import grpo_trainer
 
 from credit_trl import CreditTrainer
 from credit_trl.rollout.vllm import PolicyGeneration, merged_weights, seeded
 from credit_trl.teacher.models import make_teacher
+from dense import LENGTHS, naive_token_losses, scoring_model, step_problem
 from tiny import length_verdicts
 
 ADAPTERS = {
@@ -82,86 +82,34 @@ def test_each_adapted_parameter_of_a_module_is_sent_merged():
         assert torch.equal(weight, own[name]) == (not any(part in name for part in ("q_proj", "experts")))
 
 
-def test_control_in_place_merging_changes_weights(make_model):
-    model = adapted(make_model, "lora", torch.bfloat16)
-    before = {name: weight.clone() for name, weight in model.state_dict().items()}
-    for _ in range(3):
-        model.merge_adapter()
-        model.unmerge_adapter()
-    after = model.state_dict()
-    assert any(not torch.equal(after[name], weight) for name, weight in before.items())
-
-
 class RecordedLLM:
     """Stand-in for `vllm.LLM` that records its options."""
 
     def __init__(self, **options) -> None:
         self.options = options
-        self.slept: list[int] = []
         torch.manual_seed(options["seed"])  # vLLM's worker does
 
-    def sleep(self, level: int) -> None:
-        self.slept.append(level)
 
-
-@pytest.fixture
-def fake_vllm(monkeypatch):
+def test_trainer_builds_a_colocated_engine(make_model, make_config, tokenizer, dataset, monkeypatch):
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "0")  # TRL sets them; monkeypatch restores them
         monkeypatch.delenv(name)
     monkeypatch.setattr(vllm_generation, "is_vllm_available", lambda: True)
     monkeypatch.setattr(vllm_generation, "LLM", RecordedLLM, raising=False)
-
-
-def test_vllm_options_reach_the_engine(make_model, make_config, tokenizer, dataset, fake_vllm):
-    options = {
-        "vllm_enable_sleep_mode": True,
-        "vllm_gpu_memory_utilization": 0.55,
-        "vllm_max_model_length": 777,
-        "vllm_model_impl": "transformers",
-    }
-    config = make_config(use_vllm=True, vllm_mode="colocate", seed=11, **options)
+    config = make_config(use_vllm=True, vllm_mode="colocate", vllm_max_model_length=777, seed=11)
     trainer = CreditTrainer(make_model(), length_verdicts, config, dataset, processing_class=tokenizer)
-    engine = trainer.vllm_generation.llm
     assert isinstance(trainer.vllm_generation, PolicyGeneration)
-    wanted = {"enable_sleep_mode": True, "gpu_memory_utilization": 0.55, "max_model_len": 777}
-    assert wanted.items() <= engine.options.items()
-    assert engine.options["model_impl"] == "transformers"
-    assert engine.options["tensor_parallel_size"] == 1
-    assert engine.options["logprobs_mode"] == "processed_logprobs"
-    assert engine.slept == [2]
+    engine = trainer.vllm_generation.llm
+    assert (engine.options["max_model_len"], engine.options["logprobs_mode"]) == (777, "processed_logprobs")
     assert torch.initial_seed() == 11
 
 
-def test_tensor_parallel_size_reaches_each_engine(make_model, make_config, tokenizer, dataset, fake_vllm, monkeypatch):
-    class AsIfFour(vllm_generation.VLLMGeneration):
-        """The generation layer of the third of four processes."""
-
-        def __init__(self, accelerator, **options) -> None:
-            state = SimpleNamespace(deepspeed_plugin=None, fsdp_plugin=None)
-            two_groups = {"num_processes": 4, "process_index": 2, "local_process_index": 2, "is_main_process": False}
-            others = SimpleNamespace(state=state, wait_for_everyone=lambda: None, **two_groups)
-            super().__init__(accelerator=others, **options)
-
-    groups = []
-    monkeypatch.setattr(
-        torch.distributed, "new_subgroups_by_enumeration", lambda ranks: (groups.extend(ranks) or "group", None)
-    )
-    monkeypatch.setattr(grpo_trainer, "VLLMGeneration", AsIfFour)
-    config = make_config(use_vllm=True, vllm_mode="colocate", vllm_tensor_parallel_size=2, seed=11)
-    trainer = CreditTrainer(make_model(), length_verdicts, config, dataset, processing_class=tokenizer)
-    options = trainer.vllm_generation.llm.options
-    assert options["tensor_parallel_size"] == 2
-    assert options["distributed_executor_backend"] == "external_launcher"
-    assert groups == [[0, 1], [2, 3]]
-    assert options["seed"] == 1
-    assert torch.initial_seed() == 12  # the seed of the second engine, on both of its processes
-
-
-def test_indivisible_tensor_parallel_size_is_refused(make_model, make_config, tokenizer, dataset, fake_vllm):
-    config = make_config(use_vllm=True, vllm_mode="colocate", vllm_tensor_parallel_size=2)
-    with pytest.raises(ValueError, match=r"tensor_parallel_size \(2\) must divide world size"):
-        CreditTrainer(make_model(), length_verdicts, config, dataset, processing_class=tokenizer)
+@pytest.mark.parametrize(("process", "seed"), [(0, 11), (1, 11), (2, 12), (3, 12)])
+def test_processes_of_an_engine_share_a_random_stream(process, seed):
+    accelerator = SimpleNamespace(process_index=process)
+    engine = SimpleNamespace(mode="colocate", tensor_parallel_size=2, accelerator=accelerator)
+    PolicyGeneration.adopt(engine, seed=11)
+    assert torch.initial_seed() == seed
 
 
 def test_seeded_engine_sets_one_seed_per_request():
@@ -187,38 +135,20 @@ def test_seeded_engine_sets_one_seed_per_request():
 
 @pytest.mark.parametrize("shape", ["token", "sequence"])
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo"])
-def test_importance_ratio_scales_distillation_per_token(make_model, make_config, tokenizer, dataset, shape, loss_type):
-    """KL(π ‖ teacher) of each token, from plain forward passes over single samples."""
-    config = make_config(distillation_topk=None, contrastive_coef=0.0, loss_type=loss_type)
-    trainer = CreditTrainer(make_model(), length_verdicts, config, dataset, processing_class=tokenizer)
-    trainer.current_gradient_accumulation_steps = 1
-    trainer.model.train()
-    with torch.no_grad():
-        for parameter in trainer.teacher.model.parameters():
-            parameter += 0.05 * torch.randn_like(parameter)
-    built = []
-    build = trainer.credit_step.build_contexts
-    trainer.credit_step.build_contexts = lambda batch: built.extend(build(batch)) or built
-    inputs = trainer._generate_and_score_completions([dataset[i // 4] for i in range(8)])
-    mask = inputs["completion_mask"].float()
+def test_importance_ratio_scales_distillation_per_token(tokenizer, make_config, shape, loss_type):
+    config = make_config(distillation_topk=None, loss_type=loss_type, num_generations=2)
+    problem = step_problem(tokenizer, config)
+    mask = problem.tensors["completion_mask"].double()
     size = mask.shape if shape == "token" else (len(mask), 1)
-    ratio = torch.rand(size, generator=torch.Generator().manual_seed(0)) * 2
-    loss = trainer._compute_loss(trainer.model, {**inputs, "importance_sampling_ratio": ratio})
+    ratio = 2 * torch.rand(size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    loss = problem.step.loss(problem.policy, problem.tensors | {"importance_sampling_ratio": ratio}).terms.loss
 
+    losses = torch.zeros_like(mask)
+    for i, length in enumerate(LENGTHS):
+        losses[i, :length] = naive_token_losses(problem, scoring_model(problem), i)
     divisors = {
         "grpo": mask.sum(-1, keepdim=True) * len(mask),
         "dapo": mask.sum(),
         "dr_grpo": len(mask) * config.max_completion_length,
     }
-    weights = ratio * mask / divisors[loss_type]
-    expected = 0.0
-    for i, contexts in enumerate(built):
-        completion = inputs["completion_ids"][i][mask[i].bool()].tolist()
-        prompt = inputs["prompt_ids"][i][inputs["prompt_mask"][i].bool()].tolist()
-        policy, teacher = (
-            model(torch.tensor([before + completion])).logits[0, len(before) - 1 : -1].log_softmax(-1)
-            for model, before in ((trainer.model, prompt), (trainer.teacher.model, contexts.teacher))
-        )
-        kl = (policy.exp() * (policy - teacher.detach())).sum(-1)
-        expected += (weights[i, : len(kl)] * kl).sum()
-    torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(loss, (ratio * losses * mask / divisors[loss_type]).sum(), rtol=1e-12, atol=1e-12)

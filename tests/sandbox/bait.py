@@ -102,7 +102,7 @@ class Bait:
             port=self.port,
             abstract=self.abstract,
             trainer=os.getpid(),
-            server=sandbox.server_pids[0],
+            server=sandbox.server_pid,
             victim=self.victim.pid,
             package=os.path.dirname(os.path.abspath(credit_trl.__file__)),
         )
@@ -145,7 +145,7 @@ def program(escape: Escape, sandbox: PoolSandbox, bait: Bait) -> Program:
 
 def judge(sandbox: PoolSandbox, bait: Bait, escape: Escape) -> tuple[str, list[str]]:
     """Run one escape. Returns its status and the list of faults, empty if it failed to escape."""
-    before, servers = bait.state(), sandbox.server_pids
+    before, server = bait.state(), sandbox.server_pid
     started = time.monotonic()
     attempt = program(escape, sandbox, bait)
     outcome, *others = sandbox.run([attempt, attempt, DEMANDING] if escape.beside else [attempt], deadline=60)
@@ -164,7 +164,7 @@ def judge(sandbox: PoolSandbox, bait: Bait, escape: Escape) -> tuple[str, list[s
     faults += [f"reached {name}" for name in bait.reached()]
     if bait.victim.poll() is not None:
         faults.append("killed another process")
-    if sandbox.server_pids != servers or any(not os.path.exists(f"/proc/{pid}") for pid in servers):
+    if sandbox.server_pid != server or not os.path.exists(f"/proc/{server}"):
         faults.append("killed the sandbox server")
     if took > escape.limits.wall_seconds + 30:  # waits for a processor do not count as wall-clock time
         faults.append(f"ran for {took:.1f} s")
@@ -187,7 +187,7 @@ def next_verdicts(sandbox: PoolSandbox) -> list[str]:
 def _left_behind(sandbox: PoolSandbox) -> list[str]:
     give_up = time.monotonic() + 3
     while True:
-        left = [pid for server in sandbox.server_pids for pid in descendants(server) if pid != server]
+        left = [pid for pid in descendants(sandbox.server_pid) if pid != sandbox.server_pid]
         if not left:
             return []
         if time.monotonic() > give_up:

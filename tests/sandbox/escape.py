@@ -9,8 +9,10 @@ changed, no socket reached, no other process touched, nothing left running, and 
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from credit_trl.sandbox import Limits
 
@@ -38,31 +40,18 @@ class Escape:
 
     name: str
     source: str
-    statuses: tuple[str, ...]
-    call: str | None
-    value: str | None
-    stdin: str
-    limits: Limits
-    beside: bool
+    statuses: Sequence[str] = ("ok",)
+    call: str | None = None
+    value: str | None = None
+    stdin: str = ""
+    limits: Limits = LIMITS
+    beside: bool = False
 
 
-def load_escapes() -> dict[str, list[Escape]]:
-    """The programs of `escapes.toml` by the name of their group."""
-    return {group: [_escape(**fields) for fields in programs] for group, programs in DATA["group"].items()}
+def _escape(fields: dict[str, Any]) -> Escape:
+    return Escape(**fields | {"limits": replace(LIMITS, **fields.get("limits", {}))})
 
 
-def _escape(
-    name: str,
-    source: str,
-    statuses: tuple[str, ...] = ("ok",),
-    call: str | None = None,
-    value: str | None = None,
-    stdin: str = "",
-    limits: dict[str, float] | None = None,
-    beside: bool = False,
-) -> Escape:
-    return Escape(name, source, tuple(statuses), call, value, stdin, replace(LIMITS, **(limits or {})), beside)
-
-
-GROUPS = load_escapes()
+# Programs by the name of their group.
+GROUPS = {group: list(map(_escape, programs)) for group, programs in DATA["group"].items()}
 ESCAPES = [escape for group in GROUPS.values() for escape in group]

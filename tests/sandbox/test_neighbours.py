@@ -142,7 +142,7 @@ def test_allocators_hold_at_most_twice_their_limit(sandbox, mebibytes: int) -> N
     multiply(work, 11)
     """
     program = Program(MULTIPLY + textwrap.dedent(source), limits=Limits(memory_bytes=mebibytes * MIB, wall_seconds=10))
-    [server] = sandbox.server_pids
+    server = sandbox.server_pid
     outcomes, peak = [], 0
     batch = threading.Thread(target=lambda: outcomes.extend([sandbox.run([program])[0] for _ in range(5)]))
     batch.start()

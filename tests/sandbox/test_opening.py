@@ -17,19 +17,19 @@ from pathlib import Path
 import pytest
 
 from credit_trl import sandbox as package
-from credit_trl.sandbox import Limits, Program, SandboxError, accounts, choose_sandbox, interpreter, open_sandbox
-from credit_trl.sandbox.packages import Packages
+from credit_trl.sandbox import bubblewrap, choose_sandbox, interpreter, landlock, launch, open_sandbox, pool
 from credit_trl.sandbox.pool import PoolSandbox
 from credit_trl.sandbox.probe import probe
+from credit_trl.sandbox.protocol import Limits, Program, SandboxError
 
 
 @pytest.fixture
 def no_tier(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with neither bubblewrap nor Landlock."""
 
-    def refuse(tier: str, workers: int, python: str | None = None, packages: tuple = ()) -> PoolSandbox:
+    def refuse(tier: str, workers: int) -> PoolSandbox:
         if tier == "unprotected":
-            return PoolSandbox(tier, workers, python)
+            return PoolSandbox(tier, workers)
         raise SandboxError(f"no {tier} on this machine")
 
     monkeypatch.setattr("credit_trl.sandbox.pool.PoolSandbox", refuse)
@@ -50,26 +50,31 @@ def require(tier: str) -> None:
         pytest.skip(f"{tier} does not work on this machine")
 
 
-def test_auto_opens_first_working_tier() -> None:
+def test_auto_opens_first_working_tier_and_runs_the_example_of_the_package() -> None:
     expected = next(filter(works, ("bubblewrap", "landlock")), None)
     if expected is None:
         pytest.skip("neither bubblewrap nor Landlock works on this machine")
     with open_sandbox(workers=1) as opened:
         assert opened.tier == expected
         assert expected.lower() in opened.description.lower()
+    exec(package.__doc__.split("\n\n", 1)[1], {"open_sandbox": open_sandbox, "Program": Program})
 
 
-def test_auto_falls_back_to_landlock(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    def without_bubblewrap(tier: str, workers: int, python: str | None = None, packages: tuple = ()) -> PoolSandbox:
+@pytest.mark.parametrize("end", ["", ".", ".."])
+def test_auto_falls_back_to_landlock(end: str, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+    """The message ends in one full stop, whatever the reason ends in."""
+
+    def without_bubblewrap(tier: str, workers: int) -> PoolSandbox:
         if tier == "bubblewrap":
-            raise SandboxError("bubblewrap (bwrap) is not installed")
-        return PoolSandbox(tier, workers, python)
+            raise SandboxError(f"bubblewrap (bwrap) is not installed{end}")
+        return PoolSandbox(tier, workers)
 
     monkeypatch.setattr("credit_trl.sandbox.pool.PoolSandbox", without_bubblewrap)
     with open_sandbox(workers=1) as opened:
         assert opened.tier == "landlock"
-    assert "bwrap" in caplog.text
-    assert "Using landlock instead" in caplog.text
+    [record] = caplog.records
+    expected = "Sandbox: bubblewrap: bubblewrap (bwrap) is not installed. Using landlock instead."
+    assert record.getMessage() == expected
 
 
 def test_no_tier_raises_with_reasons_and_remedies(no_tier: None) -> None:
@@ -83,7 +88,7 @@ def test_no_tier_raises_with_reasons_and_remedies(no_tier: None) -> None:
 @pytest.fixture
 def choices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Environment variables of the choices, restored after the test."""
-    for name in (package.CHOICE, package.UNPROTECTED, package.PACKAGES):
+    for name in (package.CHOICE, package.UNPROTECTED):
         monkeypatch.setenv(name, "")
 
 
@@ -98,23 +103,9 @@ def test_choose_sandbox_sets_the_default(choices: None) -> None:
         assert opened.tier == "landlock"
 
 
-def test_choose_sandbox_can_allow_unprotected(no_tier: None, choices: None, caplog) -> None:
+def test_unprotected_fallback_is_allowed_and_logged(no_tier: None, choices: None, caplog) -> None:
     with pytest.raises(SandboxError, match="--allow_unsandboxed"):
         open_sandbox(workers=1)
-    choose_sandbox(allow_unsandboxed=True)
-    with open_sandbox(workers=1) as opened:
-        assert opened.tier == "unprotected"
-    assert "UNPROTECTED" in caplog.text
-
-
-@pytest.mark.parametrize("sandbox", ["docker", "remote", "unprotected", "file:///tmp/x"])
-def test_invalid_choice_raises_and_changes_nothing(sandbox: str, choices: None) -> None:
-    with pytest.raises(ValueError, match="--sandbox"):
-        choose_sandbox(sandbox)
-    assert not os.environ[package.CHOICE]
-
-
-def test_unprotected_fallback_is_logged(no_tier: None, choices: None, caplog) -> None:
     choose_sandbox(allow_unsandboxed=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the filter of `python -W ignore`
@@ -125,6 +116,21 @@ def test_unprotected_fallback_is_logged(no_tier: None, choices: None, caplog) ->
     with opened:
         assert opened.tier == "unprotected"
         assert opened.run([Program("print(1)")])[0].stdout == "1\n"
+
+
+@pytest.mark.parametrize("sandbox", ["docker", "remote", "unprotected", "file:///tmp/x"])
+def test_invalid_choice_raises_and_changes_nothing(sandbox: str, choices: None) -> None:
+    with pytest.raises(ValueError, match="--sandbox"):
+        choose_sandbox(sandbox)
+    assert not os.environ[package.CHOICE]
+
+
+@pytest.mark.parametrize(
+    ("sandbox", "workers", "message"), [("docker", 1, "neither one of auto"), (None, 0, "least 1")]
+)
+def test_invalid_arguments_raise(sandbox: str | None, workers: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        open_sandbox(sandbox, workers)
 
 
 @pytest.mark.parametrize("tier", ["bubblewrap", "landlock"])
@@ -157,53 +163,35 @@ def test_probe_opens_its_bait_to_others_when_it_is_complete(monkeypatch: pytest.
     assert opened == [{"secret": 0o666, "removable": 0o666}]
 
 
-def test_message_of_an_unknown_tier_hides_a_password(choices: None) -> None:
-    with pytest.raises(ValueError, match="neither one of auto") as caught:
-        open_sandbox("HTTPS://me:hunter2@host")
-    assert "hunter2" not in str(caught.value)
+ALLOW_ALL = (
+    "from credit_trl.sandbox import seccomp\n"
+    "seccomp._assemble = lambda *_: __import__('struct').pack('<HBBI', 6, 0, 0, 0x7fff0000)"
+)
+NO_PROCESS_NAMESPACE = (
+    "from credit_trl.sandbox import bubblewrap; made = bubblewrap._namespaces\n"
+    "bubblewrap._namespaces = lambda: [part for part in made() if part != '--unshare-pid']"
+)
+UNFILTERED = ("made a network socket", "made uncounted shared memory", "made a memory file")
 
 
-def test_probe_rejects_unprotected_sandbox() -> None:
-    with PoolSandbox("unprotected", 1) as bare, pytest.raises(SandboxError) as caught:
-        probe(bare)
-    for escape in (
-        *("read a file outside", "wrote a file outside", "connected to a local port", "made a network socket"),
-        *("made uncounted shared memory", "made a memory file"),
-    ):
-        assert escape in str(caught.value)
-
-
-@pytest.mark.parametrize("tier", ["bubblewrap", "landlock"])
-def test_probe_rejects_missing_filter(tier: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The namespaces and Landlock alone do not pass."""
+@pytest.mark.parametrize(
+    ("tier", "change", "escapes"),
+    [
+        ("unprotected", "", ("read a file outside", "wrote a file outside", "connected to a local port", *UNFILTERED)),
+        ("bubblewrap", ALLOW_ALL, UNFILTERED),
+        ("landlock", ALLOW_ALL, UNFILTERED),
+        ("bubblewrap", NO_PROCESS_NAMESPACE, ("no process namespace of its own",)),
+    ],
+    ids=["nothing", "bubblewrap without filter", "Landlock without filter", "no process namespace"],
+)
+def test_probe_rejects_missing_isolation(monkeypatch: pytest.MonkeyPatch, tier: str, change: str, escapes) -> None:
     require(tier)
-    from credit_trl.sandbox import pool
-
-    allow_all = "seccomp._assemble = lambda *_: __import__('struct').pack('<HBBI', 6, 0, 0, 0x7fff0000)"
-    boot = pool._BOOT.replace(
-        "from credit_trl.sandbox.server",
-        f"from credit_trl.sandbox import seccomp; {allow_all}\nfrom credit_trl.sandbox.server",
-    )
-    monkeypatch.setattr(pool, "_BOOT", boot)
+    main = "from credit_trl.sandbox.server"
+    monkeypatch.setattr(pool, "_BOOT", pool._BOOT.replace(main, f"{change}\n{main}"))
     with PoolSandbox(tier, 1) as bare, pytest.raises(SandboxError) as caught:
         probe(bare)
-    for escape in ("made a network socket", "made uncounted shared memory", "made a memory file"):
+    for escape in escapes:
         assert escape in str(caught.value)
-
-
-def test_probe_rejects_missing_process_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
-    from credit_trl.sandbox import pool
-
-    require("bubblewrap")
-    boot = pool._BOOT.replace(
-        "from credit_trl.sandbox.server",
-        "from credit_trl.sandbox import bubblewrap; made = bubblewrap._namespaces\n"
-        "bubblewrap._namespaces = lambda: [part for part in made() if part != '--unshare-pid']\n"
-        "from credit_trl.sandbox.server",
-    )
-    monkeypatch.setattr(pool, "_BOOT", boot)
-    with PoolSandbox("bubblewrap", 1) as bare, pytest.raises(SandboxError, match="no process namespace of its own"):
-        probe(bare)
 
 
 @pytest.mark.parametrize("descriptors", [10, 20, 60, 160])
@@ -230,8 +218,8 @@ def test_open_sandbox_rejects_leaky_isolation(monkeypatch: pytest.MonkeyPatch) -
     closed = []
 
     class Leaky(PoolSandbox):
-        def __init__(self, tier: str, workers: int, python: str | None = None, packages: tuple = ()) -> None:
-            super().__init__("unprotected", workers, python)
+        def __init__(self, tier: str, workers: int) -> None:
+            super().__init__("unprotected", workers)
             self.tier = tier
 
         def close(self) -> None:
@@ -245,97 +233,56 @@ def test_open_sandbox_rejects_leaky_isolation(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_missing_or_old_bubblewrap_raises(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from credit_trl.sandbox import bubblewrap
-
     found = interpreter.find_interpreter()
     monkeypatch.setattr(bubblewrap.shutil, "which", lambda name, path: None)
     with pytest.raises(SandboxError, match="apt-get install bubblewrap"):
-        bubblewrap.Bubblewrap(found, b"", Packages())
+        bubblewrap.Bubblewrap(found)
     old = tmp_path / "bwrap"
     old.write_text("#!/bin/sh\necho bubblewrap 0.4.1\n")
     old.chmod(0o755)
     monkeypatch.setattr(bubblewrap.shutil, "which", lambda name, path: str(old))
     with pytest.raises(SandboxError, match=r"version 0\.4\.1"):
-        bubblewrap.Bubblewrap(found, b"", Packages())
+        bubblewrap.Bubblewrap(found)
 
 
 def test_old_bubblewrap_has_no_scratch_directory(monkeypatch: pytest.MonkeyPatch) -> None:
-    from credit_trl.sandbox import bubblewrap
-
     if shutil.which("bwrap") is None:
         pytest.skip("bubblewrap is not installed")
     found = interpreter.find_interpreter()
-    with_scratch, _ = bubblewrap.Bubblewrap(found, b"", Packages()).command(
-        Program("pass", limits=Limits(file_bytes=5000))
-    )
+    with_scratch, _ = bubblewrap.Bubblewrap(found).command(Program("pass", limits=Limits(file_bytes=5000)))
     assert with_scratch[with_scratch.index("--size") : with_scratch.index("--size") + 4] == [
         *("--size", "5000", "--tmpfs", "/tmp")
     ]
     monkeypatch.setattr(bubblewrap, "_version", lambda path: (0, 6, 1))
-    without, _ = bubblewrap.Bubblewrap(found, b"", Packages()).command(Program("pass"))
+    without, _ = bubblewrap.Bubblewrap(found).command(Program("pass"))
     assert "/tmp" not in without
 
 
 def test_kernel_without_landlock_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    from credit_trl.sandbox import landlock
-
     monkeypatch.setattr(landlock, "version", lambda: 0)
     with pytest.raises(SandboxError, match=r"Linux 5\.13"):
-        landlock.Landlock(interpreter.find_interpreter(), b"", Packages())
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"sandbox": "docker"}, "neither one of auto, bubblewrap"),
-        ({"sandbox": "remote"}, "neither one of auto, bubblewrap"),
-        ({"workers": 0}, "at least 1"),
-    ],
-)
-def test_invalid_arguments_raise(arguments: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        open_sandbox(**arguments)
-
-
-def test_interpreter_that_does_not_start_raises() -> None:
-    with pytest.raises(SandboxError, match="/nowhere/python does not start"):
-        PoolSandbox("landlock", 1, "/nowhere/python")
+        landlock.Landlock(interpreter.find_interpreter())
 
 
 def test_user_ids_are_claimed_once_until_sockets_close(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accounts, "RANGES", (accounts.RANGES[0][:4],))
-    first, sockets = accounts.claim(2)
-    second, others = accounts.claim(2)
+    monkeypatch.setattr(launch, "_USERS", launch._USERS[:4])
+    first, sockets = launch.claim_users(2)
+    second, others = launch.claim_users(2)
     assert not set(first) & set(second)
     for claim in (*sockets, *others):
         claim.close()
-    again, sockets = accounts.claim(4)
+    again, sockets = launch.claim_users(4)
     assert set(again) == {*first, *second}
     for claim in sockets:
         claim.close()
 
 
-def test_too_few_free_user_ids_raise(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accounts, "RANGES", (accounts.RANGES[0][:3], range(1 << 40, 1 << 41)))  # no kernel maps these
-    with pytest.raises(SandboxError, match=r"Only 3 of 4 .* fewer workers"):
-        accounts.claim(4)
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives programs users of their own")
-def test_second_user_id_range_is_used_when_first_is_taken() -> None:
-    if not accounts._mapped(accounts.RANGES[1]):
-        pytest.skip("this container maps no users beyond the first range")
-    taken, sockets = accounts.claim(len(accounts.RANGES[0]))
-    try:
-        with PoolSandbox("landlock", 1) as opened:
-            [outcome] = opened.run([Program("import os; print(os.getuid(), os.getgid())")])
-    finally:
-        for claim in sockets:
-            claim.close()
-    user, group = map(int, outcome.stdout.split())
-    assert (user, group) == (group, user)
-    assert user in accounts.RANGES[1]
-    assert user not in taken
+@pytest.mark.parametrize(("users", "free"), [(launch._USERS[:3], 3), (range(1 << 40, (1 << 40) + 4), 0)])
+def test_too_few_free_user_ids_raise(monkeypatch: pytest.MonkeyPatch, users: range, free: int) -> None:
+    """The second ids are too large for any kernel to map."""
+    monkeypatch.setattr(launch, "_USERS", users)
+    with pytest.raises(SandboxError, match=rf"Only {free} of 4 .* fewer workers"):
+        launch.claim_users(4)
 
 
 def test_find_interpreter_finds_existing_files() -> None:
@@ -353,16 +300,18 @@ def test_private_interpreter_is_copied(monkeypatch: pytest.MonkeyPatch, tmp_path
     closed = tmp_path / "closed"
     closed.mkdir(mode=0o700)
     executable = shutil.copy(os.path.realpath(system), closed / "python")
-    found = interpreter.find_interpreter(str(executable))
+    monkeypatch.setattr(sys, "executable", str(executable))
+    found = interpreter.find_interpreter()
     monkeypatch.setattr(interpreter, "COPIES", str(tmp_path / "copies"))
     copied = interpreter.public_copy(found)
-    assert copied.executable.startswith(str(tmp_path / "copies"))
-    assert stat.S_IMODE(os.stat(copied.home).st_mode) == 0o755
+    [home] = (tmp_path / "copies").iterdir()
+    assert copied.executable.startswith(str(home))
+    assert stat.S_IMODE(home.stat().st_mode) == 0o755
     assert os.path.isfile(os.path.join(copied.stdlib[0], "os.py"))
     assert not os.path.exists(os.path.join(copied.stdlib[0], "test"))
     assert interpreter.public_copy(found) == copied
     monkeypatch.setattr(interpreter, "COPIES", "/proc/copies")
-    with pytest.raises(SandboxError, match="Pass python="):
+    with pytest.raises(SandboxError, match="Use an interpreter that every user can read"):
         interpreter.public_copy(found)
 
 
@@ -376,8 +325,9 @@ def relocated(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         os.chmod(directory, 0o755)
         home = Path(directory) / "python"
         monkeypatch.setattr(interpreter, "COPIES", directory)
-        found = interpreter.find_interpreter(system)
-        interpreter.make_copy(str(home), lambda empty: interpreter._copy_interpreter(found, [], empty))
+        monkeypatch.setattr(sys, "executable", system)
+        found = interpreter.find_interpreter()
+        interpreter._copy(found, [], str(home), os.path.basename(found.stdlib[0]))
         [stdlib] = (home / "lib").glob("python*")
         for kind in ("site-packages", "dist-packages"):
             package = stdlib / kind / "planted"
@@ -387,9 +337,10 @@ def relocated(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("tier", ["bubblewrap", "landlock"])
-def test_installed_packages_are_inaccessible(tier: str, relocated: Path) -> None:
+def test_installed_packages_are_inaccessible(tier: str, relocated: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     require(tier)
     [executable] = (relocated / "bin").glob("python*")
+    monkeypatch.setattr(sys, "executable", str(executable))
     source = """
 import os, string, xml.dom, _json, sys
 packages = [os.path.join(os.path.dirname(os.__file__), kind) for kind in ("site-packages", "dist-packages")]
@@ -405,7 +356,7 @@ print(os.__file__)
 print([attempt(lambda: open(p + "/planted/tests.jsonl").read()) for p in packages])
 print([attempt(lambda: wrote(p + "/new")) for p in packages])
 """
-    with PoolSandbox(tier, 1, str(executable)) as opened:
+    with PoolSandbox(tier, 1) as opened:
         [outcome] = opened.run([Program(source)])
     home, read, written = outcome.stdout.splitlines()
     assert home.startswith(str(relocated))
@@ -440,9 +391,3 @@ def test_opening_leaves_no_files(tmp_path: Path, monkeypatch) -> None:
     with open_sandbox(workers=1):
         pass
     assert not any(tmp_path.iterdir())
-
-
-def test_package_docstring_example():
-    if not any(works(tier) for tier in ("bubblewrap", "landlock")):
-        pytest.skip("neither bubblewrap nor Landlock works on this machine")
-    exec(package.__doc__.split("\n\n", 1)[1], {"open_sandbox": open_sandbox, "Program": Program})

@@ -3,34 +3,27 @@
 from __future__ import annotations
 
 import base64
-import json
 import math
 import signal
-import threading
 import time
 from collections.abc import Iterator
 
 import pytest
 from service import Handler, Service, run_code, running_service
 
-from credit_trl.sandbox import Limits, Program, Sandbox, SandboxError, choose_sandbox, open_sandbox, remote
+from credit_trl.sandbox import Limits, Program, SandboxError, choose_sandbox, open_sandbox, remote
 from credit_trl.sandbox.remote import RemoteSandbox, outcome_of
-
-
-def request_threads(within: float = 30.0) -> int:
-    """Number of threads of remote sandboxes, once there is none or the time is over."""
-    give_up = time.monotonic() + within
-    while True:
-        count = sum(thread.name == "credit-trl-remote-sandbox" for thread in threading.enumerate())
-        if not count or time.monotonic() > give_up:
-            return count
-        time.sleep(0.02)
 
 
 @pytest.fixture
 def service() -> Iterator[Service]:
     with running_service() as running:
         yield running
+
+
+@pytest.fixture
+def no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "_RETRY_SECONDS", 0.01)
 
 
 def test_remote_outcomes_equal_local_ones(service: Service) -> None:
@@ -47,20 +40,12 @@ def test_remote_outcomes_equal_local_ones(service: Service) -> None:
         Program("raise MemoryError"),
         Program("print('x' * 5000)", limits=Limits(output_bytes=1000)),
     ]
-    with open_sandbox(service.url, workers=4) as sandbox:
-        assert isinstance(sandbox, Sandbox)
-        outcomes = sandbox.run(programs)
-    assert [outcome.status for outcome in outcomes] == [
-        *("ok", "ok", "ok", "runtime_error", "runtime_error", "timeout"),
-        *("runtime_error", "runtime_error", "runtime_error", "memory", "output_limit"),
-    ]
-    assert outcomes[0].stdout == "42\n"
-    assert (json.loads(outcomes[1].value), outcomes[1].stdout) == ([1, None], "noise\n")
-    assert outcomes[2].value == "3"
-    assert outcomes[3].error.endswith("line 2, in <module>\n    x / 0\nZeroDivisionError: division by zero")
-    assert outcomes[4].exit_code == 3
-    assert "before f returned" in outcomes[6].error
-    assert len(outcomes[10].stdout) == 1000
+    with open_sandbox(service.url, workers=4) as sandbox, open_sandbox("unprotected", workers=2) as local:
+        found, expected = sandbox.run(programs), local.run(programs)
+    assert [(o.status, o.stdout, o.value) for o in found] == [(o.status, o.stdout, o.value) for o in expected]
+    assert {o.status for o in expected} == {"ok", "runtime_error", "timeout", "memory", "output_limit"}
+    same_ending = [n for n, outcome in enumerate(expected) if outcome.status != "timeout"][:-1]
+    assert [found[n].error for n in same_ending] == [expected[n].error for n in same_ending]
 
 
 def test_remote_program_has_a_limit_of_processor_time(service: Service) -> None:
@@ -86,7 +71,7 @@ def test_request_has_the_fields_of_the_interface(service: Service) -> None:
     assert request["memory_limit_MB"] == 1024
 
 
-def drip_body(handler: Handler, body: dict) -> None:
+def drip(handler: Handler, body: dict) -> None:
     handler.send_response(200)
     handler.end_headers()
     for _ in range(50):
@@ -94,41 +79,31 @@ def drip_body(handler: Handler, body: dict) -> None:
         time.sleep(0.1)
 
 
-def drip_headers(handler: Handler, body: dict) -> None:
-    """A byte each tenth of a second, and no end."""
-    handler.wfile.write(b"HTTP/1.1 200 OK\r\n")
-    for _ in range(300):
-        handler.wfile.write(b"X")
-        handler.wfile.flush()
-        time.sleep(0.1)
+def refuse(handler: Handler, body: dict) -> None:
+    handler.answer(429, {})
 
 
-@pytest.mark.parametrize("answer", [lambda handler, body: time.sleep(5), drip_body, drip_headers])
+@pytest.mark.parametrize("answer", [lambda handler, body: time.sleep(5), drip, refuse])
 def test_deadline_holds_however_slowly_the_service_answers(service: Service, answer) -> None:
     service.misbehave = answer
     started = time.monotonic()
     with RemoteSandbox(service.url, workers=3) as sandbox:
         outcomes = sandbox.run([Program("print(1)")] * 8, deadline=0.5)
     assert [outcome.status for outcome in outcomes] == ["deadline"] * 8
-    assert time.monotonic() - started < 5
-    assert request_threads(within=5) == 0
+    assert time.monotonic() - started < 3
 
 
-def test_dripped_headers_end_without_a_deadline(service: Service, monkeypatch) -> None:
+@pytest.mark.parametrize("opening", [True, False])
+def test_silent_service_is_an_error_without_a_deadline(service: Service, no_wait: None, monkeypatch, opening) -> None:
     monkeypatch.setattr(remote, "_ALLOWANCE_SECONDS", 0.3)
-    monkeypatch.setattr(remote, "_RETRY_SECONDS", 0.05)
-    service.misbehave = drip_headers
+    if opening:
+        monkeypatch.setattr(remote, "_OPENING_SECONDS", 0.5)
+        monkeypatch.setattr(Handler, "do_POST", lambda handler: time.sleep(5))
+    service.misbehave = lambda handler, body: time.sleep(5)
     started = time.monotonic()
-    with RemoteSandbox(service.url) as sandbox, pytest.raises(SandboxError, match="did not answer in time"):
-        sandbox.run([Program("print(1)", limits=Limits(wall_seconds=0.2))], deadline=None)
-    assert time.monotonic() - started < 10
-
-
-def test_opening_ends_if_headers_are_dripped(service: Service, monkeypatch) -> None:
-    monkeypatch.setattr(remote, "_OPENING_SECONDS", 0.5)
-    monkeypatch.setattr(Handler, "do_POST", lambda handler: drip_headers(handler, {}))
-    with pytest.raises(SandboxError, match=r"did not answer within 0\.5 seconds"):
-        open_sandbox(service.url)
+    with pytest.raises(SandboxError, match="timed out"), open_sandbox(service.url) as sandbox:
+        sandbox.run([Program("print(1)", limits=Limits(wall_seconds=0.2))])
+    assert time.monotonic() - started < 4
 
 
 def test_credentials_are_sent_and_never_shown(service: Service, no_wait: None, caplog) -> None:
@@ -159,29 +134,27 @@ def test_credentials_are_sent_and_never_shown(service: Service, no_wait: None, c
         "ftp://user:s3cret@host",
         "user:s3cret@host",
         "http://host/?key=s3cret",
+        "https://host/#s3cret",
+        "http://",
     ],
 )
 def test_invalid_address_is_shown_without_credentials(url: str) -> None:
-    for action in (lambda: RemoteSandbox(url), lambda: choose_sandbox(url)):
+    for action in (RemoteSandbox, open_sandbox, choose_sandbox):
         with pytest.raises(ValueError, match="http://") as caught:
-            action()
+            action(url)
         assert "s3" not in str(caught.value)
         assert "cret" not in str(caught.value)
 
 
-def test_control_characters_of_a_service_are_spelled_out(service: Service, no_wait: None) -> None:
-    service.misbehave = lambda handler, body: handler.answer(200, {"status": "\x1b]0;title\x07", "x": "\u202e"})
-    with RemoteSandbox(service.url) as sandbox, pytest.raises(SandboxError) as caught:
-        sandbox.run([Program("print(1)")])
-    assert str(caught.value).isprintable()
-
-    def bare(handler: Handler, body: dict) -> None:
-        handler.send_response(400)
+@pytest.mark.parametrize(("status", "text"), [(200, '{"status": "\x1b]0;\x07"}'), (400, "\x1b[31mred\nline\u202e")])
+def test_control_characters_of_a_service_are_spelled_out(service: Service, no_wait: None, status, text) -> None:
+    def answer(handler: Handler, body: dict) -> None:
+        handler.send_response(status)
         handler.end_headers()
-        handler.wfile.write(b"\x1b[31mred\nline")
+        handler.wfile.write(text.encode())
 
-    service.misbehave = bare
-    with RemoteSandbox(service.url) as sandbox, pytest.raises(SandboxError, match="U\\+001B") as caught:
+    service.misbehave = answer
+    with RemoteSandbox(service.url) as sandbox, pytest.raises(SandboxError) as caught:
         sandbox.run([Program("print(1)")])
     assert str(caught.value).isprintable()
 
@@ -199,11 +172,6 @@ def test_endless_response_is_an_output_limit(service: Service) -> None:
     assert outcome.status == "output_limit"
 
 
-@pytest.fixture
-def no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "_RETRY_SECONDS", 0.01)
-
-
 @pytest.mark.parametrize(
     "answer",
     [
@@ -217,13 +185,13 @@ def no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_failing_service_is_asked_twice(service: Service, no_wait: None, answer: tuple[int, object]) -> None:
     service.misbehave = lambda handler, body: handler.answer(*answer)
-    with RemoteSandbox(service.url) as sandbox, pytest.raises(SandboxError, match="failed twice"):
+    with RemoteSandbox(service.url) as sandbox, pytest.raises(SandboxError, match="could not run program 0, twice"):
         sandbox.run([Program("print(1)")])
     assert sum("print(1)" in request["code"] for request in service.requests) == 2
 
 
 @pytest.mark.parametrize("failure", [429, 503, "closed connection"])
-def test_failed_request_is_repeated_after_the_wait_that_the_service_asks(service: Service, failure: object) -> None:
+def test_failed_request_is_repeated_after_a_wait(service: Service, monkeypatch, failure: object) -> None:
     asked: list[float] = []
 
     def restarting(handler: Handler, body: dict) -> None:
@@ -233,35 +201,20 @@ def test_failed_request_is_repeated_after_the_wait_that_the_service_asks(service
         elif failure == "closed connection":
             handler.close_connection = True  # without an answer
         else:
-            handler.answer(failure, {}, {"Retry-After": "1"})
+            handler.answer(failure, {})
 
     service.misbehave = restarting
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(remote, "_RETRY_SECONDS", 0.2)
-        with RemoteSandbox(service.url, workers=1) as sandbox:
-            outcomes = sandbox.run([Program(f"print({n})") for n in range(3)])
+    monkeypatch.setattr(remote, "_RETRY_SECONDS", 0.2)
+    with RemoteSandbox(service.url, workers=1) as sandbox:
+        outcomes = sandbox.run([Program(f"print({n})") for n in range(3)])
     assert [outcome.stdout for outcome in outcomes] == ["0\n", "1\n", "2\n"]
-    assert asked[1] - asked[0] >= (0.2 if failure == "closed connection" else 1.0)
-
-
-def test_deadline_holds_during_the_wait_for_a_retry(service: Service) -> None:
-    service.misbehave = lambda handler, body: handler.answer(429, {}, {"Retry-After": "600"})
-    with RemoteSandbox(service.url, workers=2) as sandbox:
-        outcomes = sandbox.run([Program("print(1)")] * 3, deadline=0.5)
-    assert [outcome.status for outcome in outcomes] == ["deadline"] * 3
-    assert request_threads() == 0
+    assert asked[1] - asked[0] >= 0.2
 
 
 def test_unreachable_address_raises() -> None:
     with Service() as gone:
         url = gone.url
     with pytest.raises(SandboxError, match="127"):
-        open_sandbox(url)
-
-
-@pytest.mark.parametrize("url", ["http://", "http://host:port", "https://host/?key=1", "http://host/#x"])
-def test_invalid_address_raises(url: str) -> None:
-    with pytest.raises(ValueError, match="http://host:8080"):
         open_sandbox(url)
 
 
@@ -281,5 +234,5 @@ def test_report_with_wrong_mark_is_ignored() -> None:
 def test_malformed_response_is_an_error_of_the_service(change: dict) -> None:
     run = {"status": "Finished", "return_code": 0, "stdout": "", "stderr": "", "execution_time": 0.1}
     assert outcome_of(Program(""), {"status": "Success", "run_result": run}, mark="secret").status == "ok"
-    with pytest.raises(SandboxError, match="the remote sandbox failed"):
+    with pytest.raises(SandboxError, match="unknown response"):
         outcome_of(Program(""), {"status": "Success", "run_result": run | change}, mark="secret")

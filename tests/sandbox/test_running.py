@@ -6,11 +6,11 @@ import pytest
 
 from credit_trl.sandbox.observe import ProcessorTimes
 from credit_trl.sandbox.protocol import Program
-from credit_trl.sandbox.running import Job, Process, RunningProgram
+from credit_trl.sandbox.running import RunningProgram
 
 
 def running_program() -> RunningProgram:
-    return RunningProgram(Job(0, Program("pass")), Process(1, 2, 3, 4, 5), None)
+    return RunningProgram(0, Program("pass"), pid=1, pipes=(2, 3, 4), user=None, started_at=0.0)
 
 
 @pytest.mark.parametrize(

@@ -20,71 +20,68 @@ Traceback (most recent call last):
   File "program.py", line 3, in mean
     return sum(values) / len(values)
 ZeroDivisionError: division by zero"""
+SHORT = """\
+ZeroDivisionError: division by zero
+Line 3 in mean (program.py)
+    return sum(values) / len(values)
+Line 12 in solve (program.py)
+    return mean(values)
+Line 18 in main (program.py)
+    print(solve(read()))"""
 
 
-def cases_of(count: int, inputs=None, outputs=None) -> Cases:
+def cases_of(count: int, inputs=None) -> Cases:
     inputs = inputs or [f"in{place}" for place in range(count)]
-    outputs = outputs or [f"out{place}" for place in range(count)]
-    return Cases(tuple(inputs), tuple(outputs), None, 6.0)
+    return Cases(tuple(inputs), tuple(f"out{place}" for place in range(count)), None, 6.0)
 
 
-def test_passing_program_has_no_feedback():
-    assert feedback(cases_of(2), [Result("passed", "out0"), Result("passed", "out1")]) is None
+def wrong(place: int) -> str:
+    return f"Test {place + 1}: Wrong Answer\nInput: in{place}\nOutput: x\nExpected: out{place}"
 
 
-def test_runtime_error_precedes_other_failures():
-    results = [
-        Result.shortened("wrong", "x"),
-        Result("timeout"),
-        Result("runtime_error", error=TRACEBACK),
-        Result("memory"),
-    ]
-    said = feedback(cases_of(4), results)
-    assert said == (
-        "Test 3: Runtime Error\n"
-        "ZeroDivisionError: division by zero\n"
-        "Line 3 in mean (program.py)\n    return sum(values) / len(values)\n"
-        "Line 12 in solve (program.py)\n    return mean(values)\n"
-        "Line 18 in main (program.py)\n    print(solve(read()))\n"
-        "Input: in2"
-    )
-    assert "out2" not in said
+def errs(place: int) -> str:
+    return f"Test {place + 1}: Runtime Error\n{SHORT}\nInput: in{place}"
+
+
+def late(place: int) -> str:
+    return f"Test {place + 1}: Time Limit Exceeded (6 seconds)\nInput: in{place}"
+
+
+SHOWN = {  # reason: (statuses of the tests, failures that the feedback shows)
+    "none failed": ("passed passed", []),
+    "the paper's box": ("wrong runtime_error", [wrong(0), errs(1)]),
+    "the first of each kind, by test": ("runtime_error wrong runtime_error wrong passed", [errs(0), wrong(1)]),
+    "a wrong answer and an error before a time-out": ("timeout wrong runtime_error", [wrong(1), errs(2)]),
+    "one error": ("passed runtime_error runtime_error", [errs(1)]),
+    "an error and a time-out": ("timeout runtime_error skipped", [late(0), errs(1)]),
+    "a wrong answer and a time-out": ("wrong wrong timeout skipped", [wrong(0), late(2)]),
+    "one time-out": ("passed timeout skipped deadline", [late(1)]),
+    "two wrong answers": ("wrong passed wrong wrong", [wrong(0), wrong(2)]),
+}
+
+
+@pytest.mark.parametrize(("statuses", "shown"), SHOWN.values(), ids=SHOWN)
+def test_two_kinds_of_failure_are_shown(statuses, shown):
+    results = [Result(status, "x", TRACEBACK) for status in statuses.split()]
+    assert feedback(cases_of(len(results)), results) == ("\n\n".join(shown) or None)
+    cut_off = feedback(cases_of(len(results)), results, truncated=True)
+    assert cut_off == ("\n\n".join([CUT_OFF, *shown]) if shown else None)
 
 
 @pytest.mark.parametrize(
     ("status", "heading"), [("memory", "Memory Limit Exceeded"), ("output_limit", "Output Limit Exceeded")]
 )
 def test_memory_and_output_limits_count_as_errors(status, heading):
-    said = feedback(cases_of(2), [Result("timeout"), Result(status, error="more than 1 MiB")])
+    said = feedback(cases_of(2), [Result("passed"), Result(status, error="more than 1 MiB")])
     assert said == f"Test 2: {heading}\nmore than 1 MiB\nInput: in1"
 
 
-def test_time_out_precedes_wrong_answers():
-    results = [Result.shortened("wrong", "x"), Result("timeout"), Result("skipped")]
-    assert feedback(cases_of(3), results) == "Test 2: Time Limit Exceeded (6 seconds)\nInput: in1"
-
-
-def test_two_shortest_wrong_answers_are_shown():
-    cases = cases_of(3, inputs=["a" * 9, "b", "c\nc"], outputs=["1", "2", "3"])
-    said = feedback(
-        cases, [Result.shortened("wrong", "x"), Result.shortened("wrong", "y"), Result.shortened("wrong", "z")]
+def test_shortest_wrong_answers_are_shown():
+    cases = cases_of(3, inputs=["a" * 9, "b", "c\nc"])
+    assert feedback(cases, [Result.shortened("wrong", output) for output in ("x", "\n", "z")]) == (
+        "Test 2: Wrong Answer\nInput: b\nOutput:\nExpected: out1\n\n"
+        "Test 3: Wrong Answer\nInput:\nc\nc\nOutput: z\nExpected: out2"
     )
-    assert said == (
-        "Test 2: Wrong Answer\nInput: b\nOutput: y\nExpected: 2\n\n"
-        "Test 3: Wrong Answer\nInput:\nc\nc\nOutput: z\nExpected: 3"
-    )
-
-
-def test_empty_output_is_shown_as_empty():
-    assert feedback(cases_of(1), [Result.shortened("wrong", "\n")]) == (
-        "Test 1: Wrong Answer\nInput: in0\nOutput:\nExpected: out0"
-    )
-
-
-def test_truncation_is_reported_first():
-    said = feedback(cases_of(1), [Result.shortened("wrong", "x")], truncated=True)
-    assert said.startswith(f"{CUT_OFF}\n\nTest 1: Wrong Answer")
-    assert feedback(cases_of(1), [Result("passed", "out0")], truncated=True) is None
 
 
 STATUSES = st.sampled_from(["passed", "wrong", "runtime_error", "timeout", "memory", "output_limit", "skipped"])
@@ -94,46 +91,40 @@ STATUSES = st.sampled_from(["passed", "wrong", "runtime_error", "timeout", "memo
     rows=st.lists(st.tuples(STATUSES, st.text(max_size=9), st.integers(1, 3000)), min_size=1, max_size=6),
     truncated=st.booleans(),
 )
-def test_feedback_is_short_for_any_results(rows, truncated):
+def test_feedback_has_at_most_2000_characters(rows, truncated):
     texts = [text * times for _, text, times in rows]
-    cases = Cases(tuple(texts), tuple(texts), None, 6.0)
-    said = feedback(
-        cases, [Result(status, text, text) for (status, _, _), text in zip(rows, texts, strict=True)], truncated
-    )
-    failed = any(status not in ("passed", "skipped") for status, _, _ in rows)
-    assert (said is not None) == failed
-    if said is not None:
-        assert len(said) <= 2000
-        said.encode("utf-8")
+    results = [Result(status, text, text) for (status, _, _), text in zip(rows, texts, strict=True)]
+    said = feedback(Cases(tuple(texts), tuple(texts), None, 6.0), results, truncated)
+    assert (said is not None) == any(status not in ("passed", "skipped") for status, _, _ in rows)
+    assert len((said or "").encode().decode()) <= 2000  # and it has no lone surrogate
 
 
-def test_field_has_at_most_250_characters():
-    said = feedback(cases_of(1, inputs=["i" * 999], outputs=["e" * 999]), [Result.shortened("wrong", "o" * 999)])
+def test_fields_have_at_most_250_characters():
+    said = feedback(Cases(("i" * 999,), ("e" * 999,), None, 6.0), [Result.shortened("wrong", "o" * 999)])
     assert [len(line.partition(": ")[2]) for line in said.split("\n")[1:]] == [250, 250, 250]
     assert said.endswith("e...")
 
 
-@pytest.mark.parametrize(
-    ("error", "short"),
-    [
-        ("", ""),
-        ("more than 6 seconds", "more than 6 seconds"),
-        ("NameError: the program defines no function 'f'", "NameError: the program defines no function 'f'"),
-        (
-            FRAME + "\n    x=(\nSyntaxError: '(' was never closed",
-            "SyntaxError: '(' was never closed\nLine 1 (program.py)\n    x=(",
-        ),
-        (
-            FRAME + ", in <module>\n    f()\nValueError: two\nlines",
-            "ValueError: two\nlines\nLine 1 (program.py)\n    f()",
-        ),
-    ],
-)
+ERRORS = {  # reason: (error, short form)
+    "none": ("", ""),
+    "a reason": ("more than 6 seconds", "more than 6 seconds"),
+    "no frames": ("NameError: the program defines no 'f'", "NameError: the program defines no 'f'"),
+    "three innermost frames": (TRACEBACK, SHORT),
+    "a syntax error": (
+        FRAME + "\n    x=(\nSyntaxError: '(' was never closed",
+        "SyntaxError: '(' was never closed\nLine 1 (program.py)\n    x=(",
+    ),
+    "a message of two lines": (
+        FRAME + ", in <module>\n    f()\nValueError: two\nlines",
+        "ValueError: two\nlines\nLine 1 (program.py)\n    f()",
+    ),
+    "a message like a frame": (
+        FRAME + ', in f\n    x\nE: m\n  File "y", line 2, in z\nend',
+        "end\nLine 2 in z (y)\nLine 1 in f (program.py)\n    x",
+    ),
+}
+
+
+@pytest.mark.parametrize(("error", "short"), ERRORS.values(), ids=ERRORS)
 def test_short_error_has_exception_and_frames(error, short):
     assert short_error(error) == short
-
-
-def test_short_error_with_message_like_a_frame():
-    error = FRAME + ', in f\n    x\nE: m\n  File "y", line 2, in z\nend'
-    assert "end" in short_error(error)
-    assert len(short_error(error)) < 300

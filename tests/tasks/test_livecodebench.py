@@ -7,6 +7,7 @@ import sys
 import textwrap
 import zlib
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 from datasets import Dataset
@@ -17,39 +18,34 @@ from credit_trl import Verdict
 from credit_trl.rollout.deadline import deadline_in
 from credit_trl.rollout.verdict import FAILED, VerifierPolicy
 from credit_trl.sandbox import Outcome, Program, Sandbox, open_sandbox
-from credit_trl.tasks import livecodebench, load_task, mixed_reward
+from credit_trl.tasks import livecodebench, load_task
 from credit_trl.tasks.lcb_cases import parse_answer
 from credit_trl.tasks.lcb_feedback import CUT_OFF, WRONG_FORMAT
 
 
-def hub_row(number: int = 0, private: int = 6, packed: bool = False, **changes) -> dict:
+def hub_row(number: int = 0, private: int = 6, **changes) -> dict:
     cases = [{"input": f"{place}\n", "output": f"{2 * place}\n", "testtype": "stdin"} for place in range(private)]
-    text = json.dumps(cases)
     row = {
-        "question_title": "Double",
         "question_content": f"Problem {number}: double a number.",
-        "platform": "atcoder",
         "question_id": f"q{number}",
-        "contest_id": "c",
         "contest_date": "2025-02-01T00:00:00",
         "starter_code": "",
-        "difficulty": "easy",
-        "public_test_cases": json.dumps([{"input": "7\n", "output": "14\n", "testtype": "stdin"}]),
-        "private_test_cases": base64.b64encode(zlib.compress(pickle.dumps(text))).decode() if packed else text,
+        "private_test_cases": json.dumps(cases),
         "metadata": "{}",
     }
     return row | changes
 
 
-def functional_row(number: int = 0, **changes) -> dict:
-    cases = [{"input": '[1,2]\n"x"', "output": "[2,1]", "testtype": "functional"}] * 2
-    starter = "class Solution:\n    def turn(self, xs: List[int], s: str) -> List[int]:\n        "
-    row = hub_row(number) | {
-        "starter_code": starter,
-        "private_test_cases": json.dumps(cases),
-        "metadata": json.dumps({"func_name": "turn"}),
-    }
-    return row | changes
+def packed(text: object) -> str:
+    return base64.b64encode(zlib.compress(pickle.dumps(text))).decode()
+
+
+STARTER = "class Solution:\n    def turn(self, xs: List[int], s: str) -> List[int]:\n        "
+FUNCTIONAL = {
+    "starter_code": STARTER,
+    "private_test_cases": json.dumps([{"input": '[1,2]\n"x"', "output": "[2,1]", "testtype": "functional"}] * 2),
+    "metadata": '{"func_name": "turn"}',
+}
 
 
 def inputs_of(row: dict) -> list[str]:
@@ -59,36 +55,26 @@ def inputs_of(row: dict) -> list[str]:
 # ---- building ----
 
 
-def test_stdin_problem_becomes_conversation_with_tests(write_jsonl):
-    row = livecodebench.build("test", write_jsonl([hub_row()]))[0]
-    [turn] = row["prompt"]
-    assert turn["role"] == "user"
-    assert "Problem 0: double a number.\n\nThe program reads its input from standard input" in turn["content"]
-    assert json.loads(row["answer"]) == {
-        "inputs": [f"{place}\n" for place in range(6)],
-        "outputs": [f"{2 * place}\n" for place in range(6)],
-        "testtype": "stdin",
-        "fn_name": "",
-        "time_limit": 6.0,
-    }
-    assert (row["task"], row["id"]) == ("livecodebench", "livecodebench-q0")
+def test_problems_become_conversations_with_tests(write_jsonl):
+    rows = livecodebench.build("test", write_jsonl([hub_row(0, private=2), hub_row(1, **FUNCTIONAL)]))
+    contents = [turn["content"] for (turn,) in rows["prompt"]]
+    assert "Problem 0: double a number.\n\nThe program reads its input from standard input" in contents[0]
+    assert f"```python\n{STARTER.rstrip()}\n```" in contents[1]
+    assert rows["answer"][:] == [
+        stdin_answer(("0\n", "0\n"), ("1\n", "2\n")),
+        functional_answer("turn", *[('[1,2]\n"x"', "[2,1]")] * 2),
+    ]
+    assert rows["task"][:] == ["livecodebench"] * 2
+    assert rows["id"][:] == ["livecodebench-q0", "livecodebench-q1"]
 
 
-def test_functional_problem_shows_starter_code(write_jsonl):
-    row = livecodebench.build("test", write_jsonl([functional_row()]))[0]
-    assert "```python\nclass Solution:\n    def turn(self, xs: List[int]" in row["prompt"][0]["content"]
-    answer = json.loads(row["answer"])
-    assert (answer["testtype"], answer["fn_name"]) == ("functional", "turn")
-
-
-@pytest.mark.parametrize("count", [1, 2, 3, 9, 10])
-def test_train_split_has_half_of_the_private_tests(write_jsonl, count):
-    path = write_jsonl([hub_row(number, private=count) for number in range(12)])
+def test_train_split_has_half_of_the_private_tests(write_jsonl):
+    counts = (1, 2, 3, 9, 10)
+    path = write_jsonl([hub_row(count, private=count) for count in counts])
     train, test = livecodebench.build("train", path), livecodebench.build("test", path)
     assert train["prompt"][:] == test["prompt"][:]
-    for half, whole in zip(train, test, strict=True):
-        assert len(inputs_of(half)) == max(1, int(count / 2))
-        assert len(inputs_of(whole)) == count
+    for count, half, whole in zip(counts, train, test, strict=True):
+        assert (len(inputs_of(half)), len(inputs_of(whole))) == (max(1, int(count / 2)), count)
         assert [given for given in inputs_of(whole) if given in inputs_of(half)] == inputs_of(half)
 
 
@@ -124,21 +110,20 @@ def test_contest_dates_are_filtered(write_jsonl):
     assert len(livecodebench.build("test", path, since="2024-01-01", until="2026-01-01")) == 5
 
 
-@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
-def test_packed_and_parquet_files_give_the_same_rows(tmp_path, write_jsonl, suffix):
-    plain = livecodebench.build("train", write_jsonl([hub_row(number) for number in range(3)]))
-    rows = [hub_row(number, packed=True) for number in range(3)]
-    path = write_jsonl(rows, "packed.jsonl")
-    if suffix == "parquet":
-        path = tmp_path / "packed.parquet"
-        Dataset.from_list(rows).to_parquet(path)
-    assert livecodebench.build("train", path)[:] == plain[:]
+def test_packed_and_parquet_files_give_the_same_rows(tmp_path, write_jsonl):
+    rows = [hub_row(number) for number in range(3)]
+    plain = livecodebench.build("train", write_jsonl(rows))[:]
+    for row in rows:
+        row["private_test_cases"] = packed(row["private_test_cases"])
+    assert livecodebench.build("train", write_jsonl(rows, "packed.jsonl"))[:] == plain
+    Dataset.from_list(rows).to_parquet(tmp_path / "packed.parquet")
+    assert livecodebench.build("train", tmp_path / "packed.parquet")[:] == plain
 
 
 def hub_folder(write_jsonl, tmp_path):
     for version in range(1, 7):
         name = "test.jsonl" if version == 1 else f"test{version}.jsonl"
-        write_jsonl([hub_row(10 * version + place, packed=True) for place in range(2)], f"hub/{name}")
+        write_jsonl([hub_row(10 * version + place) for place in range(2)], f"hub/{name}")
     return tmp_path / "hub"
 
 
@@ -176,51 +161,39 @@ def test_invalid_build_arguments_raise(monkeypatch, arguments, message):
         livecodebench.build(**arguments)
 
 
-MALFORMED = {
-    "no date": (hub_row(contest_date=None), "contest_date"),
-    "a date that is none": (hub_row(contest_date="soon"), "contest_date"),
-    "no id": (hub_row(question_id=" "), "question_id"),
-    "an id twice": (hub_row(0), "question_id"),
-    "no text": (hub_row(1, question_content=""), "question_content"),
-    "metadata not JSON": (hub_row(1, metadata="{"), "private_test_cases"),
-    "a function's name that is a number": (functional_row(1, metadata='{"func_name": 3}'), "private_test_cases"),
-    "functional without a function's name": (functional_row(1, metadata="{}"), "private_test_cases"),
-    "private tests missing": (hub_row(1, private_test_cases=None), "private_test_cases"),
-    "private tests of no form": (hub_row(1, private_test_cases="%%%"), "private_test_cases"),
-    "private tests an object": (hub_row(1, private_test_cases="{}"), "private_test_cases"),
-    "no private tests": (hub_row(1, private_test_cases="[]"), "private_test_cases"),
-    "a pickle with a call": (
-        hub_row(1, private_test_cases=base64.b64encode(zlib.compress(pickle.dumps(print))).decode()),
-        "private_test_cases",
-    ),
-    "a test without an output": (
-        hub_row(1, private_test_cases='[{"input": "1", "testtype": "stdin"}]'),
-        "private_test_cases",
-    ),
-    "tests of two types": (
-        hub_row(
-            1,
-            metadata='{"func_name": "f"}',
-            private_test_cases=json.dumps(
-                [{"input": "1", "output": "1", "testtype": kind} for kind in ("stdin", "functional")]
-            ),
-        ),
-        "private_test_cases",
-    ),
-    "a test whose type is a list": (
-        hub_row(1, private_test_cases='[{"input": "1", "output": "1", "testtype": []}]'),
-        "private_test_cases",
-    ),
-    "a functional test that is no JSON": (
-        functional_row(1, private_test_cases='[{"input": "x", "output": "1", "testtype": "functional"}]'),
-        "private_test_cases",
-    ),
+def with_tests(*tests: dict, functional: bool = False) -> dict:
+    return (FUNCTIONAL if functional else {}) | {"private_test_cases": json.dumps(tests)}
+
+
+TEST = {"input": "1", "output": "1", "testtype": "stdin"}
+CALL = TEST | {"testtype": "functional"}
+MALFORMED = {  # reason: (fields of a row, the field that the message names)
+    "no date": ({"contest_date": None}, "contest_date"),
+    "a date that is none": ({"contest_date": "soon"}, "contest_date"),
+    "no id": ({"question_id": " "}, "question_id"),
+    "an id twice": ({"question_id": "q0"}, "question_id"),
+    "no text": ({"question_content": ""}, "question_content"),
+    "metadata not JSON": ({"metadata": "{"}, "private_test_cases"),
+    "metadata a list": ({"metadata": "[]"}, "private_test_cases"),
+    "a function's name that is a number": (FUNCTIONAL | {"metadata": '{"func_name": 3}'}, "private_test_cases"),
+    "functional without a function's name": (FUNCTIONAL | {"metadata": "{}"}, "private_test_cases"),
+    "private tests missing": ({"private_test_cases": None}, "private_test_cases"),
+    "private tests of no form": ({"private_test_cases": "%%%"}, "private_test_cases"),
+    "private tests an object": ({"private_test_cases": "{}"}, "private_test_cases"),
+    "no private tests": (with_tests(), "private_test_cases"),
+    "a pickle with a call": ({"private_test_cases": packed(print)}, "private_test_cases"),
+    "a test that is a text": (with_tests("1"), "private_test_cases"),
+    "a test without an output": (with_tests({"input": "1", "testtype": "stdin"}), "private_test_cases"),
+    "an output that is a number": (with_tests(TEST | {"output": 1}), "private_test_cases"),
+    "tests of two types": (with_tests(TEST, CALL, functional=True), "private_test_cases"),
+    "a test whose type is a list": (with_tests(TEST | {"testtype": []}), "private_test_cases"),
+    "a functional test that is no JSON": (with_tests(CALL | {"input": "x"}, functional=True), "private_test_cases"),
 }
 
 
 @pytest.mark.parametrize(("row", "field"), MALFORMED.values(), ids=MALFORMED)
 def test_malformed_row_raises_with_file_row_and_field(write_jsonl, row, field):
-    path = write_jsonl([hub_row(0), row], "problems.jsonl")
+    path = write_jsonl([hub_row(0), hub_row(1) | row], "problems.jsonl")
     with pytest.raises(ValueError, match=rf"problems\.jsonl, row 2, field '{field}'"):
         livecodebench.build("test", path)
 
@@ -239,160 +212,90 @@ def sandbox() -> Iterator[Sandbox]:
             yield opened
 
 
-@pytest.fixture(scope="module")
-def solutions() -> dict[str, str]:
-    with open(livecodebench.EXAMPLES.with_name("solutions.jsonl"), encoding="utf-8") as lines:
-        return {f"livecodebench-{row['question_id']}": row["program"] for row in map(json.loads, lines)}
-
-
-def stdin_answer(*pairs: tuple[str, str], time_limit: float = 6.0) -> str:
+def stdin_answer(*pairs: tuple[str, str], fn_name: str = "", time_limit: float = 6.0) -> str:
     inputs, outputs = zip(*pairs, strict=True)
-    answer = {"inputs": inputs, "outputs": outputs, "testtype": "stdin", "fn_name": "", "time_limit": time_limit}
+    kind = "functional" if fn_name else "stdin"
+    answer = {"inputs": inputs, "outputs": outputs, "testtype": kind, "fn_name": fn_name, "time_limit": time_limit}
     return json.dumps(answer)
 
 
 def functional_answer(fn_name: str, *pairs: tuple[str, str]) -> str:
-    inputs, outputs = zip(*pairs, strict=True)
-    answer = {"inputs": inputs, "outputs": outputs, "testtype": "functional", "fn_name": fn_name, "time_limit": 6.0}
-    return json.dumps(answer)
+    return stdin_answer(*pairs, fn_name=fn_name)
 
 
 def fenced(code: str, tag: str = "python") -> str:
     return f"Here it is.\n```{tag}\n{textwrap.dedent(code).strip()}\n```"
 
 
-def test_reference_solutions_of_examples_pass(sandbox, solutions):
-    examples = load_task("livecodebench:examples").build("test")
-    assert set(examples["id"]) == set(solutions)
-    kinds = [json.loads(answer)["testtype"] for answer in examples["answer"]]
-    assert kinds.count("stdin") == kinds.count("functional") == 4
-    completions = [fenced(solutions[name]) for name in examples["id"]]
-    verdicts = livecodebench.reward(completions, examples["answer"][:], sandbox=sandbox, progress=False)
-    assert [verdict.reward for verdict in verdicts] == [1.0] * 8
-    assert all(verdict.feedback is None and verdict.metrics["pass_fraction"] == 1.0 for verdict in verdicts)
-
-
 DOUBLE = stdin_answer(("3\n", "6\n"), ("10\n", "20\n"))
 ROWS = stdin_answer(("2\n", "0 0.5\n1 1.5\n"))
 TURN = functional_answer("turn", ("[1,2]", "[2,1]"), ("[]", "[]"))
-MEAN = functional_answer("mean", ("[1,2]", "1.5"))
+POWER = functional_answer("power", ("5000", f"1{'0' * 5000}"))
 
-ADVERSARIAL = {  # reason: (response, answer, reward)
-    "right": (fenced("print(2 * int(input()))"), DOUBLE, 1),
-    "right, untagged": (fenced("print(2 * int(input()))", ""), DOUBLE, 1),
-    "wrong": (fenced("print(3 * int(input()))"), DOUBLE, 0),
-    "right for one test of two": (fenced("print(6)"), DOUBLE, 0),
-    "both expected outputs printed": (fenced("print(6)\nprint(20)"), DOUBLE, 0),
-    "the expected output among others": (fenced("print('Answer:', 2 * int(input()))"), DOUBLE, 0),
-    "the expected output's format": (fenced("print('6\\n')"), stdin_answer(("3\n", "x\n")), 0),
-    "no code block": ("print(2 * int(input()))", DOUBLE, 0),
-    "a block in another language": (fenced("int main(){}", "cpp"), DOUBLE, 0),
-    "Python tagged as another language": (fenced("print(2 * int(input()))", "text"), DOUBLE, 0),
-    "a longer block in another language beside it": (
-        fenced("x" * 200, "text") + "\n" + fenced("print(2 * int(input()))"),
-        DOUBLE,
+RIGHT = "print(2 * int(input()))"
+LIKE_ALL = "    def __eq__(self, other):\n        return True\n"
+
+# reason: (program, reward)
+SCRIPTS = {
+    "right": (RIGHT, 1),
+    "wrong": ("print(3 * int(input()))", 0),
+    "right for one test of two": ("print(6)", 0),
+    "a syntax error": ("print(2 * int(input())", 0),
+    "a runtime error": ("print(2 * int(input()) / 0)", 0),
+    "exit 0 before any output": (f"exit(0)\n{RIGHT}", 0),
+    "exit 0 after the right output": (f"{RIGHT}\nexit()", 1),
+    "exit 1 after the right output": (f"{RIGHT}\nexit(1)", 0),
+    "os._exit after the right output": ("import os\nprint(2 * int(input()), flush=True)\nos._exit(0)", 1),
+    "a main guard": (f"if __name__ == '__main__':\n    {RIGHT}", 1),
+    "a function never called": (f"def main():\n    {RIGHT}", 0),
+    "CRLF in the program": ("n = int(input())\r\nprint(2 * n)", 1),
+    "written to standard error": ("import sys\nprint(2 * int(input()), file=sys.stderr)", 0),
+    "debug lines on standard error": (
+        f"import sys\nfor i in range(12_000):\n    print('debug', i, file=sys.stderr)\n{RIGHT}",
         1,
     ),
-    "a wrong longer block": (
-        fenced("print(2 * int(input()))") + "\n" + fenced("print('something longer, and wrong')"),
-        DOUBLE,
-        0,
-    ),
-    "a block never closed": ("```python\nprint(2 * int(input()))", DOUBLE, 0),
-    "an empty block": ("```python\n```", DOUBLE, 0),
-    "empty": ("", DOUBLE, 0),
-    "a syntax error": (fenced("print(2 * int(input())"), DOUBLE, 0),
-    "a runtime error": (fenced("print(2 * int(input()) / 0)"), DOUBLE, 0),
-    "an error after the right output": (fenced("print(2 * int(input()))\n1 / 0"), DOUBLE, 0),
-    "exit 0 before any output": (fenced("exit(0)\nprint(2 * int(input()))"), DOUBLE, 0),
-    "exit 0 after the right output": (fenced("print(2 * int(input()))\nexit()"), DOUBLE, 1),
-    "exit 1 after the right output": (fenced("print(2 * int(input()))\nexit(1)"), DOUBLE, 0),
-    "os._exit after the right output": (
-        fenced("import os\nprint(2 * int(input()), flush=True)\nos._exit(0)"),
-        DOUBLE,
+    "the prompt echoed by input": ("print(2 * int(input('n? ')))", 0),
+    "bytes that are no text": ("import os\nos.write(1, b'\\xff6')", 0),
+    "a lone surrogate in the source": ("print('\ud800')", 0),
+    "a null byte in the source": ("print(6)\x00", 0),
+    "source nested too deeply": ("-" * 50_000 + "1", 0),
+    "memory": ("x = bytearray(10**12)", 0),
+    "endless recursion": ("def f(x):\n    return f(x)\nf(1)", 0),
+    "names that the benchmark imports": ("print(reduce(operator.add, [int(input())] * 2))", 1),
+    "an expected-output file guessed": ("print(open('/expected_output').read())", 0),
+}
+FUNCTIONS = {
+    "a method": ("class Solution:\n    def turn(self, xs):\n        return xs[::-1]", 1),
+    "a plain function": ("def turn(xs: List[int]) -> List[int]:\n    return xs[::-1]", 1),
+    "a tuple for a list": ("def turn(xs):\n    return tuple(xs[::-1])", 1),
+    "printed instead of returned": ("def turn(xs):\n    print(xs[::-1])", 0),
+    "debug lines and the right value": (
+        "def turn(xs):\n    for i in range(12_000):\n        print('debug', i)\n    return xs[::-1]",
         1,
     ),
-    "a main guard": (fenced("if __name__ == '__main__':\n    print(2 * int(input()))"), DOUBLE, 1),
-    "a function never called": (fenced("def main():\n    print(2 * int(input()))"), DOUBLE, 0),
-    "CRLF in the response": (fenced("n = int(input())\nprint(2 * n)").replace("\n", "\r\n"), DOUBLE, 1),
-    "CRLF in the output": (fenced("print(2 * int(input()), end='\\r\\n')"), DOUBLE, 1),
-    "no line feed in the output": (fenced("print(2 * int(input()), end='')"), DOUBLE, 1),
-    "blanks around the output": (fenced("print(' ', 2 * int(input()), ' \\n\\n')"), DOUBLE, 1),
-    "a float for an integer": (fenced("print(2.0 * int(input()))"), DOUBLE, 1),
-    "scientific notation": (fenced("print(f'{2 * int(input()):e}')"), DOUBLE, 1),
-    "a fraction too precise": (fenced("print(2 * int(input()) + 1e-9)"), DOUBLE, 0),
-    "a number as a word": (fenced("print({3: 'six', 10: 'twenty'}[int(input())])"), DOUBLE, 0),
-    "full-width digits": (fenced("print({3: '６', 10: '２０'}[int(input())])"), DOUBLE, 1),
-    "NaN": (fenced("print(float('nan'))"), DOUBLE, 0),
-    "nothing printed": (fenced("input()"), DOUBLE, 0),
-    "written to standard error": (fenced("import sys\nprint(2 * int(input()), file=sys.stderr)"), DOUBLE, 0),
-    "a debug line on standard error": (
-        fenced("import sys\nprint('debug', file=sys.stderr)\nprint(2 * int(input()))"),
-        DOUBLE,
-        1,
-    ),
-    "12,000 debug lines on standard error": (
-        fenced("import sys\nfor i in range(12_000):\n    print('debug', i, file=sys.stderr)\nprint(2 * int(input()))"),
-        DOUBLE,
-        1,
-    ),
-    "standard error without end": (
-        fenced("import sys\nprint(2 * int(input()), flush=True)\nwhile True:\n    print('x' * 9999, file=sys.stderr)"),
-        DOUBLE,
-        0,
-    ),
-    "the prompt echoed by input": (fenced("print(2 * int(input('n? ')))"), DOUBLE, 0),
+    "no value that is JSON": ("def turn(xs):\n    return set(xs)", 0),
+    "a generator": ("def turn(xs):\n    yield from xs[::-1]", 0),
+    "an object that equals everything": (f"class All:\n{LIKE_ALL}def turn(xs):\n    return All()", 0),
+    "a list that equals everything": (f"class All(list):\n{LIKE_ALL}def turn(xs):\n    return All()", 0),
+    "another name": ("def rotate(xs):\n    return xs[::-1]", 0),
+    "exit inside the function": ("def turn(xs):\n    exit(0)", 0),
+}
+# reason: (response, answer, reward)
+RESPONSES = {
+    "untagged": (fenced(RIGHT, ""), DOUBLE, 1),
+    "no code block": (RIGHT, DOUBLE, 0),
+    "Python tagged as another language": (fenced(RIGHT, "text"), DOUBLE, 0),
+    "a wrong longer block": (f"{fenced(RIGHT)}\n{fenced('print(1)  # something longer, and wrong')}", DOUBLE, 0),
+    "a block never closed": (f"```python\n{RIGHT}", DOUBLE, 0),
     "rows, other spacing": (fenced("for i in range(int(input())):\n    print(i, '', i + 0.5)"), ROWS, 1),
     "rows in one line": (fenced("print('0 0.5 1 1.5')"), ROWS, 0),
-    "rows in another order": (fenced("print('1 1.5\\n0 0.5')"), ROWS, 0),
-    "huge output": (fenced("print('6' * 10**7)"), DOUBLE, 0),
-    "a huge number of lines": (fenced("print('6\\n' * 10**6)"), DOUBLE, 0),
-    "a null byte": (fenced("print(f'{2 * int(input())}\\0')"), DOUBLE, 0),
-    "bytes that are no text": (fenced("import os\nos.write(1, b'\\xff6')"), DOUBLE, 0),
-    "a lone surrogate in the source": (fenced("print('\ud800')"), DOUBLE, 0),
-    "a null byte in the source": (fenced("print(6)\x00"), DOUBLE, 0),
-    "source nested too deeply": (fenced("-" * 50_000 + "1"), DOUBLE, 0),
-    "memory": (fenced("x = bytearray(10**12)"), DOUBLE, 0),
-    "endless recursion": (fenced("def f(x):\n    return f(x)\nf(1)"), DOUBLE, 0),
-    "names that the benchmark imports": (fenced("print(reduce(operator.add, [int(input())] * 2))"), DOUBLE, 1),
-    "an expected-output file guessed": (fenced("print(open('/expected_output').read())"), DOUBLE, 0),
-    "a method": (fenced("class Solution:\n    def turn(self, xs):\n        return xs[::-1]"), TURN, 1),
-    "a plain function": (fenced("def turn(xs: List[int]) -> List[int]:\n    return xs[::-1]"), TURN, 1),
-    "a tuple for a list": (fenced("def turn(xs):\n    return tuple(xs[::-1])"), TURN, 1),
-    "printed instead of returned": (fenced("def turn(xs):\n    print(xs[::-1])"), TURN, 0),
-    "printed and returned": (fenced("def turn(xs):\n    print(xs)\n    return xs[::-1]"), TURN, 1),
-    "12,000 debug lines and the right value": (
-        fenced("def turn(xs):\n    for i in range(12_000):\n        print('debug', i)\n    return xs[::-1]"),
-        TURN,
-        1,
-    ),
-    "lines without end": (fenced("def turn(xs):\n    while True:\n        print('x' * 9999)"), TURN, 0),
-    "a huge value": (fenced("def turn(xs):\n    return 'x' * 200_000"), TURN, 0),
-    "text of the list returned": (fenced("def turn(xs):\n    return str(xs[::-1])"), TURN, 0),
-    "no value that is JSON": (fenced("def turn(xs):\n    return set(xs)"), TURN, 0),
-    "an object that equals everything": (
-        fenced("class All:\n    def __eq__(self, other):\n        return True\ndef turn(xs):\n    return All()"),
-        TURN,
-        0,
-    ),
-    "a list that equals everything": (
-        fenced("class All(list):\n    def __eq__(self, other):\n        return True\ndef turn(xs):\n    return All()"),
-        TURN,
-        0,
-    ),
-    "another name": (fenced("def rotate(xs):\n    return xs[::-1]"), TURN, 0),
-    "other parameters": (fenced("def turn():\n    return [2, 1]"), TURN, 0),
-    "exit inside the function": (fenced("def turn(xs):\n    exit(0)"), TURN, 0),
     "integers of 5,001 digits": (fenced("print(int(input()) + 1)"), stdin_answer(("9" * 5_000, f"1{'0' * 5_000}")), 1),
-    "one returned": (
-        fenced("def power(n):\n    return 10 ** n"),
-        functional_answer("power", ("5000", f"1{'0' * 5000}")),
-        1,
-    ),
-    "a float": (fenced("def mean(xs):\n    return sum(xs) / len(xs)"), MEAN, 1),
-    "a float a little off": (fenced("def mean(xs):\n    return 1.5000000000000002"), MEAN, 0),
-    "NaN returned": (fenced("def mean(xs):\n    return float('nan')"), MEAN, 0),
-    "a generator": (fenced("def mean(xs):\n    yield 1.5"), MEAN, 0),
+    "one returned": (fenced("def power(n):\n    return 10 ** n"), POWER, 1),
+}
+ADVERSARIAL = {
+    **{reason: (fenced(program), DOUBLE, reward) for reason, (program, reward) in SCRIPTS.items()},
+    **{reason: (fenced(program), TURN, reward) for reason, (program, reward) in FUNCTIONS.items()},
+    **RESPONSES,
 }
 
 
@@ -407,41 +310,28 @@ def test_rewards_follow_the_benchmark_checker(sandbox, response, answer, reward)
         verdict.feedback.encode("utf-8")
 
 
-def test_feedback_shows_error_frames_and_input(sandbox):
+def test_feedback_shows_a_wrong_answer_and_an_error_of_different_tests(sandbox):
     code = "def half(n):\n    return n // (n - 3)\n\nprint(half(int(input())))"
-    verdict = livecodebench.verify(fenced(code), stdin_answer(("4\n", "4\n"), ("3\n", "1\n")), sandbox=sandbox)
-    first, *rest = verdict.feedback.split("\n")
-    assert first == "Test 2: Runtime Error"
-    assert rest[0].startswith("ZeroDivisionError: ")
-    assert rest[1:] == [
-        "Line 2 in half (program.py)",
-        "    return n // (n - 3)",
-        "Line 4 (program.py)",
-        "    print(half(int(input())))",
-        "Input: 3",
-    ]
-    assert verdict.metrics == {"pass_fraction": 0.5, "answer_format": 1.0}
+    answer = stdin_answer(("5\n", "1\n"), ("4\n", "4\n"), ("3\n", "1\n"))
+    verdict = livecodebench.verify(fenced(code), answer, sandbox=sandbox)
+    lines = verdict.feedback.split("\n")
+    assert lines[:5] == ["Test 1: Wrong Answer", "Input: 5", "Output: 2", "Expected: 1", ""]
+    assert lines[5] == "Test 3: Runtime Error"
+    assert lines[6].startswith("ZeroDivisionError: ")
+    frames = ["Line 2 in half (program.py)", "    return n // (n - 3)", "Line 4 (program.py)"]
+    assert lines[7:] == [*frames, "    print(half(int(input())))", "Input: 3"]
+    assert verdict.metrics == {"pass_fraction": 1 / 3, "answer_format": 1.0}
 
 
-def test_feedback_shows_two_wrong_answers(sandbox):
-    answer = stdin_answer(("100\n", "200\n"), ("1\n", "2\n"), ("3\n", "6\n"), ("5\n", "10\n"))
-    verdict = livecodebench.verify(fenced("print(int(input()))"), answer, sandbox=sandbox)
-    assert verdict.feedback == (
-        "Test 2: Wrong Answer\nInput: 1\nOutput: 1\nExpected: 2\n\n"
-        "Test 3: Wrong Answer\nInput: 3\nOutput: 3\nExpected: 6"
-    )
+UNLIMITED = [  # (program, its tests)
+    ("print('6' * 100_000)", DOUBLE),
+    ("import sys\nwhile True:\n    print('x' * 9999, file=sys.stderr)", DOUBLE),
+    ("def turn(xs):\n    return 'x' * 100_000", TURN),
+    ("def turn(xs):\n    while True:\n        print('x' * 9999)", TURN),
+]
 
 
-@pytest.mark.parametrize(
-    ("code", "answer"),
-    [
-        ("print('6' * 100_000)", DOUBLE),
-        ("import sys\nwhile True:\n    print('x' * 9999, file=sys.stderr)", DOUBLE),
-        ("def turn(xs):\n    return 'x' * 100_000", TURN),
-        ("def turn(xs):\n    while True:\n        print('x' * 9999)", TURN),
-    ],
-    ids=["script", "standard error", "value", "lines of a function"],
-)
+@pytest.mark.parametrize(("code", "answer"), UNLIMITED, ids=["script", "standard error", "value", "function's lines"])
 def test_answers_and_debug_output_have_separate_limits(sandbox, code, answer):
     assert "Output Limit Exceeded" in livecodebench.verify(fenced(code), answer, sandbox=sandbox).feedback
 
@@ -453,12 +343,13 @@ def test_feedback_on_time_out_shows_limit_and_input(sandbox):
     assert verdict.feedback == "Test 1: Time Limit Exceeded (0.2 seconds)\nInput: 1"
 
 
-@pytest.mark.parametrize("truncated", [False, True])
-def test_response_without_program_needs_no_sandbox(monkeypatch, truncated):
+@pytest.mark.parametrize("response", ["I think that", f"<think>\n{fenced(RIGHT)}\nWait"])
+def test_response_without_program_needs_no_sandbox(monkeypatch, response):
+    """Nor does one whose thinking never ends."""
     monkeypatch.setattr(livecodebench, "_sandbox", lambda: pytest.fail("opened a sandbox"))
-    verdict = livecodebench.verify("I think that", DOUBLE, truncated=truncated)
-    said = CUT_OFF if truncated else WRONG_FORMAT
-    assert verdict == Verdict(0.0, said, {"pass_fraction": 0.0, "answer_format": 0.0})
+    for truncated, said in ((False, WRONG_FORMAT), (True, CUT_OFF)):
+        verdict = livecodebench.verify(response, DOUBLE, truncated=truncated)
+        assert verdict == Verdict(0.0, said, {"pass_fraction": 0.0, "answer_format": 0.0})
 
 
 @pytest.mark.parametrize("opening", ["<think>\n", ""], ids=["opened", "opened by the prompt"])
@@ -469,39 +360,28 @@ def test_programs_of_drafts_are_not_graded(opening):
     assert {program.source for program in box.programs} == {"print(2)"}
 
 
-def test_thinking_that_never_ends_has_no_program(monkeypatch):
-    monkeypatch.setattr(livecodebench, "_sandbox", lambda: pytest.fail("opened a sandbox"))
-    response = f"<think>\n{fenced('print(2 * int(input()))')}\nWait"
-    for truncated, said in ((False, WRONG_FORMAT), (True, CUT_OFF)):
-        verdict = livecodebench.verify(response, DOUBLE, truncated=truncated)
-        assert verdict == Verdict(0.0, said, {"pass_fraction": 0.0, "answer_format": 0.0})
-
-
-def test_feedback_on_truncated_response_with_program(sandbox):
-    verdict = livecodebench.verify(fenced("print(1)"), DOUBLE, truncated=True, sandbox=sandbox)
-    assert verdict.feedback.startswith(f"{CUT_OFF}\n\nTest 1: Wrong Answer")
-
-
-def test_reward_keeps_rollouts_apart(sandbox, solutions):
+def test_solutions_of_the_examples_pass_beside_other_rollouts(sandbox):
     examples = load_task("livecodebench:examples").build("train")
-    completions, answers, expected = [], [], []
-    for row in examples:
-        for program in (solutions[row["id"]], "print(", None, solutions[row["id"]]):
-            completions.append([{"role": "assistant", "content": "no" if program is None else fenced(program)}])
-            answers.append(row["answer"])
-        expected += [1.0, 0.0, 0.0, 1.0]
-    verdicts = livecodebench.reward(completions, answers, [False] * len(answers), sandbox=sandbox, progress=False)
-    assert [verdict.reward for verdict in verdicts] == expected
+    kinds = [json.loads(answer)["testtype"] for answer in examples["answer"]]
+    assert kinds.count("stdin") == kinds.count("functional") == 4
+    with open(livecodebench.EXAMPLES.with_name("solutions.jsonl"), encoding="utf-8") as lines:
+        solutions = {f"livecodebench-{row['question_id']}": fenced(row["program"]) for row in map(json.loads, lines)}
+    responses = [
+        text for name in examples["id"] for text in (solutions[name], fenced("print("), "no", solutions[name])
+    ]
+    answers = [answer for answer in examples["answer"] for _ in range(4)]
+    conversations = [[{"role": "assistant", "content": text}] for text in responses]
+    verdicts = livecodebench.reward(conversations, answers, [False] * 32, sandbox=sandbox, progress=False)
+    assert [verdict.reward for verdict in verdicts] == [1.0, 0.0, 0.0, 1.0] * 8
 
 
 def test_mixes_with_other_tasks_in_default_sandbox(sandbox):
     livecodebench.use_sandbox(sandbox)
     try:
-        verdicts = mixed_reward(
-            completions=[fenced("print(2 * int(input()))"), "<answer>A</answer>", fenced("print(0)")],
+        verdicts = load_task("livecodebench,sciknoweval:physics").reward(
+            completions=[fenced(RIGHT), "<answer>A</answer>", fenced("print(0)")],
             task=["livecodebench", "sciknoweval:physics", "livecodebench"],
             answer=[DOUBLE, "A", DOUBLE],
-            prompts=["p"] * 3,
         )
     finally:
         livecodebench.use_sandbox(None)
@@ -555,34 +435,20 @@ def ok(text: str) -> Outcome:
     return Outcome("ok", stdout=text)
 
 
-def test_expected_outputs_never_reach_the_sandbox():
+@pytest.mark.parametrize("answer", [stdin_answer, partial(functional_answer, "f")], ids=["stdin", "functional"])
+def test_expected_outputs_never_reach_the_sandbox(answer):
     secret = "314159265358979"
-    box = RecordingSandbox(ok("1"), ok("2"))
-    answer = stdin_answer(("3\n", f"{secret}\n"), ("10\n", f"{secret}\n"))
-    livecodebench.verify(fenced("print(1)"), answer, sandbox=box)
+    box = RecordingSandbox(*[Outcome("ok", stdout="1", value="1")] * 2)
+    livecodebench.verify(fenced("print(1)"), answer(("3\n2", secret), ("10\n4", secret)), sandbox=box)
     assert secret not in repr(box.programs)
-    assert [program.stdin for program in box.programs] == ["3\n", "10\n"]
-    box = RecordingSandbox(Outcome("ok", value="1"), Outcome("ok", value="2"))
-    answer = functional_answer("f", ("1\n2", secret), ("3\n4", secret))
-    livecodebench.verify(fenced("def f(a, b): pass"), answer, sandbox=box)
-    assert secret not in repr(box.programs)
-    assert [(program.fn_name, json.loads(program.arguments)) for program in box.programs] == [
-        ("f", [1, 2]),
-        ("f", [3, 4]),
-    ]
+    given = [program.stdin or json.loads(program.arguments) for program in box.programs]
+    assert given == (["3\n2", "10\n4"] if answer is stdin_answer else [[3, 2], [10, 4]])
 
 
 def test_wrong_answers_are_rejected_in_the_batch():
     box = RecordingSandbox(ok("6"), ok("21"), ok("6"), Outcome("timeout"))
-    livecodebench.reward([fenced("print(6)")] * 2, [DOUBLE] * 2, sandbox=box)
+    livecodebench.reward([fenced("print(6)")] * 2, [DOUBLE, json.loads(DOUBLE)], sandbox=box)
     assert [outcome.status for outcome in box.kept] == ["ok", "rejected", "ok", "timeout"]
-
-
-def test_answer_may_be_an_object():
-    answers = [json.loads(DOUBLE), DOUBLE]
-    box = RecordingSandbox(*[ok("6"), ok("20")] * 2)
-    verdicts = livecodebench.reward([fenced("print(6)")] * 2, answers, sandbox=box)
-    assert [verdict.reward for verdict in verdicts] == [1.0, 1.0]
 
 
 def test_outputs_are_compared_at_once_and_not_kept():
@@ -605,14 +471,8 @@ def test_limits_follow_from_the_tests():
     assert (limits.cpu_seconds, limits.wall_seconds) == (3, 6)
     assert limits.answer_bytes == 65_536 + 400_000
     assert limits.output_bytes == limits.answer_bytes + (8 << 20)
-    costly = ("timeout", "output_limit", "memory")
-    assert box.options == {
-        "deadline": 900.0,
-        "skip_group_after": costly,
-        "failed_group_seconds": 30.0,
-        "progress": False,
-    }
-    assert {program.group for program in box.programs} == {0}
+    skipped = {"skip_group_after": ("timeout", "output_limit", "memory"), "failed_group_seconds": 30.0}
+    assert box.options == {"deadline": 900.0, "progress": False, **skipped}
 
 
 def test_the_deadline_of_the_reward_function_call_applies():
@@ -626,17 +486,17 @@ def test_the_deadline_of_the_reward_function_call_applies():
     assert seconds[2] == 2.0
 
 
-@pytest.mark.parametrize(
-    ("outcomes", "reward"),
-    [
-        ([ok("6"), Outcome("deadline")], None),
-        ([Outcome("deadline"), Outcome("deadline")], None),
-        ([ok("7"), Outcome("deadline")], 0.0),
-        ([Outcome("timeout"), Outcome("skipped")], 0.0),
-        ([Outcome("memory"), ok("20")], 0.0),
-        ([ok("6"), ok("20")], 1.0),
-    ],
-)
+OUTCOMES = [  # (outcomes of the tests, reward)
+    ([ok("6"), Outcome("deadline")], None),
+    ([Outcome("deadline"), Outcome("deadline")], None),
+    ([ok("7"), Outcome("deadline")], 0.0),
+    ([Outcome("timeout"), Outcome("skipped")], 0.0),
+    ([Outcome("memory"), ok("20")], 0.0),
+    ([ok("6"), ok("20")], 1.0),
+]
+
+
+@pytest.mark.parametrize(("outcomes", "reward"), OUTCOMES)
 def test_undecided_response_has_no_reward(outcomes, reward):
     verdict = livecodebench.verify(fenced("print(1)"), DOUBLE, sandbox=RecordingSandbox(*outcomes), deadline=1.0)
     assert verdict.reward == reward
@@ -652,16 +512,10 @@ def test_functional_outcome_without_value_is_an_error():
 def test_each_program_runs_once_per_test():
     box = RecordingSandbox(*[ok("6")] * 9)
     livecodebench.reward([fenced("print(6)"), "none", fenced("print(6)")], [DOUBLE] * 3, sandbox=box)
-    assert [(program.group, program.stdin) for program in box.programs] == [
-        (0, "3\n"),
-        (0, "10\n"),
-        (2, "3\n"),
-        (2, "10\n"),
-    ]
-    assert all(isinstance(program, Program) for program in box.programs)
+    groups = [(program.group, program.stdin) for program in box.programs]
+    assert groups == [(0, "3\n"), (0, "10\n"), (2, "3\n"), (2, "10\n")]
 
 
-@pytest.mark.parametrize("answer", [None, "", "[]", "{}", '{"inputs": [], "outputs": []}'])
-def test_answer_without_tests_raises(answer):
+def test_answer_without_tests_raises():
     with pytest.raises(ValueError, match="code answer"):
-        livecodebench.verify(fenced("print(1)"), answer)
+        livecodebench.verify(fenced("print(1)"), "{}")

@@ -23,7 +23,6 @@ from credit_trl.tasks.quickstart import (
     draw_question,
     verify,
 )
-from credit_trl.tasks.registry import load_task
 
 ANSWER = json.dumps({"option": "C", "tool": "music_api", "city": "Oslo"})
 GOLD = 'Thought: guitar is about music.\nAction: music_api\nAction Input: {"city": "Oslo"}'
@@ -123,7 +122,6 @@ def test_groups_and_rows_per_cue_are_options():
         ({"split": "dev"}, "Unknown split 'dev'"),
         ({"split": "train", "groups": ["holdout"]}, "has the groups"),
         ({"split": "test", "path": "rows.jsonl"}, "reads no file"),
-        ({"split": "test", "rows_per_cue": 0}, "at least 1"),
     ],
 )
 def test_invalid_build_arguments_raise(arguments, message):
@@ -195,9 +193,3 @@ def test_reward_equals_verify_for_texts_and_conversations():
     conversation = [{"role": "assistant", "content": GOLD}]
     verdicts = quickstart.reward([GOLD, conversation, "no"], [ANSWER] * 3, truncated=[False, True, False], step=1)
     assert verdicts == [verify(GOLD, ANSWER), verify(GOLD, ANSWER, truncated=True), verify("no", ANSWER)]
-
-
-def test_registry_loads_quickstart():
-    task = load_task("quickstart")
-    row = task.build("test")[0]
-    assert task.reward(["no"], [row["answer"]]) == [task.verify("no", row["answer"])]

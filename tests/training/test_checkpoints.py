@@ -5,9 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import resource
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,8 +16,6 @@ from credit_trl.training import checkpoints
 from credit_trl.training.checkpoints import CheckpointError, checkpoint_to_resume, rename_atomically
 from credit_trl.training.manifest import write_manifest
 from tiny import length_verdicts
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -81,7 +76,7 @@ def test_full_disk_keeps_previous_checkpoint(make_trainer, tmp_path, monkeypatch
 
     monkeypatch.setattr(owner, name, fail_at_two)
     with pytest.raises(
-        CheckpointError, match=r"Step 2 could not be saved.*No space left.*checkpoint-1: resume from it"
+        CheckpointError, match=r"Step 2 could not be saved.*No space left.*checkpoint is .*checkpoint-1\."
     ):
         trainer.train()
     assert names(tmp_path / "run") == ["checkpoint-1"]  # the incomplete second one is removed
@@ -92,50 +87,8 @@ def test_full_disk_keeps_previous_checkpoint(make_trainer, tmp_path, monkeypatch
 
 def test_first_failed_checkpoint_reports_none_exists(make_trainer, monkeypatch):
     monkeypatch.setattr(checkpoints, "save_progress", full_disk)
-    with pytest.raises(CheckpointError, match="There is none yet"):
+    with pytest.raises(CheckpointError, match="There is no checkpoint yet"):
         make_trainer().train()
-
-
-LIMITED = """
-import resource, sys
-sys.path[:0] = [{tests!r}]
-import signal
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-from datasets import Dataset
-import tiny
-from credit_trl import CreditConfig, CreditTrainer
-tokenizer = tiny.build_tokenizer()
-rows = [{{"prompt": [{{"role": "user", "content": f"{{i}}+1="}}], "answer": str(i + 1)}} for i in range(8)]
-config = CreditConfig(
-    output_dir={out!r}, use_cpu=True, bf16=False, per_device_train_batch_size=8, num_generations=4, max_steps=2,
-    max_completion_length=4, save_strategy="steps", save_steps=1, save_total_limit=1, report_to="none",
-    gradient_checkpointing=False, disable_tqdm=True,
-)
-trainer = CreditTrainer(
-    tiny.build_model(tokenizer), tiny.length_verdicts, config, Dataset.from_list(rows), processing_class=tokenizer
-)
-save = trainer._save_checkpoint
-def limited(*args, **kwargs):
-    if trainer.state.global_step == 2:  # limits the size of each file to 64 kB
-        resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))
-    return save(*args, **kwargs)
-trainer._save_checkpoint = limited
-trainer.train()
-"""
-
-
-@pytest.mark.slow  # imports in a process of its own; the fast tests raise the error in this one
-def test_refused_write_raises_checkpoint_error(tmp_path):
-    """The kernel refuses the write, in whichever library it happens."""
-    assert resource.RLIMIT_FSIZE is not None
-    script = LIMITED.format(tests=str(ROOT / "tests"), out=str(tmp_path / "run"))
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(
-        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert run.returncode != 0
-    assert "CheckpointError: Step 2 could not be saved" in run.stderr
-    assert names(tmp_path / "run") == ["checkpoint-1"]
 
 
 def test_rename_replaces_existing_folder_and_is_idempotent(tmp_path):
@@ -170,7 +123,7 @@ def test_missing_checkpoint_error_suggests_latest(asked, tmp_path):
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        (".", "folder of a run. Give one of its checkpoints"),
+        (".", "folder of a run. Give a checkpoint"),
         ("checkpoint-3", "manifest.json is missing.*not written completely"),
     ],
 )

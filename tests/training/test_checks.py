@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from datasets import Dataset, IterableDataset
-from trl import GRPOConfig, GRPOTrainer
+from datasets import IterableDataset
+from trl import GRPOTrainer
 
 from credit_trl import CreditTrainer, Verdict
 from credit_trl.training.checks import check_machine, check_no_images, check_prompts
@@ -32,12 +32,6 @@ def no_rollout(monkeypatch):
         pytest.fail("a completion was generated before the error")
 
     monkeypatch.setattr(CreditTrainer, "_generate", generate)
-
-
-@pytest.mark.usefixtures("no_rollout")
-def test_dataset_without_prompt_column_is_refused(build, dataset):
-    with pytest.raises(ValueError, match=r"no column `prompt`; its columns are .*question.*rename_column"):
-        build(rows=dataset.rename_column("prompt", "question"))
 
 
 @pytest.mark.usefixtures("no_rollout")
@@ -102,33 +96,6 @@ def test_rollout_func_fields_reach_reward_functions(make_model, make_config, tok
 
 
 @pytest.mark.usefixtures("no_rollout")
-def test_evaluation_dataset_is_checked(make_model, make_config, tokenizer, dataset):
-    with pytest.raises(ValueError, match=r"`eval_dataset\['harder'\]` has no column `prompt`"):
-        CreditTrainer(
-            make_model(),
-            length_verdicts,
-            make_config(),
-            dataset,
-            {"harder": dataset.remove_columns("prompt")},
-            processing_class=tokenizer,
-        )
-
-
-@pytest.mark.usefixtures("no_rollout")
-def test_image_columns_are_refused(build, dataset):
-    with pytest.raises(ValueError, match="Prompts with images"):
-        build(rows=dataset.add_column("image", [None] * len(dataset)))
-
-
-@pytest.mark.usefixtures("no_rollout")
-def test_images_in_messages_are_refused(build):
-    content = [{"type": "image", "text": None}, {"type": "text", "text": "what is it?"}]
-    rows = Dataset.from_list([{"prompt": [{"role": "user", "content": content}], "answer": "x"}] * 4)
-    with pytest.raises(ValueError, match="Prompts with images"):
-        build(rows=rows).train()
-
-
-@pytest.mark.usefixtures("no_rollout")
 @pytest.mark.parametrize(("column", "value"), [("image", b"png"), ("images", [b"png"])])
 def test_images_in_stream_without_columns_are_refused(build, dataset, column, value):
     rows = IterableDataset.from_generator(lambda: ({**row, column: value} for row in dataset))
@@ -149,28 +116,6 @@ def test_images_from_environments_or_tools_are_refused(build, monkeypatch, added
 
 def test_empty_image_fields_pass():
     check_no_images([{"prompt": "2+2=", "image": None, "images": []}, {"images": [None], "num_images": [0, 0]}])
-
-
-@pytest.mark.usefixtures("no_rollout")
-def test_config_of_another_trainer_is_refused(make_model, tokenizer, dataset, tmp_path):
-    with pytest.raises(TypeError, match="must be a `CreditConfig`"):
-        CreditTrainer(
-            make_model(), length_verdicts, GRPOConfig(str(tmp_path), use_cpu=True), dataset, processing_class=tokenizer
-        )
-
-
-@pytest.mark.usefixtures("no_rollout")
-def test_contrasts_from_streaming_dataset_are_refused(build, dataset):
-    with pytest.raises(ValueError, match=r"rows of a `datasets.Dataset`.*contrastive_source='batch'"):
-        build(rows=dataset.to_iterable_dataset(), contrastive_source="dataset")
-
-
-def test_wrong_number_of_verdicts_names_function(build):
-    def short_changed(completions, **kwargs):
-        return [Verdict(1.0, "x")] * (len(completions) - 1)
-
-    with pytest.raises(ValueError, match=r"'short_changed' returned 7 elements for 8 completions"):
-        build(reward_funcs=short_changed).train()
 
 
 def test_feedback_error_is_raised_in_reward_function(build):
@@ -229,25 +174,6 @@ def test_parts_are_refused_where_updates_would_differ(make_config, wrapper, rout
         check_machine(make_config(update_batch_tokens=64, **options), accelerator, router)
     check_machine(make_config(**options), accelerator, router)
     check_machine(make_config(update_batch_tokens=64), SimpleNamespace(distributed_type="NO"), False)
-
-
-def with_prompts(dataset, first):
-    return Dataset.from_list([{"prompt": first, "answer": "1"}, *dataset.select_columns(["prompt", "answer"])])
-
-
-@pytest.mark.usefixtures("no_rollout")
-def test_evaluation_prompts_are_checked_at_construction(make_model, make_config, tokenizer, dataset):
-    rows = with_prompts(dataset, [{"role": "system", "content": "Add."}])
-    for evaluated in (rows, {"own": rows}):
-        with pytest.raises(ValueError, match="needs a user turn"):
-            CreditTrainer(make_model(), length_verdicts, make_config(), dataset, evaluated, processing_class=tokenizer)
-
-
-@pytest.mark.usefixtures("no_rollout")
-def test_evaluation_data_have_the_columns_of_the_reward(make_model, make_config, tokenizer, dataset):
-    rows = dataset.rename_column("answer", "solution")
-    with pytest.raises(ValueError, match=r"has the parameter `answer`.*with `eval_dataset`"):
-        CreditTrainer(make_model(), length_verdicts, make_config(), dataset, rows, processing_class=tokenizer)
 
 
 def test_prompt_that_ends_where_generation_ends_is_warned_about(make_config, dataset):

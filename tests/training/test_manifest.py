@@ -82,7 +82,7 @@ def test_damaged_checkpoint_is_refused_and_latest_takes_an_older_one(run, tmp_pa
     with pytest.raises(ValueError, match=f"{newest / file} "):
         checkpoint_to_resume(str(newest), tmp_path / "run")
     assert checkpoint_to_resume("latest", tmp_path / "run") == str(tmp_path / "run" / "checkpoint-1")
-    assert f"DAMAGED CHECKPOINT: {newest / file}" in caplog.text.replace("the content of ", "")
+    assert f"DAMAGED CHECKPOINT: {newest / file}" in caplog.text
 
 
 def test_damaged_checkpoints_alone_do_not_start_the_run_again(run, tmp_path):
@@ -100,4 +100,4 @@ def test_manifest_covers_files_in_folders_and_not_itself(tmp_path):
         write_manifest(tmp_path, hash_files(tmp_path))
     assert find_damage(tmp_path) is None
     (tmp_path / "shards" / "0").write_text("weightz")
-    assert find_damage(tmp_path).startswith(f"the content of {tmp_path}/shards/0 has changed")
+    assert find_damage(tmp_path).startswith(f"{tmp_path}/shards/0 has changed")

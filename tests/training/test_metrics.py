@@ -75,7 +75,7 @@ def test_sums_over_processes_give_global_metrics():
     parts, masks = [terms(7, 1), terms(12, 2)], [torch.ones(7, dtype=torch.bool), torch.ones(12, dtype=torch.bool)]
     sums = []
     for part, mask in zip(parts, masks, strict=True):
-        token_metrics(micro_batch(part, mask, torch.tensor(0.25)), False, lambda s: sums.append(s) or s)
+        token_sums(micro_batch(part, mask, torch.tensor(0.25)), lambda s: sums.append(s) or s)
     names = [k for k, v in vars(parts[0]).items() if k != "loss" and v is not None]
     joined = {k: torch.cat([vars(p)[k] for p in parts]) for k in names}
     whole = CreditLoss(loss=torch.zeros(()), **joined)
@@ -194,12 +194,27 @@ def test_every_metric_is_logged_at_every_step(run, weight):
             Verdict(0.0, None, {name: 1.0})
 
 
-def test_missing_teacher_warns_once_and_has_no_loss(run, make_model):
-    trainer, warned = run(lambda completions, **_: [0.0] * len(completions), max_steps=3)
-    assert len([w for w in warned if "No sample of this generation batch has a teacher" in w]) == 1
-    assert all(e["loss"] == 0 for e in trainer.state.log_history if "loss" in e)
-    for parameter, start in zip(trainer.model.parameters(), make_model().parameters(), strict=True):
-        assert torch.equal(parameter, start)
+# Options of a run -> a part of the warning that it raises once.
+WARNED = {
+    "ignored feedback": ({"include_environment_feedback": False}, "`include_environment_feedback=False`"),
+    "low support mass": ({"distillation_topk": 2}, "Increase `distillation_topk`"),
+    "uniform teacher": ({"distillation_topk": 200, "weights": {"initializer_range": 0.01}}, "nearly uniform"),
+    "positions": ({"weights": {"max_position_embeddings": 120}}, "`max_position_embeddings=120`"),
+    "masked": ({"mask_truncated_completions": True}, "No token of this generation batch"),
+    "no teacher": ({"reward_funcs": lambda completions, **_: [0.0] * len(completions)}, "batch has a teacher"),
+}
+
+
+@pytest.mark.parametrize("case", WARNED)
+def test_run_warns_once(run, make_model, case):
+    options, message = WARNED[case]
+    start = make_model(**options.get("weights", {}))
+    model = make_model(**options.get("weights", {}))
+    options = {name: value for name, value in options.items() if name != "weights"}
+    trainer, warned = run(model=model, max_steps=3, **options)
+    assert len([text for text in warned if message in text]) == 1
+    is_same = [torch.equal(p, q) for p, q in zip(trainer.model.parameters(), start.parameters(), strict=True)]
+    assert all(is_same) == (case in ("masked", "no teacher"))  # whose loss is 0
 
 
 def test_evaluation_without_contrast_prompts_warns_once(run):
@@ -227,23 +242,6 @@ def test_step_of_samples_without_a_teacher_is_no_masked_one(run):
     trainer, warned = run(no_feedback, max_steps=8, dont_reprompt_on_self_success=True, **options)
     assert any("credit/advantage_mean" not in entry for entry in trainer.state.log_history[:-1])
     assert not [message for message in warned if "No token" in message]
-    _, warned = run(max_steps=2, mask_truncated_completions=True)
-    assert len([message for message in warned if "No token of this generation batch" in message]) == 1
-
-
-def test_ignored_feedback_warns_once(run):
-    _, warned = run(include_environment_feedback=False, max_steps=3)
-    assert len([w for w in warned if "`include_environment_feedback=False`" in w]) == 1
-
-
-def test_a_low_support_mass_is_warned_about_once(run):
-    _, warned = run(distillation_topk=2, max_steps=3)
-    assert len([w for w in warned if "Increase `distillation_topk`" in w]) == 1
-
-
-def test_a_nearly_uniform_teacher_is_warned_about(run, make_model):
-    _, warned = run(model=make_model(initializer_range=0.01), distillation_topk=200, max_steps=1)
-    assert len([w for w in warned if "nearly uniform" in w]) == 1
 
 
 @pytest.mark.parametrize(
@@ -340,12 +338,6 @@ def test_warnings_print_no_source_line():
     [one] = caught
     shown = warnings.formatwarning(one.message, one.category, one.filename, one.lineno)
     assert shown == "credit_trl:0: CreditWarning: Check the verifier.\n"
-
-
-@pytest.mark.parametrize(("positions", "count"), [(120, 1), (4096, 0)])
-def test_sequences_beyond_the_models_positions_warn_once(run, make_model, positions, count):
-    _, warned = run(model=make_model(max_position_embeddings=positions))
-    assert len([w for w in warned if f"`max_position_embeddings={positions}`" in w]) == count
 
 
 def test_feedback_that_nowhere_fits_warns_once(run, tokenizer, dataset):

@@ -176,10 +176,10 @@ def test_changed_objective_is_refused_with_its_list_unless_allowed(
 @pytest.mark.parametrize(
     ("saved", "own", "message"),
     [
-        (True, False, "trained an adapter, and this run trains the whole model"),
-        (False, True, "saved by full fine-tuning, and this run trains an adapter"),
-        (True, {"r": 8}, "saved with `r=4`, and this run has 8"),
-        (True, {"target_modules": ["q_proj"]}, r"saved with `target_modules=\['q_proj', 'v_proj'\]`"),
+        (True, False, "`peft_config.peft_type`: 'LORA' -> None"),
+        (False, True, "`peft_config.peft_type`: None -> 'LORA'"),
+        (True, {"r": 8}, "`peft_config.r`: 4 -> 8"),
+        (True, {"target_modules": ["q_proj"]}, r"target_modules`: \['q_proj', 'v_proj'\] -> \['q_proj'\]"),
     ],
 )
 def test_another_fine_tuning_method_is_refused_with_its_fix(
@@ -187,7 +187,7 @@ def test_another_fine_tuning_method_is_refused_with_its_fix(
 ):
     arguments = (make_model, make_config, tokenizer, dataset, tmp_path)
     train(*arguments, lora=saved, max_steps=1, save_steps=1)
-    with pytest.raises(ValueError, match=f"{message}.*peft_config"):
+    with pytest.raises(ValueError, match=f"{message}.*Resume with those of the checkpoint"):
         train(*arguments, lora=own, resume=str(tmp_path / "checkpoint-1"), max_steps=2)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from credit_trl import CreditTrainer
 from credit_trl.training.checkpoints import checkpoint_to_resume
-from credit_trl.training.run_directory import read_lines, set_aside_earlier_run, set_aside_later_steps
+from credit_trl.training.run_directory import read_lines, set_aside
 from tiny import length_verdicts
 
 
@@ -80,10 +80,10 @@ def test_interrupted_run_sets_nothing_aside(tmp_path):
     for name in ("checkpoint-2/state", "best-step-3/state", "evaluations/step-000003/result.json", "log.jsonl"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
-    set_aside_later_steps(tmp_path, 2)
+    set_aside(tmp_path, 2)
     assert not (tmp_path / "previous-1").exists()
     (tmp_path / "checkpoint-4").mkdir()
-    set_aside_later_steps(tmp_path, 2)
+    set_aside(tmp_path, 2)
     moved = {path.name for path in (tmp_path / "previous-1").iterdir()}
     assert moved == {"checkpoint-4", "best-step-3", "evaluations", "log.jsonl"}
     assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-2", "log.jsonl", "evaluations", "previous-1"}
@@ -95,7 +95,7 @@ def test_final_model_of_an_earlier_run_leaves_unless_it_is_the_base(tmp_path, is
     for name in ("checkpoint-2/state", *files):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
-    set_aside_earlier_run(tmp_path, str(tmp_path) if is_base else "Qwen/Qwen3-0.6B")
+    set_aside(tmp_path, 0, str(tmp_path) if is_base else "Qwen/Qwen3-0.6B")
     assert {path.name for path in tmp_path.iterdir() if path.is_file()} == (files if is_base else {"notes.txt"})
     assert (tmp_path / "previous-1" / "checkpoint-2").is_dir()
 
@@ -105,7 +105,7 @@ def test_model_of_an_earlier_quickstart_leaves_unless_it_is_the_base(tmp_path, i
     for name in ("checkpoint-2/state", "model/adapter_config.json", "token_maps.html"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
-    set_aside_earlier_run(tmp_path, str(tmp_path / "model") if is_base else "Qwen/Qwen3-0.6B")
+    set_aside(tmp_path, 0, str(tmp_path / "model") if is_base else "Qwen/Qwen3-0.6B")
     assert (tmp_path / "model").exists() == is_base
     assert (tmp_path / "previous-1" / "model").exists() != is_base
     assert (tmp_path / "previous-1" / "token_maps.html").is_file()
@@ -130,7 +130,7 @@ def test_evaluation_before_the_first_step_stays_as_a_copy(tmp_path):
     for name in ("evaluations.jsonl", "evaluations/step-000000/result.json", "evaluations/step-000005/result.json"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
-    set_aside_earlier_run(tmp_path)
+    set_aside(tmp_path)
     moved = {str(path.relative_to(tmp_path / "previous-1")) for path in (tmp_path / "previous-1").rglob("*.json*")}
     assert moved == {
         "evaluations.jsonl",
@@ -138,5 +138,5 @@ def test_evaluation_before_the_first_step_stays_as_a_copy(tmp_path):
         "evaluations/step-000005/result.json",
     }
     assert [path.name for path in (tmp_path / "evaluations").iterdir()] == ["step-000000"]
-    set_aside_earlier_run(tmp_path)
+    set_aside(tmp_path)
     assert not (tmp_path / "previous-2").exists()

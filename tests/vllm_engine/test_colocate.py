@@ -13,11 +13,11 @@ from transformers import AutoModelForCausalLM
 pytest.importorskip("vllm", reason="no vLLM engine in this environment: run `make test-vllm`")
 
 import cpu_engine
+from credit_trl.evaluation.trainer_engine import TrainerEngine
 from engine_observer import as_in_engine, engine_weights, record, same_weights, token_logps
 
-from credit_trl.evaluation import Sampling
+from credit_trl.evaluation import SamplingConfig
 from credit_trl.evaluation.engines import Request
-from credit_trl.evaluation.trainer_engine import TrainerEngine
 
 SAME = 1e-3  # nats; measured 1e-6
 STALE = 1e-2
@@ -210,7 +210,7 @@ def test_evaluation_uses_engine_with_current_weights(make_trainer):
     trainer.train()
     engine = TrainerEngine(trainer, batch_size=16)
     recording = record(trainer)
-    sampling = Sampling(temperature=1.0, top_p=1.0, max_completion_length=8)
+    sampling = SamplingConfig(temperature=1.0, top_p=1.0, max_completion_length=8)
     requests = [Request([{"role": "user", "content": f"{i}+1="}], seed=i) for i in range(6)]
     with engine.session(sampling):
         answers = engine.generate(requests, sampling)
@@ -226,7 +226,7 @@ def test_evaluation_uses_engine_with_current_weights(make_trainer):
 def test_evaluation_does_not_change_training(make_trainer):
     def trained(evaluated):
         trainer = make_trainer()
-        engine, sampling = TrainerEngine(trainer), Sampling(max_completion_length=4)
+        engine, sampling = TrainerEngine(trainer), SamplingConfig(max_completion_length=4)
         step = trainer.training_step
 
         def evaluating(*args, **kwargs):

@@ -21,11 +21,11 @@ sys.path.append(str(Path(__file__).parents[1] / "docs"))
 
 import cpu_engine
 from blocks import calling
+from credit_trl.evaluation.trainer_engine import TrainerEngine
 from engine_observer import record
 
-from credit_trl.evaluation import Sampling
+from credit_trl.evaluation import SamplingConfig
 from credit_trl.evaluation.engines import Request
-from credit_trl.evaluation.trainer_engine import TrainerEngine
 from credit_trl.rollout.vllm_client import VLLMServerError
 from faults.launching import free_port
 
@@ -145,7 +145,7 @@ def test_evaluation_uses_server_with_current_weights(connect):
     trainer = connect(max_steps=1)
     trainer.train()
     recording = record(trainer)
-    engine, sampling = TrainerEngine(trainer, batch_size=8), Sampling(1.0, 1.0, max_completion_length=5)
+    engine, sampling = TrainerEngine(trainer, batch_size=8), SamplingConfig(1.0, 1.0, max_completion_length=5)
     with engine.session(sampling):
         answers = engine.generate([Request("1+1=", seed=i) for i in range(8)], sampling)
     assert len(answers) == 8
@@ -195,7 +195,7 @@ def test_server_killed_in_weight_update_raises_within_timeout(connect, server):
     trainer = connect(max_steps=4)
     act_before_second_request(trainer, "/update_weights", lambda: server.send(signal.SIGKILL))
     message = error_message(trainer, server, within=TIMEOUT)
-    assert "while receiving weights" in message
+    assert "failed at /update_weights" in message
     try:
         assert server.process.wait(timeout=30) == -signal.SIGKILL
     except subprocess.TimeoutExpired:

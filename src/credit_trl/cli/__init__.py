@@ -14,9 +14,10 @@ import os
 import signal
 import sys
 from argparse import ArgumentParser, HelpFormatter
+from functools import partial
 from importlib.metadata import version
 
-from credit_trl.cli.output import output_is_closed, spell_unencodable
+from credit_trl.cli.errors import USER_ERRORS, is_user_error, report_user_error, spell_unencodable, suggest
 
 TRAINING = ("credit", "Run the CREDIT training script")
 
@@ -60,8 +61,6 @@ def _run_trl(command: str, argv: list[str]) -> int:
     from trl.cli import main as trl_main
     from trl.cli.commands import get_commands
 
-    from credit_trl.cli.errors import suggest
-
     known = {one.name for one in get_commands()} | {TRAINING[0], *COMPANIONS}
     if command not in known:  # TRL's error would not list the commands of this package
         _help_parser().error(f"there is no command {command!r}.{suggest(command, known)} All commands: trl --help")
@@ -69,12 +68,12 @@ def _run_trl(command: str, argv: list[str]) -> int:
 
 
 def _run_companion(name: str, argv: list[str]) -> int:
-    from credit_trl.cli.errors import USER_ERRORS, is_user_error, report_user_error, suggest
     from credit_trl.training.future_warnings import ignore_future_warnings
 
     ignore_future_warnings()
     module = importlib.import_module(COMPANIONS[name][0])
-    parser = ArgumentParser(prog=f"trl {name}", allow_abbrev=False, formatter_class=_one_row_an_option)
+    one_row_an_option = partial(HelpFormatter, max_help_position=34)
+    parser = ArgumentParser(prog=f"trl {name}", allow_abbrev=False, formatter_class=one_row_an_option)
     module.add_arguments(parser)
     places = "".join(f" [{one.metavar or one.dest}]" for one in parser._actions if not one.option_strings)
     parser.usage = f"{parser.prog}{places} [options]"
@@ -89,19 +88,13 @@ def _run_companion(name: str, argv: list[str]) -> int:
         sys.stdout.flush()
         return status
     except USER_ERRORS as error:
-        if isinstance(error, BrokenPipeError) and output_is_closed():
-            return 128 + signal.SIGPIPE
-        if isinstance(error, TypeError) and not is_user_error(error):
+        if isinstance(error, TypeError | RuntimeError) and not is_user_error(error):
             raise
         return report_user_error(f"trl {name}", error)
     except KeyboardInterrupt:
         continues = getattr(module, "continues", lambda _: False)(options)
         print(f"trl {name}: interrupted{'; the same command continues' if continues else ''}", file=sys.stderr)
         return 128 + signal.SIGINT
-
-
-def _one_row_an_option(prog: str) -> HelpFormatter:
-    return HelpFormatter(prog, max_help_position=34)
 
 
 def _help_parser() -> ArgumentParser:

@@ -32,10 +32,9 @@ def at_least(minimum: int) -> Callable[[str], int]:
 
 
 def add_sandbox_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add `--sandbox`, `--allow_unsandboxed` and `--sandbox_packages`."""
+    """Add `--sandbox` and `--allow_unsandboxed`."""
     group = parser.add_argument_group("sandbox, for tasks that run model-written programs")
     group.add_argument(
         "--sandbox", metavar="NAME", help="auto (default), bubblewrap, landlock, or the address of a remote one"
     )
     group.add_argument("--allow_unsandboxed", action="store_true", help="without a sandbox, run unprotected")
-    group.add_argument("--sandbox_packages", nargs="+", metavar="NAME", help="packages that programs may import")

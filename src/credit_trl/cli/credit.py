@@ -17,10 +17,10 @@ from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING, Any
 
 from credit_trl.cli.arguments import at_least
+from credit_trl.cli.credit_init import recipe_names, recipe_path, with_accelerate_file
 from credit_trl.cli.errors import USER_ERRORS, report_exit_code, report_failed_process, report_user_error, suggest
 from credit_trl.cli.help import print_help
 from credit_trl.cli.options_file import config_file, load_yaml, read_options
-from credit_trl.cli.recipes import recipe_names, recipe_path, with_accelerate_file
 from credit_trl.cli.training import make_parser, refuse
 from credit_trl.tasks.registry import check_name
 from credit_trl.training.future_warnings import ignore_future_warnings
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from trl import TrlParser
 
 # Arguments of the trainer in Python, which the command line has no option for.
-_HINTS = {
+_ARGUMENTS = {
     "dataset": "Give `--dataset_path FILE` or `--dataset_name NAME`.",
     "tokenizer": "It is that of `--model_name_or_path`.",
 }
@@ -138,45 +138,28 @@ def one_config(argv: list[str]) -> Iterator[list[str]]:
     """
     import yaml
 
-    words = [
-        part
-        for word in argv
-        for part in (word.split("=", 1) if word.startswith(("--config=", "--recipe=")) else [word])
-    ]
-    places = [at for at, word in enumerate(words) if word in ("--config", "--recipe")]
-    others = [word for at, word in enumerate(words) if not {at, at - 1} & set(places)]
-    files = [_named_file(words[at:]) for at in places]
-    options = merged_options(files)
-    resolved = with_accelerate_file(options)
-    if len(files) == 1 and resolved == options:
-        yield ["--config", str(files[0]), *others]
-        return
-    if not files:
-        yield words
-        return
-    with NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
-        yaml.safe_dump(resolved, file)
-        file.flush()
-        yield ["--config", file.name, *others]
-
-
-def _named_file(words: list[str]) -> Path:
-    """The file that follows `--config`, or whose name follows `--recipe`."""
-    option, *rest = words
-    if not rest or rest[0].startswith("--"):
-        what = "names a YAML file: give its path" if option == "--config" else "names a recipe: give its name"
-        raise ValueError(f"`{option}` {what}.")
-    return recipe_path(rest[0]) if option == "--recipe" else Path(rest[0])
-
-
-def merged_options(files: list[Path]) -> dict[str, Any]:
-    """Options of several files, the later before the earlier ones."""
+    split = (word.split("=", 1) if word.startswith(("--config=", "--recipe=")) else [word] for word in argv)
+    words = iter([part for parts in split for part in parts])
     merged: dict[str, Any] = {}
-    for path in files:
-        options = read_options(path)
+    others = []
+    for word in words:
+        if word not in ("--config", "--recipe"):
+            others.append(word)
+            continue
+        name = next(words, "--")
+        if name.startswith("--"):
+            what = "names a YAML file: give its path" if word == "--config" else "names a recipe: give its name"
+            raise ValueError(f"`{word}` {what}.")
+        options = read_options(recipe_path(name) if word == "--recipe" else name)
         env = {**(merged.get("env") or {}), **(options.get("env") or {})}
         merged |= {**options, "env": env} if env else options
-    return merged
+    if len(others) == len(argv):
+        yield argv
+        return
+    with NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
+        yaml.safe_dump(with_accelerate_file(merged), file)
+        file.flush()
+        yield ["--config", file.name, *others]
 
 
 def processes_of(argv: list[str]) -> int:
@@ -211,7 +194,7 @@ def check_names(parser: ArgumentParser, argv: list[str]) -> None:
 
     from credit_trl.config import OTHER_NAMES
 
-    hints = OTHER_NAMES | _HINTS
+    fixes = OTHER_NAMES | _ARGUMENTS
     of_launcher = {*launch_command_parser()._option_string_actions, "--accelerate_config"}
     options = {"--config", *parser._option_string_actions, *of_launcher}
     fields = {action.dest for action in parser._actions} | {"env"}  # the spelling with a dash is for the line
@@ -220,12 +203,12 @@ def check_names(parser: ArgumentParser, argv: list[str]) -> None:
     unknown = [
         name
         for name in on_line
-        if name not in options and (name[2:] in hints or not any(option.startswith(name) for option in options))
+        if name not in options and (name[2:] in fixes or not any(option.startswith(name) for option in options))
     ]  # abbreviations are known
     problems = []
     for name in dict.fromkeys([*in_file, *unknown]):
-        hint = hints.get(name[2:])
-        problems.append(f"{name}.{suggest(name, options - {name}) if hint is None else f' {hint}'}")
+        fix = fixes.get(name[2:])
+        problems.append(f"{name}.{suggest(name, options - {name}) if fix is None else f' {fix}'}")
     if problems:
         many = "s" if len(problems) > 1 else ""
         place = "(on the command line or, without the dashes, in the YAML file)"

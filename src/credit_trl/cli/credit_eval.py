@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     from credit_trl.cli.data import load_own_task
     from credit_trl.evaluation import evaluate
 
-    choose_sandbox(args.sandbox, args.allow_unsandboxed, args.sandbox_packages)
+    choose_sandbox(args.sandbox, args.allow_unsandboxed)
     sampling = ("k", "temperature", "top_p", "top_k", "seed", "split", "path", "max_prompts", "group_by", "engine")
     options = {name: getattr(args, name) for name in (*sampling, "batch_size", "output_dir")}
     options["engine_options"] = dict(args.engine_options)

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
+from credit_trl.cli.errors import suggest
+
+_PACKAGE = Path(__file__).parents[1]
+# In a wheel beside the modules, in a checkout in `examples`.
+_FOLDERS = (_PACKAGE, _PACKAGE.parents[1] / "examples")
 _STARTER = Path(__file__).with_name("starter")
 # File of the starter -> its name in the folder. A verifier that ended in .py would be a module of this package.
 _FILES = {"run.yaml": "run.yaml", "questions.jsonl": "questions.jsonl", "my_verifier.txt": "my_verifier.py"}
@@ -20,8 +26,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from credit_trl.cli.recipes import recipe_path
-
     folder = Path(args.folder)
     if args.recipe is None:
         files = {folder / name: _STARTER / source for source, name in _FILES.items()}
@@ -39,3 +43,34 @@ def run(args: argparse.Namespace) -> int:
     place = "" if folder.resolve() == Path.cwd() else f"cd {folder} && "
     print(f"next: {place}trl credit --config {config}")
     return 0
+
+
+def recipe_names() -> list[str]:
+    """Names of the recipes, without the suffix of their files."""
+    return sorted(path.stem for path in _folder("recipes").glob("*.yaml"))
+
+
+def recipe_path(name: str) -> Path:
+    """File of a recipe.
+
+    Raises:
+        ValueError: there is no such recipe; the message names the nearest.
+    """
+    path = _folder("recipes") / f"{name.removesuffix('.yaml')}.yaml"
+    if not path.is_file():
+        names = recipe_names()
+        raise ValueError(f"there is no recipe {name!r}.{suggest(name, names)} Recipes: {', '.join(names)}.")
+    return path
+
+
+def with_accelerate_file(options: dict[str, Any]) -> dict[str, Any]:
+    """Options in which an accelerate file of the package has its full path, so that any directory will do."""
+    name = options.get("accelerate_config")
+    if name is None or Path(name).is_file():
+        return options
+    shipped = _folder("accelerate") / Path(name).name
+    return {**options, "accelerate_config": str(shipped)} if shipped.is_file() else options
+
+
+def _folder(name: str) -> Path:
+    return next((folder / name for folder in _FOLDERS if (folder / name).is_dir()), _PACKAGE / name)

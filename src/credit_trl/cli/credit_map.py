@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from credit_trl.cli.arguments import add_sandbox_arguments, at_least
 from credit_trl.cli.options_file import read_options
 from credit_trl.cli.run_folder import model_of_run, read_run, task_of_run
+from credit_trl.lab import MAPS_FOLDER
 from credit_trl.sandbox import choose_sandbox
 from credit_trl.training.run_directory import RUN_FILE
 
@@ -18,27 +19,20 @@ if TYPE_CHECKING:
     from credit_trl.lab.analysis.responses import Rollout
     from credit_trl.lab.analysis.tokenmap import TokenMap
 
-MAPS_FOLDER = "credit_maps"  # of a run directory, which `credit-report` reads
-
-# Options of a run that the teacher's prompt depends on; all responses have one prompt.
-_CONTEXT = (
-    *("include_environment_feedback", "environment_feedback_only_without_solution", "use_successful_as_teacher"),
-    *("success_reward_threshold", "dont_reprompt_on_self_success", "teacher_context", "max_reprompt_len"),
-    *("reprompt_template", "solution_template", "feedback_template", "chat_template_kwargs"),
-)
-# The other options that R_t depends on.
-_SCORING = (
-    *("contrastive_coef", "contrastive_form", "contrastive_source", "contrastive_count"),
-    *("distillation_support", "distillation_tail", "distillation_topk"),
-    *("max_completion_length", "seed", "temperature"),
-)
+# Options of a run on which the teacher's prompt, R_t and the predicted drift depend, by the beginnings of their names.
+_MEASURED = ("contrastive_", "distillation_support", "distillation_tail", "distillation_topk", "include_environment_")
+_MEASURED += ("environment_feedback_", "use_successful_", "success_reward_", "dont_reprompt_", "teacher_context")
+_MEASURED += ("max_reprompt_", "reprompt_", "solution_template", "feedback_template", "chat_template_kwargs")
+_MEASURED += ("max_completion_length", "seed", "temperature", "teacher_model_kind", "teacher_update_rate")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Sample and verify responses, or read them from a file, and map the credit of every token: ΔV_t, S_t, Ĝ_t, "
-        "R_t and the alternatives. Writes maps.html, maps.json and summary.md. With --checkpoint, the model and each "
-        "checkpoint score the same responses; RUN stands for its model, checkpoint, data and options."
+        "R_t and the alternatives. Writes maps.html, maps.json and summary.md, which also predicts for generic tokens "
+        "which λ holds them and how often they come after training. With --checkpoint, the model and each checkpoint "
+        "score the same responses, with the options of the last one's run; RUN stands for its model, checkpoint, data "
+        "and options."
     )
     parser.add_argument("run", nargs="?", metavar="RUN", help="run directory")
     parser.add_argument("--model", metavar="NAME", help="hub name or directory, smollm2 or quickstart")
@@ -54,51 +48,51 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--responses", metavar="FILE", help="JSON lines with prompt, response, feedback, instead of sampling"
     )
     parser.add_argument(
-        "--config", metavar="FILE", help="YAML or run.json with the options of R_t (default: that of each checkpoint)"
+        "--config", metavar="FILE", help="YAML or run.json with the options of R_t (default: the last run's)"
     )
     parser.add_argument("--contrastive_coef", metavar="L", type=float, help="λ (default: the run's, or 0.1)")
+    parser.add_argument(
+        "--generation_batches", metavar="T", type=at_least(1), default=100, help="of the predicted drift (default 100)"
+    )
     parser.add_argument("--seed", metavar="N", type=int, help="of responses and contrast prompts (default: the run's)")
     parser.add_argument("--output_dir", metavar="PATH", help=f"default RUN/{MAPS_FOLDER}, or credit_map")
     add_sandbox_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    choose_sandbox(args.sandbox, args.allow_unsandboxed, args.sandbox_packages)
+    choose_sandbox(args.sandbox, args.allow_unsandboxed)
     if args.run is not None:
         args.model = args.model or read_run(args.run)["model"]
         args.checkpoint = args.checkpoint or [str(model_of_run(args.run))]
     args.output_dir = args.output_dir or (str(Path(args.run) / MAPS_FOLDER) if args.run else "credit_map")
-    maps = _make_maps(args)
+    config = measuring_config(args)
+    maps = _make_maps(args, config)
     if not maps:
         raise ValueError("no response has a teacher: the task gave no feedback and no rollout succeeded.")
-    _write(args, maps)
+    _write(args, maps, config)
     return 0
 
 
-def measuring_config(args: argparse.Namespace, run_file: Path | None = None) -> CreditConfig:
-    """Options of `--config`, else of `run_file`, overridden by those of the command line."""
+def measuring_config(args: argparse.Namespace) -> CreditConfig:
+    """Options of `--config`, else of the run of the last checkpoint, overridden by those of the command line."""
     from credit_trl.lab.analysis.responses import analysis_config
 
-    path = args.config or run_file
+    folders = [Path(path).resolve() for path in args.checkpoint[-1:]]
+    # In the folder of a final model, or beside a checkpoint.
+    files = [place / RUN_FILE for folder in folders for place in (folder, folder.parent)]
+    path = args.config or next((file for file in files if file.is_file()), None)
     options = {} if path is None else read_options(path)
     if options.get("teacher_model_kind") == "model" or options.get("teacher_prompt") == "student":
         raise ValueError(
             f"{path}: no checkpoint contains the teacher of this run, another model or one that reads the student's "
             "prompt. Map it with `CreditMapCallback` during training."
         )
-    given: dict[str, Any] = {"contrastive_count": 4}
-    given |= {name: options[name] for name in (*_CONTEXT, *_SCORING) if name in options}
+    given = {"contrastive_count": 4} | {name: options[name] for name in options if name.startswith(_MEASURED)}
     given |= {name: getattr(args, name) for name in ("contrastive_coef", "seed") if getattr(args, name) is not None}
     return analysis_config(**given)
 
 
-def _run_file(checkpoint: str) -> Path | None:
-    """The `run.json` of a run's final model, in its folder, or of a checkpoint, beside it."""
-    folder = Path(checkpoint).resolve()
-    return next((file for place in (folder, folder.parent) if (file := place / RUN_FILE).is_file()), None)
-
-
-def _make_maps(args: argparse.Namespace) -> list[TokenMap]:
+def _make_maps(args: argparse.Namespace, config: CreditConfig) -> list[TokenMap]:
     from credit_trl.lab.analysis.checkpoints import Checkpoint
     from credit_trl.lab.analysis.token_classes import default_classes, task_classes
     from credit_trl.lab.analysis.tokenmap import map_response
@@ -107,35 +101,15 @@ def _make_maps(args: argparse.Namespace) -> list[TokenMap]:
     if args.model is None or (args.run is None and (args.task is None) == (args.responses is None)):
         raise ValueError("give a run directory, or --model and either --task or --responses.")
     task = None if args.responses is not None else task_of_run(args.run, args.task)
-    configs = [measuring_config(args, _run_file(path)) for path in args.checkpoint]
-    _check_same_context(args.checkpoint, configs)
-    configs = [configs[0] if configs else measuring_config(args), *configs]
+    print(f"λ = {config.contrastive_coef:g}, C = {config.contrastive_count}")
     names = [None, *short_names(args.checkpoint, parts=2)]  # `runs/first/checkpoint-50` → `first/checkpoint-50`
     checkpoints = [
         Checkpoint.load(args.model, path, name=name, chat_template_kwargs=config.chat_template_kwargs)
-        for path, name, config in zip([None, *args.checkpoint], names, configs, strict=True)
+        for path, name in zip([None, *args.checkpoint], names, strict=True)
     ]
-    for checkpoint, config in zip(checkpoints, configs, strict=True):
-        print(f"{checkpoint.name}: λ = {config.contrastive_coef:g}, C = {config.contrastive_count}")
-    responses = _responses(args, task, checkpoints[-1], configs[-1])
+    responses = _responses(args, task, checkpoints[-1], config)
     classify = default_classes if task is None else task_classes(task, checkpoints[-1].tokenizer)
-    return [
-        map_response(checkpoint, response, config, classify=classify)
-        for checkpoint, config in zip(checkpoints, configs, strict=True)
-        for response in responses
-    ]
-
-
-def _check_same_context(paths: list[str], configs: list[CreditConfig]) -> None:
-    """Check that the teachers of all runs read the same z, since one z per response is scored."""
-    for path, config in zip(paths, configs, strict=True):
-        for name in _CONTEXT:
-            last, own = getattr(configs[-1], name), getattr(config, name)
-            if own != last:
-                raise ValueError(
-                    f"{path} was trained with `{name}={own!r}` and {paths[-1]} with {last!r}, so their teachers read "
-                    "different contexts. Map each by itself, or give the options of all with --config."
-                )
+    return [map_response(one, response, config, classify=classify) for one in checkpoints for response in responses]
 
 
 def _responses(args: argparse.Namespace, task: Any, checkpoint: Checkpoint, config: CreditConfig) -> list[Rollout]:
@@ -161,8 +135,8 @@ def _responses(args: argparse.Namespace, task: Any, checkpoint: Checkpoint, conf
     return responses
 
 
-def _write(args: argparse.Namespace, maps: list[TokenMap]) -> None:
-    from credit_trl.lab.analysis.branches import format_branches, summarize_branches
+def _write(args: argparse.Namespace, maps: list[TokenMap], config: CreditConfig) -> None:
+    from credit_trl.lab.analysis.drift import branch_table
     from credit_trl.lab.analysis.tokenmap_json import write_maps
     from credit_trl.lab.analysis.tokenmap_summary import format_summary, summarize_maps
     from credit_trl.lab.report.token_maps import write_token_maps
@@ -172,11 +146,12 @@ def _write(args: argparse.Namespace, maps: list[TokenMap]) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     write_token_maps(maps, directory / "maps.html")
     write_maps(maps, directory / "maps.json")
+    rate = {"live": 1.0, "base": 0.0}.get(config.teacher_model_kind, config.teacher_update_rate)
     summaries = []
     for name in dict.fromkeys(one.checkpoint for one in maps):
         own = [one for one in maps if one.checkpoint == name]
-        summary = format_summary(summarize_maps(own))
-        summaries.append(f"## {name}\n\n{summary}\n{format_branches(summarize_branches(own))}")
+        drift = branch_table(own, rate, args.generation_batches)
+        summaries.append(f"## {name}\n\n{format_summary(summarize_maps(own))}\n{drift}")
     (directory / "summary.md").write_text("\n".join(summaries), encoding="utf-8")
     print("\n".join(summaries))
     print(f"{directory / 'maps.html'}: {pluralized(len(maps), 'map')}, with maps.json and summary.md beside it")

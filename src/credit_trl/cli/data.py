@@ -6,14 +6,15 @@ import logging
 import os
 import sys
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from trl import ScriptArguments, get_dataset
 
 from credit_trl.cli.errors import suggest
 from credit_trl.sandbox import choose_sandbox
 from credit_trl.tasks.registry import import_named, load_task
-from credit_trl.tasks.run_data import describe_data, describe_rows, task_of_data
+from credit_trl.tasks.run_data import task_of_data
+from credit_trl.training.run_data import describe_data, describe_rows
 
 if TYPE_CHECKING:
     from trl import DatasetMixtureConfig
@@ -23,48 +24,36 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+def _option(text: str, default: Any = None) -> Any:
+    """Field of an option with its line in the help."""
+    return field(default=default, metadata={"help": text})
+
+
 @dataclass
 class CreditScriptArguments(ScriptArguments):
     """Arguments of `trl credit` for data, verifier and evaluation, in addition to TRL's `ScriptArguments`."""
 
-    task: str | None = field(
-        default=None, metadata={"help": "Task of the registry, or package.module:attribute: dataset and verifier."}
-    )
-    dataset_path: str | None = field(
-        default=None, metadata={"help": "Local data: of the task, or JSONL, JSON, CSV or Parquet without a task."}
-    )
-    eval_dataset_path: str | None = field(
-        default=None, metadata={"help": "The same for the evaluation data; defaults to dataset_path."}
-    )
-    max_train_rows: int | None = field(
-        default=None, metadata={"help": "Use the first rows of the training data only."}
-    )
-    max_eval_rows: int | None = field(
-        default=None, metadata={"help": "Use the first rows of the evaluation data only."}
-    )
-    max_prompt_tokens: int | None = field(
-        default=None, metadata={"help": "Drop rows whose prompt has more tokens, as SDPO's pipeline does (2048)."}
-    )
+    task: str | None = _option("Task of the registry, or package.module:attribute: dataset and verifier.")
+    dataset_path: str | None = _option("Local data: of the task, or JSONL, JSON, CSV or Parquet without a task.")
+    eval_dataset_path: str | None = _option("The same for the evaluation data; defaults to dataset_path.")
+    max_train_rows: int | None = _option("Use the first rows of the training data only.")
+    max_eval_rows: int | None = _option("Use the first rows of the evaluation data only.")
+    max_prompt_tokens: int | None = _option("Drop rows whose prompt has more tokens, as SDPO's pipeline does (2048).")
     reward_funcs: list[str] | None = field(
         default=None, metadata={"help": "my_module.my_reward: reward functions, in addition to a task's verifier."}
     )
-    token_weight: str | None = field(
-        default=None, metadata={"help": "my_module:my_weight: function that weights the losses token by token."}
+    token_weight: str | None = _option("my_module:my_weight: function that weights the losses token by token.")
+    avg_at_k: int | None = _option("k: evaluate avg@k on the test split, save the best model and a log.")
+    avg_at_k_steps: int = _option("Generation batches between two evaluations.", 5)
+    avg_at_k_temperature: float = _option("Sampling temperature of avg@k.", 0.6)
+    avg_at_k_top_p: float = _option("Nucleus mass of avg@k.", 0.95)
+    resume_changes: Literal["refuse", "allow"] = _option(
+        "Whether options of the objective may differ from those of a resumed run.", "refuse"
     )
-    avg_at_k: int | None = field(
-        default=None, metadata={"help": "k: evaluate avg@k on the test split, save the best model and a log."}
-    )
-    avg_at_k_steps: int = field(default=5, metadata={"help": "Generation batches between two evaluations."})
-    avg_at_k_temperature: float = field(default=0.6, metadata={"help": "Sampling temperature of avg@k."})
-    avg_at_k_top_p: float = field(default=0.95, metadata={"help": "Nucleus mass of avg@k."})
-    sandbox: str | None = field(
-        default=None, metadata={"help": "auto (default), bubblewrap, landlock, or the address of a remote sandbox."}
-    )
-    allow_unsandboxed: bool = field(
-        default=False, metadata={"help": "Without a sandbox, run model-written programs with resource limits only."}
-    )
-    sandbox_packages: list[str] | None = field(
-        default=None, metadata={"help": "Installed packages that model-written programs may import, such as numpy."}
+    check: bool = _option("Load everything, show one rollout, measure one step, leave nothing behind.", False)
+    sandbox: str | None = _option("auto (default), bubblewrap, landlock, or the address of a remote sandbox.")
+    allow_unsandboxed: bool = _option(
+        "Without a sandbox, run model-written programs with resource limits only.", False
     )
 
     def __post_init__(self) -> None:
@@ -74,7 +63,7 @@ class CreditScriptArguments(ScriptArguments):
                 raise ValueError(f"`--{name}` must be at least 1, got {value}.")
         if isinstance(self.reward_funcs, str):  # `reward_funcs: my_module.my_reward` in a YAML file
             self.reward_funcs = [name.strip() for name in self.reward_funcs.split(",")]
-        choose_sandbox(self.sandbox, self.allow_unsandboxed, self.sandbox_packages)
+        choose_sandbox(self.sandbox, self.allow_unsandboxed)
 
 
 def load_data(
@@ -94,7 +83,7 @@ def load_data(
         train = data[script_args.dataset_train_split]
         evaluation = data[script_args.dataset_test_split] if wants_eval else None
     else:
-        places = describe(script_args, reward_funcs, None)
+        places = describe(script_args)
         if not any(places[name] for name in ("task", "train")):
             raise ValueError(
                 "No training data: give `--task NAME`, `--dataset_path questions.jsonl`, `--dataset_name NAME`, or "
@@ -112,12 +101,11 @@ def load_data(
 
 def load_own_task(name: str) -> Task:
     """The task of a name, also of a module in the working directory."""
-    search_working_directory()
+    _search_working_directory()
     return load_task(name)
 
 
-def search_working_directory() -> None:
-    """Let modules of the working directory be imported."""
+def _search_working_directory() -> None:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
 
@@ -127,7 +115,7 @@ def import_function(name: str, option: str) -> Any:
     module, _, function = name.replace(":", ".").rpartition(".")
     if not all(part.isidentifier() and part != "py" for part in (*module.split("."), function)):
         raise ValueError(f"`{option} {name}`: expected a dotted import path such as my_module.my_function.")
-    search_working_directory()
+    _search_working_directory()
     missing = f"`{option} {name}`: no module `{module}` in {os.getcwd()} or installed. Run from its folder."
     found = import_named(module, ValueError(missing))
     if not hasattr(found, function):
@@ -148,21 +136,23 @@ def _check_one_source(script_args: CreditScriptArguments, dataset_args: DatasetM
         raise ValueError(f"The training data is given by {' and '.join(given)}. Remove all but one.")
 
 
-def describe(
-    script_args: CreditScriptArguments, reward_funcs: list[Any], weights: list[float] | None
-) -> dict[str, Any]:
+def describe(script_args: CreditScriptArguments, weights: list[float] | None = None) -> dict[str, Any]:
     """Field `data` of `run.json`, from which `credit-eval RUN` and others find rows and verifier again."""
-    path, test_path = script_args.dataset_path, script_args.eval_dataset_path
-    hub = {"name": script_args.dataset_name, "config": script_args.dataset_config}
-    train, test = None, None
+    path = script_args.dataset_path
+    test_path = script_args.eval_dataset_path
+    streaming = script_args.dataset_streaming
+    train = None
+    test = None
     if path is not None:
-        train = describe_rows(path, streaming=script_args.dataset_streaming)
-        test = describe_rows(test_path) if test_path is not None else train
+        train = describe_rows(path, streaming=streaming)
+        test = train if test_path is None else describe_rows(test_path)
     elif script_args.dataset_name is not None:
-        train = describe_rows(**hub, split=script_args.dataset_train_split, streaming=script_args.dataset_streaming)
+        hub = {"name": script_args.dataset_name, "config": script_args.dataset_config}
+        train = describe_rows(**hub, split=script_args.dataset_train_split, streaming=streaming)
         test = describe_rows(**hub, split=script_args.dataset_test_split)
-    names = {"train_split": script_args.dataset_train_split}
-    return describe_data(reward_funcs, weights, task=script_args.task, train=train, test=test, **names)
+    functions = [import_function(name, "--reward_funcs") for name in script_args.reward_funcs or []]
+    places = {"task": script_args.task, "train": train, "test": test, "train_split": script_args.dataset_train_split}
+    return describe_data(functions, weights, **places)
 
 
 def first_rows(dataset: Any, rows: int | None) -> Any:

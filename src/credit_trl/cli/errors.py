@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import difflib
 import os
+import select
 import sys
 import sysconfig
 import traceback
 from collections.abc import Iterable
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
-from signal import SIGKILL, SIGTERM, strsignal
+from signal import SIGKILL, SIGPIPE, SIGTERM, strsignal
 from typing import TYPE_CHECKING
 
 from yaml import YAMLError
@@ -27,8 +29,9 @@ if TYPE_CHECKING:
 
 TRACEBACK = "CREDIT_TRL_TRACEBACK"
 
-# Exception types that may report a user error: a wrong value, name, file, module, sandbox or YAML.
-USER_ERRORS = (ValueError, TypeError, OSError, ImportError, SandboxError, YAMLError)
+# Exception types that may report a user error: a wrong value, name, file, module, sandbox or YAML. Those of a run that
+# cannot go on, such as `CheckpointError`, `NonFiniteError` and `RunLockedError`, are `RuntimeError`s.
+USER_ERRORS = (ValueError, TypeError, OSError, ImportError, SandboxError, YAMLError, RuntimeError)
 
 _PACKAGE = Path(__file__).parents[1]
 _VALIDATING = [_PACKAGE, *(Path(find_spec(name).origin).parent for name in ("trl", "transformers"))]
@@ -36,20 +39,39 @@ _INSTALLED = [Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "
 
 
 def report_user_error(command: str, error: BaseException, code: int = 1) -> int:
-    """Print an error with the line of the user's own files that raised it, if any; return the exit code `code`."""
+    """Print an error with the line of the user's own files that raised it, if any; return the exit code `code`.
+
+    Nothing is printed where the reader of the output has ended, as `head` does.
+    """
+    if isinstance(error, BrokenPipeError) and output_is_closed():
+        return 128 + SIGPIPE
     if os.environ.get(TRACEBACK) == "1":
         raise error
-    close_progress_bars()
+    tqdm = sys.modules.get("tqdm.std")
+    for bar in list(getattr(tqdm and tqdm.tqdm, "_instances", ())):
+        bar.close()  # so that the error begins on a line of its own
     place = _user_line(error)
     print(f"{command}: error: {printable_lines(str(error))}{f' ({place})' if place else ''}", file=sys.stderr)
     return code
 
 
-def close_progress_bars() -> None:
-    """End the line of every open progress bar, so that an error begins on a line of its own."""
-    tqdm = sys.modules.get("tqdm.std")
-    for bar in [] if tqdm is None else list(getattr(tqdm.tqdm, "_instances", ())):
-        bar.close()
+def spell_unencodable() -> None:
+    """Print characters that the locale lacks, such as λ in Latin-1, as `\\u03bb` instead of failing."""
+    for stream in (sys.stdout, sys.stderr):
+        fails = getattr(stream, "errors", None) in ("strict", "surrogateescape")  # the latter in the locale C
+        if fails and hasattr(stream, "reconfigure"):
+            with suppress(OSError, ValueError):  # a descriptor that was replaced, a stream that was closed
+                stream.reconfigure(errors="backslashreplace")
+
+
+def output_is_closed() -> bool:
+    """Whether the reader of the output has ended, as `head` does. What is left of the output is then discarded."""
+    poll = select.poll()
+    poll.register(sys.stdout, 0)
+    if not any(event & select.POLLERR for _, event in poll.poll(0)):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return True
 
 
 def report_exit_code(command: str, code: int) -> int:

@@ -62,63 +62,48 @@ def print_help(parser: TrlParser, topic: str | None, recipes: Iterable[str]) -> 
     Raises:
         ValueError: no option has the word of the topic.
     """
-    print("\n".join(_short(parser, recipes) if topic is None else _long(parser, topic)))
-
-
-def _short(parser: TrlParser, recipes: Iterable[str]) -> list[str]:
-    defaults = {action.dest: action.default for action in parser._actions}
-    lines = USAGE.splitlines()
-    for section, options in SECTIONS.items():
+    actions = {action.dest: action for action in parser._actions}
+    lines = USAGE.splitlines() if topic is None else []
+    for section, options in (SECTIONS if topic is None else _named(parser, topic.lower())).items():
         lines += ["", bold(section)]
         for name, text in options.items():
-            default = "" if defaults[name] is None else f" (default {defaults[name]})"
-            lines += [f"  {bold(f'--{name}')}{default}", f"      {text}"]
-    names = textwrap.wrap(", ".join(recipes), WIDTH - 25, break_on_hyphens=False)
-    return [*lines, "", *MORE.splitlines(), *(f"{'':25}{row}" for row in names)]
-
-
-def _long(parser: TrlParser, topic: str) -> list[str]:
-    """Rows of the options that have the topic's word, in the order of their classes."""
-    word = topic.lower()
-    lines: list[str] = []
-    for title, names in _classes(parser).items():
-        rows = []
-        for action in parser._actions:
-            is_wanted = word in ("all", *action.dest.split("_")) or word in f"{action.dest} {action.help}".lower()
-            if action.dest in names and is_wanted:
-                rows += _row(action)
-        if rows:
-            lines += ["", bold(title), *rows]
-    if not lines:
+            lines += _row(actions[name], text, is_short=topic is None)
+    if topic is None:
+        names = textwrap.wrap(", ".join(recipes), WIDTH - 25, break_on_hyphens=False)
+        lines += ["", *MORE.splitlines(), *(f"{'':25}{row}" for row in names)]
+    elif not lines:
         raise ValueError(f"--help {topic}: no option has this word. All options: trl credit --help-all")
-    return lines[1:]
+    print("\n".join(lines).lstrip("\n"))
 
 
-def _classes(parser: TrlParser) -> dict[str, set[str]]:
-    """Title -> names of options."""
+def _named(parser: TrlParser, word: str) -> dict[str, dict[str, str]]:
+    """Title -> name and description of the options that have the word, or of all for `"all"`."""
     from credit_trl.config import CreditConfig
 
     script, config, model, mixture = parser.dataclass_types
     own = set(CreditConfig.__annotations__)
-    return {
+    classes = {
         "data, verifier and evaluation": {field.name for one in (script, mixture) for field in fields(one)},
         "model": {field.name for field in fields(model)},
         "credit, teacher and feedback": own,
         "training, of TRL and transformers": {field.name for field in fields(config)} - own,
     }
+    texts = {action.dest: " ".join((action.help or "").split()) for action in parser._actions}
+    found = [name for name, text in texts.items() if word == "all" or word in f"{name} {text}".lower()]
+    titled = {title: {name: texts[name] for name in found if name in names} for title, names in classes.items()}
+    return {title: options for title, options in titled.items() if options}
 
 
-def _row(action: argparse.Action) -> list[str]:
-    """An option's name, values and default, and below it the wrapped description."""
-    values = "|".join(map(str, action.choices)) if action.choices else getattr(action.type, "__name__", "")
-    head = f"--{action.dest}"
+def _row(action: argparse.Action, text: str, *, is_short: bool) -> list[str]:
+    """An option's name, its wrapped description, and its values and default; in short its name with its default."""
+    head = f"  {bold(f'--{action.dest}')}"
     default = action.default
-    if default not in (None, argparse.SUPPRESS):
-        shown = str(default).replace("\n", "\\n")
-        values = f"{values} (default {shown})".strip()
-    text = " ".join((action.help or "").split())
-    rows = textwrap.wrap(text, WIDTH - 6, break_on_hyphens=False) + textwrap.wrap(values, WIDTH - 6)
-    return [f"  {bold(head)}", *(f"      {row}" for row in rows)]
+    shown = "" if default in (None, argparse.SUPPRESS) else f" (default {default})".replace("\n", "\\n")
+    if is_short:
+        return [f"{head}{shown}", f"      {text}"]
+    values = "|".join(map(str, action.choices)) if action.choices else getattr(action.type, "__name__", "")
+    wrapped = (textwrap.wrap(part, WIDTH - 6, break_on_hyphens=False) for part in (text, f"{values}{shown}".strip()))
+    return [head, *(f"      {row}" for rows in wrapped for row in rows)]
 
 
 def bold(text: str) -> str:

@@ -62,12 +62,11 @@ def load_yaml(text: str) -> Any:
 
 def _check_depth(text: str) -> None:
     """Check nesting and number of events before anything is built, which recurses."""
+    steps = {yaml.events.MappingStartEvent: 1, yaml.events.SequenceStartEvent: 1}
+    steps |= {yaml.events.MappingEndEvent: -1, yaml.events.SequenceEndEvent: -1}
     depth = 0
     for count, event in enumerate(yaml.parse(text, yaml.SafeLoader)):
-        if isinstance(event, yaml.events.CollectionStartEvent):
-            depth += 1
-        elif isinstance(event, yaml.events.CollectionEndEvent):
-            depth -= 1
+        depth += steps.get(type(event), 0)
         if depth > MAX_DEPTH:
             raise ValueError(f"nested more than {MAX_DEPTH} levels deep; options need three.")
         if count > 2 * MAX_NODES:

@@ -7,20 +7,18 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from credit_trl.config import CreditConfig
-    from credit_trl.evaluation import Evaluation, EvaluationCallback
     from credit_trl.lab.analysis.responses import Rollout
     from credit_trl.lab.analysis.tokenmap import TokenMap
     from credit_trl.lab.analysis.tokenmap_summary import ClassShare
     from credit_trl.trainer import CreditTrainer
 
 STAGES = ("rollout", "verdict", "contexts", "scores", "update")
-GROUPS = ("known", "unknown", "holdout")  # of cues
+CUE_GROUPS = ("known", "unknown", "holdout")  # of cues
 CLASSES = ("cue", "topic", "tool", "city")  # of tokens, besides "generic"
 
 SAMPLES = 4  # k of the held-out avg@k
@@ -32,7 +30,7 @@ SHOWN = 16  # responses on the page of token maps
 # Options of `CreditConfig`: 16 prompts of 4 rollouts per step; learning rate and its schedule are for half a million
 # parameters. A frozen teacher does not unlearn to read feedback as an average of the policy does. With reverse KL and
 # JSD a cue could stay unlearnt (seeds 100 to 102): where the policy's probability of the right topic has become small,
-# their gradients vanish, that of forward KL does not. The templates are SDPO's, with which the base was pretrained.
+# their gradients vanish, that of forward KL does not. `tasks.quickstart.TEMPLATES` are added.
 OPTIONS: dict[str, Any] = {
     "max_steps": 130,
     "per_device_train_batch_size": 64,
@@ -44,8 +42,6 @@ OPTIONS: dict[str, Any] = {
     "warmup_steps": 10,
     "teacher_model_kind": "base",
     "distillation_alpha": 0.0,
-    "reprompt_template": "{prompt}{solution}{feedback}\n\nCorrectly solve the original question.\n",
-    "feedback_template": "\nThe following is feedback from your unsuccessful earlier attempt:\n\n{feedback_raw}\n\n",
     "scoring_batch_tokens": 4096,  # the states of a pass stay in the cache of a core
     "bf16": False,
     "logging_steps": 1,
@@ -53,29 +49,7 @@ OPTIONS: dict[str, Any] = {
     "report_to": "none",
     "use_cpu": True,
     "gradient_checkpointing": False,
-    "disable_tqdm": True,
 }
-
-
-@dataclass(frozen=True)
-class QuickstartResult:
-    """Measurements of a quickstart run, in `run_directory` with log, evaluations and model.
-
-    Args:
-        page: report with curves and token maps of some responses before and after training.
-        before, after: avg@k on held-out prompts at temperature 1, by group of prompts.
-        credit_before, credit_after: credit by token class under the first and the last teacher.
-        stage_seconds: mean seconds per step by stage, without evaluations.
-    """
-
-    run_directory: Path
-    page: Path
-    before: Evaluation
-    after: Evaluation
-    credit_before: Sequence[ClassShare]
-    credit_after: Sequence[ClassShare]
-    stage_seconds: Mapping[str, float]
-    steps: int
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -101,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
 
     disable_progress_bar()  # of the libraries
     weights = {"contrastive_coef": args.contrastive_coef, "distillation_weight": args.distillation_weight}
-    print(format_result(run_quickstart(args.output_dir, args.steps, args.seed, world=args.world, **weights)))
+    print(run_quickstart(args.output_dir, args.steps, args.seed, world=args.world, **weights))
     return 0
 
 
@@ -113,8 +87,8 @@ def run_quickstart(
     world: str = "plain",
     progress: bool = True,
     **overrides: Any,
-) -> QuickstartResult:
-    """Train the embedded base and evaluate it before and after.
+) -> str:
+    """Train the embedded base, evaluate it before and after, and return the table of results.
 
     Args:
         world: world of the base; see `tasks.quickstart_model.load_model`.
@@ -125,69 +99,57 @@ def run_quickstart(
 
     from credit_trl.config import CreditConfig
     from credit_trl.lab.analysis.tokenmap_summary import summarize_maps
+    from credit_trl.tasks.escaping import pluralized
+    from credit_trl.tasks.quickstart import TEMPLATES
+    from credit_trl.training.run_directory import EVALUATIONS_FOLDER, RESULT_FILE, read_json
 
     if steps < 1:
         raise ValueError(f"`steps` must be at least 1, got {steps}.")
     torch.set_num_threads(1)  # more gain little for this model
-    config = CreditConfig(str(output_dir), **{**OPTIONS, "max_steps": steps, "seed": seed, **overrides})
-    trainer = quickstart_trainer(config, world, progress)
-    evaluation = _evaluate_during_training(trainer, world)
+    options = {**OPTIONS, **TEMPLATES, "max_steps": steps, "seed": seed, "disable_tqdm": not progress, **overrides}
+    trainer = quickstart_trainer(CreditConfig(str(output_dir), **options), world)
     maps_before = token_maps(trainer, "before")
     trainer.train()
     maps_after = token_maps(trainer, "after")
-    directory = Path(config.output_dir)
+    directory = Path(output_dir)
     page = write_page(trainer, maps_before, directory)
     trainer.save_model(str(directory / "model"))
     trainer.accelerator.end_training()
-    return QuickstartResult(
-        run_directory=directory,
-        page=page,
-        before=read_evaluation(directory, evaluation.history[0]["step"]),
-        after=read_evaluation(directory, evaluation.history[-1]["step"]),
-        credit_before=summarize_maps(maps_before).classes,
-        credit_after=summarize_maps(maps_after).classes,
-        stage_seconds=stage_seconds(directory),
-        steps=steps,
-    )
+    before, after = (read_json(directory / EVALUATIONS_FOLDER / f"step-{at:06d}" / RESULT_FILE) for at in (0, steps))
+    seconds = stage_seconds(directory)
+    total = sum(seconds.values())
+    lines = [
+        *_accuracy_lines(before, after),
+        "",
+        *_credit_lines(summarize_maps(maps_before).classes, summarize_maps(maps_after).classes),
+        "",
+        f"{'seconds a step':<24}{total:6.3f}   ({pluralized(steps, 'step')} in {steps * total:.0f} s)",
+        *(f"  {stage:<22}{value:6.3f}" for stage, value in seconds.items()),
+        "",
+        f"report          {page}   (open it in a browser)",
+        f"run directory   {directory}",
+    ]
+    return "\n".join(lines)
 
 
-def quickstart_trainer(config: CreditConfig, world: str = "plain", progress: bool = False) -> CreditTrainer:
-    """The trainer of the embedded base, without evaluations, with a progress bar in place of printed logs."""
-    from transformers import ProgressCallback
-
+def quickstart_trainer(config: CreditConfig, world: str = "plain") -> CreditTrainer:
+    """The trainer of the embedded base with held-out evaluations, which prints no logs."""
+    from credit_trl.evaluation import EvaluationCallback
     from credit_trl.tasks import quickstart
     from credit_trl.tasks.registry import load_task
     from credit_trl.trainer import CreditTrainer
     from credit_trl.training.reporting import LogLines
+    from credit_trl.training.run_data import describe_data
 
     model, tokenizer = quickstart.load_model(world=world)
     task = load_task(quickstart.TASK)
     trainer = CreditTrainer(model, task.reward, config, task.build("train"), processing_class=tokenizer)
     trainer.remove_callback(LogLines)
-    if progress:
-
-        class Bar(ProgressCallback):
-            def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-                if logs and "reward" in logs:
-                    self.training_bar.set_postfix_str(f"reward {logs['reward']:.2f}", refresh=False)
-
-        trainer.add_callback(Bar)
-    return trainer
-
-
-def _evaluate_during_training(trainer: CreditTrainer, world: str) -> EvaluationCallback:
-    """Add the held-out evaluations to a trainer."""
-    from credit_trl.evaluation import EvaluationCallback
-    from credit_trl.tasks import quickstart
-    from credit_trl.tasks.registry import load_task
-    from credit_trl.tasks.run_data import describe_data
-
-    task = load_task(quickstart.TASK)
     evaluation = EvaluationCallback(
         trainer,
         task,
         SAMPLES,
-        max(1, -(-trainer.args.max_steps // (EVALUATIONS - 1))),
+        max(1, -(-config.max_steps // (EVALUATIONS - 1))),
         dataset=task.build("test", rows_per_cue=ROWS_PER_CUE),
         keep_best=False,
         batch_size=288,
@@ -196,9 +158,9 @@ def _evaluate_during_training(trainer: CreditTrainer, world: str) -> EvaluationC
         group_by="group",
         progress=False,
     )
-    trainer.run_log.facts.update(task=task.name, world=world, data=describe_data(task.reward, task=task.name))
     trainer.add_callback(evaluation)
-    return evaluation
+    trainer.run_log.facts |= {"task": task.name, "world": world, "data": describe_data([], task=task.name)}
+    return trainer
 
 
 def token_maps(trainer: CreditTrainer, name: str, responses: Sequence[Rollout] | None = None) -> list[TokenMap]:
@@ -228,7 +190,8 @@ def token_maps(trainer: CreditTrainer, name: str, responses: Sequence[Rollout] |
 
 def write_page(trainer: CreditTrainer, before: Sequence[TokenMap], directory: Path) -> Path:
     """Write the report with `SHOWN` responses before and after training, wrong ones first, and return its path."""
-    from credit_trl.lab.analysis.tokenmap_json import MAPS_FOLDER, write_maps
+    from credit_trl.lab import MAPS_FOLDER
+    from credit_trl.lab.analysis.tokenmap_json import write_maps
     from credit_trl.lab.report import write_report
 
     shown = sorted((one for one in before if one.response.privileged), key=lambda one: one.response.reward)[:SHOWN]
@@ -241,51 +204,27 @@ def stage_seconds(directory: Path) -> dict[str, float]:
     """Mean seconds per step of every logged stage of a run."""
     from credit_trl.training.run_directory import LOG_FILE, read_lines
 
-    logs = read_lines(directory / LOG_FILE)
-    logged = {stage: [row.get(f"credit/seconds_{stage}") for row in logs] for stage in STAGES}
-    seconds = {stage: [value for value in values if value is not None] for stage, values in logged.items()}
-    return {stage: sum(values) / len(values) for stage, values in seconds.items() if values}
+    logs = [row for row in read_lines(directory / LOG_FILE) if "reward" in row]
+    names = {stage: f"credit/seconds_{stage}" for stage in STAGES}
+    return {stage: sum(row[name] for row in logs) / len(logs) for stage, name in names.items() if name in logs[0]}
 
 
-def read_evaluation(directory: Path, step: int) -> Evaluation:
-    """The evaluation of a run at a step."""
-    from credit_trl.evaluation import Evaluation
-    from credit_trl.training.run_directory import EVALUATIONS_FOLDER, RESULT_FILE, read_json
-
-    return Evaluation.from_dict(read_json(directory / EVALUATIONS_FOLDER / f"step-{step:06d}" / RESULT_FILE))
-
-
-def format_result(result: QuickstartResult) -> str:
-    """Text of a result: tables of accuracy, credit and seconds, then the paths."""
-    return "\n\n".join(
-        [
-            _format_accuracy(result.before, result.after),
-            _format_credit(result.credit_before, result.credit_after),
-            _format_seconds(result.stage_seconds, result.steps),
-            f"report          {result.page}   (open it in a browser)\nrun directory   {result.run_directory}",
-        ]
-    )
-
-
-def _format_accuracy(before: Evaluation, after: Evaluation) -> str:
+def _accuracy_lines(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     """Table in per cent, with 95 % intervals over prompts."""
-    lines = [f"held-out avg@{after.k}, %     before -> after   95 % CI after      format before -> after"]
-    for group in (name for name in GROUPS if name in after.groups):
-        score = after.groups[group]
-        interval = f"[{100 * score.low:.1f}, {100 * score.high:.1f}]"
-        formats = (before.group_metrics[group]["format"], after.group_metrics[group]["format"])
+    lines = [f"held-out avg@{after['k']}, %     before -> after   95 % CI after      format before -> after"]
+    for group in (name for name in CUE_GROUPS if name in after["groups"]):
+        score = {name: 100 * value for name, value in after["groups"][group].items()}
+        interval = f"[{score['low']:.1f}, {score['high']:.1f}]"
+        first, last = (100 * one["group_metrics"][group]["format"] for one in (before, after))
         lines.append(
-            f"  {f'{group} cues':<20}{100 * before.groups[group].mean:8.1f} -> {100 * score.mean:5.1f}   "
-            f"{interval:<16}{100 * formats[0]:9.1f} -> {100 * formats[1]:5.1f}"
+            f"  {f'{group} cues':<20}{100 * before['groups'][group]['mean']:8.1f} -> {score['mean']:5.1f}   "
+            f"{interval:<16}{first:9.1f} -> {last:5.1f}"
         )
-    if before.metrics.get("shortcut") or after.metrics.get("shortcut"):
-        lines.append(
-            f"  planted shortcut    {100 * before.metrics['shortcut']:8.1f} -> {100 * after.metrics['shortcut']:5.1f}"
-        )
-    return "\n".join(lines)
+    first, last = (100 * one["metrics"].get("shortcut", 0.0) for one in (before, after))
+    return [*lines, f"  planted shortcut    {first:8.1f} -> {last:5.1f}"] if first or last else lines
 
 
-def _format_credit(before: Sequence[ClassShare], after: Sequence[ClassShare]) -> str:
+def _credit_lines(before: Sequence[ClassShare], after: Sequence[ClassShare]) -> list[str]:
     """Table of the mean S_t in nats by token class."""
     first, last = ({share.name: share for share in shares} for shares in (before, after))
     lines = ["S_t, nats a token          before -> after   share of |S| before"]
@@ -294,12 +233,4 @@ def _format_credit(before: Sequence[ClassShare], after: Sequence[ClassShare]) ->
         share = f"{100 * first[name].share_of_specific:.1f} %" if name in first else ""
         title = "generic (template)" if name == "generic" else name
         lines.append(f"  {title:<20}{values[0]:>8} -> {values[1]:>5}   {share:>12}")
-    return "\n".join(lines)
-
-
-def _format_seconds(seconds: Mapping[str, float], steps: int) -> str:
-    from credit_trl.tasks.escaping import pluralized
-
-    total = sum(seconds.values())
-    lines = [f"{'seconds a step':<24}{total:6.3f}   ({pluralized(steps, 'step')} in {steps * total:.0f} s)"]
-    return "\n".join([*lines, *(f"  {stage:<22}{value:6.3f}" for stage, value in seconds.items())])
+    return lines

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from credit_trl.training.run_directory import RUN_FILE, read_json
 
 if TYPE_CHECKING:
-    from credit_trl.tasks.registry import Task
+    from credit_trl.tasks.task import Task
 
 _MODEL_FILES = ("config.json", "adapter_config.json")
 
@@ -23,6 +23,21 @@ def read_run(folder: str | Path) -> dict[str, Any]:
     if not path.is_file():
         raise FileNotFoundError(f"{folder} is not a run directory: it has no {RUN_FILE}. Give a run's `output_dir`.")
     return read_json(path)
+
+
+def model_of_run(folder: str | Path) -> Path:
+    """Folder of the final model, or of the last checkpoint of a run that has not ended.
+
+    Raises:
+        FileNotFoundError: there is neither.
+    """
+    folder = Path(folder)
+    steps = {path.name.removeprefix("checkpoint-"): path for path in folder.glob("checkpoint-*")}
+    newest_first = [steps[step] for step in sorted(filter(str.isdecimal, steps), key=int, reverse=True)]
+    for place in (folder, folder / "model", *newest_first):
+        if any((place / name).is_file() for name in _MODEL_FILES):
+            return place
+    raise FileNotFoundError(f"{folder} holds neither a final model nor a checkpoint. Give `--model`.")
 
 
 def task_of_run(folder: str | Path, name: str | None) -> Task:
@@ -40,18 +55,3 @@ def task_of_run(folder: str | Path, name: str | None) -> Task:
     if data is None:
         raise ValueError(f"{folder}: run.json does not describe data and verifier. Give `--task`.")
     return task_of_data(data)
-
-
-def model_of_run(folder: str | Path) -> Path:
-    """Folder of the final model, or of the last checkpoint of a run that has not ended.
-
-    Raises:
-        FileNotFoundError: there is neither.
-    """
-    folder = Path(folder)
-    checkpoints = [path for path in folder.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdigit()]
-    checkpoints.sort(key=lambda path: int(path.name.removeprefix("checkpoint-")), reverse=True)
-    for place in (folder, folder / "model", *checkpoints):
-        if any((place / name).is_file() for name in _MODEL_FILES):
-            return place
-    raise FileNotFoundError(f"{folder} holds neither a final model nor a checkpoint. Give `--model`.")

@@ -14,9 +14,9 @@ from credit_trl.cli.data import (
     import_function,
     load_data,
 )
-from credit_trl.cli.errors import USER_ERRORS, is_user_error, report_user_error
+from credit_trl.cli.errors import USER_ERRORS, is_user_error, report_user_error, spell_unencodable
 from credit_trl.cli.options_file import config_file
-from credit_trl.cli.output import output_is_closed, spell_unencodable
+from credit_trl.tasks.run_data import task_of_data
 from credit_trl.training.future_warnings import ignore_future_warnings
 
 if TYPE_CHECKING:
@@ -57,6 +57,8 @@ def run(argv: list[str] | None = None) -> int:
     Every `USER_ERRORS` exception before training is a user error. During training, exceptions of other code, such as a
     verifier, keep their traceback.
     """
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
     from credit_trl.training.preemption import requeue_on_sigterm
 
     ignore_future_warnings()
@@ -67,30 +69,18 @@ def run(argv: list[str] | None = None) -> int:
         script_args, *others = make_parser().parse_args_and_config(argv, fail_with_unknown_args=False)
         with requeue_on_sigterm():
             trainer = make_trainer(script_args, *others)
-            train(trainer, script_args)
+            if script_args.check:
+                trainer.check()
+            else:
+                train(trainer, script_args)
     except USER_ERRORS as error:
-        if isinstance(error, BrokenPipeError) and output_is_closed():
-            message = "the reader of the output has ended, and the run with it"
-            print(f"trl credit: {message}; `--resume_from_checkpoint latest` continues it", file=sys.stderr)
-            return 128 + signal.SIGPIPE
-        if trainer is not None and not is_user_error(error):
+        if (trainer is not None or isinstance(error, RuntimeError)) and not is_user_error(error):
             raise
-        return _report(error)
-    except RuntimeError as error:  # of transformers, for an integration that is not installed
-        if trainer is not None or not is_user_error(error):
-            raise
-        return _report(error)
+        get_error_handler().record_exception(error)  # for a launcher of several processes
+        return report_user_error("trl credit", error, code=2)
     except KeyboardInterrupt:  # which the launcher receives and reports, too
         return 128 + signal.SIGINT
     return 0
-
-
-def _report(error: BaseException) -> int:
-    """Report a user error, and record it for a launcher of several processes."""
-    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-    get_error_handler().record_exception(error)
-    return report_user_error("trl credit", error, code=2)
 
 
 def make_trainer(
@@ -105,15 +95,12 @@ def make_trainer(
     from credit_trl.lab.report import ReportCallback
     from credit_trl.tasks.model_names import naming_model
     from credit_trl.trainer import CreditTrainer
-    from credit_trl.training.checkpoints import checkpoint_to_resume
     from credit_trl.training.preemption import SaveOnSigterm
 
     # Names are checked before the model loads, so that a wrong one fails at once.
-    asked = training_args.resume_from_checkpoint
-    training_args.resume_from_checkpoint = checkpoint_to_resume(asked, training_args.output_dir)
     model = resolve_model(model_args.model_name_or_path)
     if training_args.teacher_model_name_or_path is not None:
-        training_args.teacher_model_name_or_path = existing_model(training_args.teacher_model_name_or_path)
+        training_args.teacher_model_name_or_path = resolve_model(training_args.teacher_model_name_or_path, True)
     wants_eval = training_args.eval_strategy != "no"
     train_dataset, eval_dataset, reward_funcs = load_data(script_args, dataset_args, wants_eval)
     training_args.model_init_kwargs = model_init_kwargs(model_args, training_args)
@@ -136,7 +123,7 @@ def make_trainer(
             **options,
         )
     trainer.run_log.facts["task"] = script_args.task or script_args.dataset_name or script_args.dataset_path
-    trainer.run_log.facts["data"] = describe(script_args, reward_funcs, training_args.reward_weights)
+    trainer.run_log.facts["data"] = describe(script_args, training_args.reward_weights)
     trainer.add_callback(SaveOnSigterm(trainer.accelerator))  # before evaluations, which it skips
     if script_args.avg_at_k is not None:
         evaluate_during_training(trainer, script_args)
@@ -156,8 +143,10 @@ def model_init_kwargs(model_args: ModelConfig, training_args: CreditConfig) -> d
 
 def train(trainer: CreditTrainer, script_args: CreditScriptArguments) -> None:
     """Train, optionally from a checkpoint, evaluate and save."""
+    from credit_trl.lab.report.callback import report_link
+
     training_args = trainer.args
-    trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
+    trainer.train(training_args.resume_from_checkpoint, resume_changes=script_args.resume_changes)
     trainer.accelerator.print("Training completed.")
     if training_args.eval_strategy != "no":
         metrics = trainer.evaluate()
@@ -166,7 +155,9 @@ def train(trainer: CreditTrainer, script_args: CreditScriptArguments) -> None:
         trainer.save_metrics("eval", metrics, combined=False)
     trainer.save_state()
     trainer.save_model(training_args.output_dir)
-    trainer.accelerator.print(f"Model saved to {training_args.output_dir}.")
+    trainer.accelerator.print(
+        f"Model saved to {training_args.output_dir}. Report: {report_link(training_args.output_dir)}"
+    )
     if training_args.push_to_hub:
         trainer.push_to_hub(dataset_name=script_args.dataset_name)
     trainer.accelerator.end_training()
@@ -175,10 +166,9 @@ def train(trainer: CreditTrainer, script_args: CreditScriptArguments) -> None:
 def evaluate_during_training(trainer: CreditTrainer, script_args: CreditScriptArguments) -> EvaluationCallback:
     """Add avg@k on the held-out rows of the run's data to a trainer, and return the evaluation callback."""
     from credit_trl.evaluation import EvaluationCallback
-    from credit_trl.tasks.run_data import task_of_data
 
-    weights = trainer.args.reward_weights
-    data = trainer.run_log.facts.setdefault("data", describe(script_args, trainer.reward_funcs, weights))
+    data = describe(script_args, trainer.args.reward_weights)
+    trainer.run_log.facts["data"] = data
     if data["task"] is None and data["test"] == data["train"]:
         trainer.accelerator.print("avg@k uses the training rows; held-out ones are given by --eval_dataset_path.")
     steps = trainer.args.steps_per_generation * trainer.num_iterations * script_args.avg_at_k_steps
@@ -196,24 +186,23 @@ def evaluate_during_training(trainer: CreditTrainer, script_args: CreditScriptAr
     return evaluation
 
 
-def resolve_model(name: str | None) -> str:
-    """Path of the model for `"quickstart"` and `"smollm2"`; any other path or hub name unchanged."""
-    from credit_trl.tasks.model_names import model_path
+def resolve_model(name: str | None, reads_config: bool = False) -> str:
+    """Path of the model for `"quickstart"` and `"smollm2"`; any other path or hub name unchanged.
+
+    Args:
+        name: what the user gave; None raises a `ValueError`.
+        reads_config: read the model's configuration, which fails at once for a mistyped name.
+    """
+    from transformers import AutoConfig
+
+    from credit_trl.tasks.model_names import model_path, naming_model
 
     if name is None:
         raise ValueError("No model: give `--model_name_or_path Qwen/Qwen3-0.6B`, a path, `smollm2` or `quickstart`.")
-    return model_path(name)
-
-
-def existing_model(name: str) -> str:
-    """`resolve_model` of a model whose configuration can be read, which fails at once for a mistyped name."""
-    from transformers import AutoConfig
-
-    from credit_trl.tasks.model_names import naming_model
-
-    path = resolve_model(name)
-    with naming_model(name):
-        AutoConfig.from_pretrained(path)
+    path = model_path(name)
+    if reads_config:
+        with naming_model(name):
+            AutoConfig.from_pretrained(path)
     return path
 
 

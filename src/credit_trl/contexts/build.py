@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 
 from accelerate.utils import gather_object
@@ -12,11 +11,11 @@ from datasets import Dataset
 from credit_trl.config import CreditConfig
 from credit_trl.contexts.builder import ContextBuilder
 from credit_trl.contexts.contrast import ContrastBatch, draw_contrasts, source_columns
-from credit_trl.contexts.privileged import PrivilegedContext, choose_demonstrations, demonstration_text
+from credit_trl.contexts.privileged import PrivilegedContext, demonstration_text
 from credit_trl.contexts.tokens import TokenContexts
 from credit_trl.contexts.turns import place_turns
 from credit_trl.rollout.batch import GenerationBatch, is_successful
-from credit_trl.rollout.thinking import decode_with_marks, opens_thinking
+from credit_trl.rollout.thinking import decode_with_marks, opening_mark
 
 
 def build_contexts(batch: GenerationBatch, builder: ContextBuilder) -> list[TokenContexts]:
@@ -29,15 +28,15 @@ def build_contexts(batch: GenerationBatch, builder: ContextBuilder) -> list[Toke
     Raises:
         ValueError: turn feedback cannot be placed.
     """
-    source = builder.source
     gathered = gather_contrast_batch(batch, builder)
     contexts = []
     for i, sample in enumerate(batch.indices):
-        drawn = draw_contrasts(source, gathered, sample, builder.config.seed) if source else ()
+        prompt = batch.prompts[i]
         tools = batch.tools[i] if batch.tools else None
-        built = builder.build(batch.prompts[i], gathered.privileged[sample], drawn, tools=tools)
+        drawn = draw_contrasts(builder.source, gathered, sample, builder.config.seed) if builder.source else ()
+        built = builder.build(prompt, gathered.privileged[sample], drawn, tools=tools)
         if built.teacher is not None and built.privileged.turns:
-            render = None if isinstance(batch.prompts[i], str) else partial(builder.render, tools=tools)
+            render = None if isinstance(prompt, str) else partial(builder.render, tools=tools)
             built = place_turns(built, batch.completion_ids[i], batch.turn_starts[i], builder, render)
         contexts.append(built)
     return contexts
@@ -51,7 +50,7 @@ def gather_contrast_batch(batch: GenerationBatch, builder: ContextBuilder) -> Co
     texts = decode_with_marks(builder.tokenizer, batch.completion_ids, builder.marks)
     answers = []
     for text, prompt, own in zip(texts, batch.prompts, tools, strict=True):
-        opened = opens_thinking(builder.student_text(prompt, own), builder.marks)
+        opened = opening_mark(builder.student_text(prompt, own), builder.marks) != ""
         answers.append(demonstration_text(text, config.teacher_context, builder.marks, opened=opened))
     rollouts = [PrivilegedContext(answer, text) for answer, text in zip(answers, batch.feedback, strict=True)]
     values = [[row[name] for name in columns] for row in batch.rows]
@@ -80,19 +79,24 @@ def _privileged_contexts(
     group_size: int,
     config: CreditConfig,
 ) -> list[PrivilegedContext]:
-    """z of every sample, by the options that choose its parts."""
+    """z of every sample, by the options that choose its parts.
+
+    Its demonstration is the first successful rollout of its group that has an answer.
+    """
     if config.teacher_prompt == "student":
         return [PrivilegedContext()] * len(rollouts)
-    can_show = [ok and own.demonstration is not None for ok, own in zip(successes, rollouts, strict=True)]
-    chosen = choose_demonstrations(can_show, group_size, exclude_self=config.dont_reprompt_on_self_success)
     contexts = []
-    for own, by_turn, shown in zip(rollouts, turns, chosen, strict=True):
-        z = replace(own, demonstration=None, turns=by_turn)
-        if config.use_successful_as_teacher and shown is not None:
-            z = replace(z, demonstration=rollouts[shown].demonstration)
+    for sample, (own, by_turn) in enumerate(zip(rollouts, turns, strict=True)):
+        start = sample // group_size * group_size
+        group = [i for i in range(start, min(start + group_size, len(rollouts))) if successes[i]]
+        if config.dont_reprompt_on_self_success:
+            group = [i for i in group if i != sample]
+        answers = (rollouts[i].demonstration for i in group if rollouts[i].demonstration is not None)
+        shown = next(answers, None) if config.use_successful_as_teacher else None
+        z = PrivilegedContext(shown, own.feedback, by_turn)
         only_solution = config.environment_feedback_only_without_solution and z.demonstration is not None
         if only_solution or not config.include_environment_feedback:
-            z = replace(z, feedback=None, turns=None)
+            z = PrivilegedContext(z.demonstration)
         contexts.append(z)
     return contexts
 

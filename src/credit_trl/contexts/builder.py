@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import partial
+from itertools import cycle, islice
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -24,7 +25,6 @@ from credit_trl.contexts.tokens import TokenContexts
 from credit_trl.rollout.thinking import thinking_marks
 
 _MARK = re.compile("(\x02[0-9a-f]{32}\x03)")  # stands for untrusted text in a rendered prompt
-_SCAFFOLDS = 4096  # prompts without z whose control tokens are kept; the rollouts of a group share them
 _MAX_MISSES = 32  # contrasts that do not fit beside z before a sample has none
 # Characters of untrusted text for each token of the budget; the middle of a longer text is never tokenised.
 _CHARACTERS_PER_TOKEN = 8
@@ -65,9 +65,6 @@ class ContextBuilder:
         self.marks = thinking_marks(tokenizer)
         special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._control_ids = frozenset(special | set(tokenizer.all_special_ids) | set(eos_token_ids))
-        self._scaffold_controls = lru_cache(_SCAFFOLDS)(
-            lambda text, first: self._controls(self.tokenize(text, first=first))
-        )
 
     def build(
         self,
@@ -93,11 +90,12 @@ class ContextBuilder:
             ValueError: the chat template changes or drops the text of the user turn, the prompt has none, or a
                 contrast exchanges z where z has feedback on single turns.
         """
+        encode = partial(self.encode, prompt, tools=tools)
         if self.config.teacher_prompt == "student":
             privileged = fitted = PrivilegedContext()
-            teacher = self.encode(prompt, fitted, tools)
+            teacher = encode(fitted)
         else:
-            teacher, fitted = self._fit(prompt, privileged, tools)
+            teacher, fitted = self.fit(encode, privileged)
         return TokenContexts(
             teacher,
             self._fit_contrasts(contrasts, fitted, tools) if teacher is not None else [],
@@ -106,21 +104,29 @@ class ContextBuilder:
             feedback_dropped=privileged.feedback is not None and fitted.feedback is None,
         )
 
-    def _fit(
-        self, prompt: Prompt, whole: PrivilegedContext, tools: list[Any] | None
+    def fit(
+        self, encode: Callable[[PrivilegedContext], list[int]], whole: PrivilegedContext, budget: int | None = None
     ) -> tuple[list[int] | None, PrivilegedContext]:
-        """Ids of the prompt with as much of z as fits, and that z; None where nothing of it fits."""
-        privileged = replace(
-            whole, demonstration=self._bounded(whole.demonstration), feedback=self._bounded(whole.feedback)
-        )
-        cut = 0
-        while privileged:
-            ids = self.encode(prompt, privileged, tools)
-            excess = len(ids) - self.config.max_reprompt_len
-            if excess <= 0:
-                return ids, privileged
-            privileged, cut = self._shorten(privileged, whole, cut + excess)
-        return None, privileged
+        """Ids of as much of z as fits, and that z; None and an empty z where nothing of it fits.
+
+        Args:
+            encode: ids of a context with a given z.
+            whole: z.
+            budget: maximum number of tokens; None for `max_reprompt_len`.
+        """
+        budget = self.config.max_reprompt_len if budget is None else budget
+        texts = {name: getattr(whole, name) for name in ("feedback", "demonstration")}
+        fitted = replace(whole, **{name: text and _with_cut(text, *self._ends(text)) for name, text in texts.items()})
+        for name, text in texts.items():
+            cut = 0
+            while getattr(fitted, name) is not None:
+                ids = encode(fitted)
+                if len(ids) <= budget:
+                    return ids, fitted
+                cut += len(ids) - budget
+                fitted = replace(fitted, **{name: self._cut_middle(text, cut)})
+        ids = encode(fitted) if fitted else None  # feedback on turns only
+        return (ids, fitted) if ids is not None and len(ids) <= budget else (None, PrivilegedContext())
 
     def _fit_contrasts(
         self, contrasts: Iterable[Contrast], privileged: PrivilegedContext, tools: list[Any] | None
@@ -128,58 +134,67 @@ class ContextBuilder:
         fitting: list[list[int]] = []
         misses = 0
         for contrast in contrasts:
-            if contrast.privileged is None:
-                ids = self.encode(contrast.prompt, privileged, tools)
-            elif privileged.turns or contrast.privileged.turns:
+            z = contrast.privileged
+            if z is not None and (privileged.turns or z.turns):
                 raise ValueError(
                     f"`contrastive_source={self.config.contrastive_source!r}` exchanges the whole privileged context, "
                     "and feedback on single turns belongs to one rollout. Use a source of prompts, such as 'batch', "
                     "or return no `Verdict.turn_feedback`."
                 )
-            else:
-                ids, _ = self._fit(contrast.prompt, contrast.privileged, tools)
+            encode = partial(self.encode, contrast.prompt, tools=tools)
+            ids = encode(privileged) if z is None else self.fit(encode, z)[0]
             if ids and len(ids) <= self.config.max_reprompt_len:
                 fitting.append(ids)
             else:
                 misses += 1
             if len(fitting) == self.config.contrastive_count or misses > _MAX_MISSES:
                 break
-        return [fitting[k % len(fitting)] for k in range(self.config.contrastive_count)] if fitting else []
+        return list(islice(cycle(fitting), self.config.contrastive_count))
 
     def encode(self, prompt: Prompt, privileged: PrivilegedContext, tools: list[Any] | None = None) -> list[int]:
-        """Token ids of one context, of any length."""
-        return self._encode_pieces(self._pieces(prompt, privileged, tools), first=isinstance(prompt, str))
+        """Token ids of one context, of any length.
 
-    def encode_turn(self, feedback: str, before: str, after: str, budget: int) -> tuple[list[int], bool]:
-        """Token ids of a feedback message in the middle of a conversation, and whether it was cut.
-
-        Args:
-            feedback: untrusted text, put into `feedback_template`.
-            before: text of the chat template before the message.
-            after: text of the chat template after it.
-            budget: maximum number of tokens; a longer message loses the middle of its feedback, and is dropped where
-                that is not enough.
+        The chat template renders marks in place of demonstration and feedback, so that their text cannot change how
+        it renders.
         """
-        head, tail = self.config.feedback_template.format(feedback_raw="\x02").strip().split("\x02")
-        text = self._bounded(feedback)
-        cut = 0
-        while text is not None:
-            pieces = [(before + head, True), (_encodable(text), False), (tail + after, True)]
-            ids = self._encode_pieces([piece for piece in pieces if piece[0]], first=False)
-            if len(ids) <= budget:
-                return ids, text != feedback
-            cut += len(ids) - budget
-            text = self._cut_middle(feedback, cut)
-        return [], True
+        is_text = isinstance(prompt, str)
+        texts = {"demonstration": privileged.demonstration, "feedback": privileged.feedback}
+        marks = {name: f"\x02{secrets.token_hex(16)}\x03" for name, text in texts.items() if text is not None}
+        if not marks:  # feedback on turns only: the opening prompt is the student's
+            return self.encode_pieces([(self.student_text(prompt, tools), True)], first=is_text)
+        solution = feedback = ""
+        if "demonstration" in marks:
+            solution = self.config.solution_template.format(successful_previous_attempt=marks["demonstration"])
+        if "feedback" in marks:
+            feedback = self.config.feedback_template.format(feedback_raw=marks["feedback"])
+        if is_text:
+            text = turn = f"{(solution + feedback).strip()}\n\n{prompt}"
+        else:
+            turn = self.config.reprompt_template.format(prompt=user_text(prompt), solution=solution, feedback=feedback)
+            text = self.render(with_user_text(prompt, turn), tools=tools)
+        parts = [part for part in _MARK.split(text) if part]
+        untrusted = {mark: texts[name] for name, mark in marks.items()}
+        if not {mark for mark in untrusted if mark in turn} <= set(parts):
+            raise ValueError(
+                "The chat template changes or drops the text of the last user turn, where the teacher reads "
+                f"demonstration and feedback; it renders …{text[-100:]!r}. Use a `chat_template` that renders "
+                "`message['content']` as it is."
+            )
+        return self.encode_pieces(
+            [(untrusted.get(part, part), part not in untrusted) for part in parts], first=is_text
+        )
 
     def student_text(self, prompt: Prompt, tools: list[Any] | None = None) -> str:
         """The prompt as the student reads it, with the generation prompt."""
         return prompt if isinstance(prompt, str) else self.render(prompt, tools=tools)
 
-    def _encode_pieces(self, pieces: list[tuple[str, bool]], *, first: bool) -> list[int]:
+    def encode_pieces(self, pieces: list[tuple[str, bool]], *, first: bool = False) -> list[int]:
+        """Token ids of (text, trusted) pieces, where untrusted text adds no control token; see `tokenize`."""
+        pieces = [(text if trusted else _encodable(text), trusted) for text, trusted in pieces]
         ids = self.tokenize("".join(text for text, _ in pieces), first=first)
         # A letter in place of each untrusted piece leaves the control tokens of the template.
-        expected = self._scaffold_controls("".join(text if trusted else "x" for text, trusted in pieces), first)
+        scaffold = "".join(text if trusted else "x" for text, trusted in pieces)
+        expected = self._controls(self.tokenize(scaffold, first=first))
         if self._controls(ids) == expected:
             return ids
         # z contains the text of a control token: encode it as plain text, separately from the text around it.
@@ -193,39 +208,6 @@ class ContextBuilder:
             )
         return ids
 
-    def _pieces(
-        self, prompt: Prompt, privileged: PrivilegedContext, tools: list[Any] | None
-    ) -> list[tuple[str, bool]]:
-        """The prompt's text as (text, trusted) pieces; demonstration and feedback are untrusted.
-
-        The chat template renders marks in their place, so that their text cannot change how it renders.
-        """
-        untrusted = {}
-        for name in ("demonstration", "feedback"):
-            if getattr(privileged, name) is not None:
-                untrusted[f"\x02{secrets.token_hex(16)}\x03"] = _encodable(getattr(privileged, name))
-        if not untrusted:  # feedback on turns only: the opening prompt is the student's
-            return [(self.student_text(prompt, tools), True)]
-        marks = iter(untrusted)
-        solution = feedback = ""
-        if privileged.demonstration is not None:
-            solution = self.config.solution_template.format(successful_previous_attempt=next(marks))
-        if privileged.feedback is not None:
-            feedback = self.config.feedback_template.format(feedback_raw=next(marks))
-        if isinstance(prompt, str):
-            text = turn = f"{(solution + feedback).strip()}\n\n{prompt}"
-        else:
-            turn = self.config.reprompt_template.format(prompt=user_text(prompt), solution=solution, feedback=feedback)
-            text = self.render(with_user_text(prompt, turn), tools=tools)
-        parts = [part for part in _MARK.split(text) if part]
-        if not {mark for mark in untrusted if mark in turn} <= set(parts):
-            raise ValueError(
-                "The chat template changes or drops the text of the last user turn, where the teacher reads "
-                f"demonstration and feedback; it renders …{text[-100:]!r}. Use a `chat_template` that renders "
-                "`message['content']` as it is."
-            )
-        return [(untrusted.get(part, part), part not in untrusted) for part in parts]
-
     def tokenize(self, text: str, *, first: bool = False) -> list[int]:
         """Token ids; with `first` the tokenizer adds its special tokens, as for the student's plain prompts."""
         return self.tokenizer(text, add_special_tokens=first)["input_ids"]
@@ -236,26 +218,10 @@ class ContextBuilder:
     def _controls(self, ids: list[int]) -> list[int]:
         return [i for i in ids if i in self._control_ids]
 
-    def _shorten(
-        self, privileged: PrivilegedContext, whole: PrivilegedContext, excess: int
-    ) -> tuple[PrivilegedContext, int]:
-        """z without at least `excess` tokens of the whole feedback, else of the demonstration, or without that text.
-
-        Also returns the tokens to cut of the next text so far: `excess`, or 0 where the text was dropped.
-        """
-        if privileged.feedback is None and privileged.demonstration is None:
-            return PrivilegedContext(), 0  # the prompt alone is too long
-        name = "feedback" if privileged.feedback is not None else "demonstration"
-        text = self._cut_middle(getattr(whole, name), excess)
-        return replace(privileged, **{name: text}), 0 if text is None else excess
-
     def _ends(self, text: str) -> tuple[str, str]:
         """Beginning and end of a text, together at most `_CHARACTERS_PER_TOKEN` for each token of the budget."""
         half = _CHARACTERS_PER_TOKEN * self.config.max_reprompt_len // 2
         return (text, "") if len(text) <= 2 * half else (text[:half], text[-half:])
-
-    def _bounded(self, text: str | None) -> str | None:
-        return text if text is None else _with_cut(text, *self._ends(text))
 
     def _cut_middle(self, text: str, excess: int) -> str | None:
         """The text with a mark in place of `excess` tokens and those of the mark; None where nothing remains."""

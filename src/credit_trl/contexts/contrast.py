@@ -12,8 +12,8 @@ sample's index in the global batch, so a draw does not depend on the number of p
 
 from __future__ import annotations
 
-import importlib
 import inspect
+import pkgutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -93,13 +93,12 @@ def find_source(name: str) -> Source:
     """
     if name in SOURCES:
         return SOURCES[name]
-    module, _, attribute = name.partition(":")
-    if not (module and attribute):
-        known = ", ".join(map(repr, sources()))
+    if ":" not in name:
+        known = ", ".join(map(repr, SOURCES))
         raise ValueError(f"`contrastive_source` must be {known}, or 'module:function'; got {name!r}.")
     try:
-        found = getattr(importlib.import_module(module), attribute)
-    except (ModuleNotFoundError, AttributeError) as error:
+        found = pkgutil.resolve_name(name)
+    except (ModuleNotFoundError, AttributeError, ValueError) as error:
         raise ValueError(
             f"`contrastive_source={name!r}`: {error}. The function must stand at the top level of the module, and the "
             "folder of the module in PYTHONPATH."
@@ -124,15 +123,13 @@ def draw_contrasts(source: Source, batch: ContrastBatch, sample: int, seed: int)
     rng = np.random.default_rng([seed, batch.index, sample])
     name = f"The contrast source {getattr(source, '__name__', source)!r}"
     drawn = source(batch, sample, rng, **batch.columns)
+    fix = "Return a list of texts, lists of messages or `Contrast(prompt, privileged)`, or yield them."
     if isinstance(drawn, str | Contrast) or not isinstance(drawn, Iterable):
-        raise TypeError(f"{name} returned a {type(drawn).__name__}. Return a list of prompts, or yield them.")
+        raise TypeError(f"{name} returned a {type(drawn).__name__}. {fix}")
     for one in drawn:
         contrast = one if isinstance(one, Contrast) else Contrast(one)
         if not isinstance(contrast.prompt, str | list):
-            raise TypeError(
-                f"{name} returned a {type(one).__name__} among the prompts. A prompt is a text or a list of messages; "
-                "`Contrast(prompt, privileged)` also exchanges the privileged context."
-            )
+            raise TypeError(f"{name} returned a {type(one).__name__} among the prompts. {fix}")
         own = (batch.prompts[sample], batch.dataset_prompts[sample])
         if contrast.privileged in (None, batch.privileged[sample]) and contrast.prompt in own:
             raise ValueError(f"{name} returned the prompt of sample {sample} itself. Draw another prompt.")
@@ -154,21 +151,18 @@ def from_batch(batch: ContrastBatch, sample: int, rng: np.random.Generator) -> I
 def from_dataset(batch: ContrastBatch, sample: int, rng: np.random.Generator) -> Iterator[Prompt]:
     """The other prompts of the whole dataset, uniformly over its rows, for batches with few prompts."""
     seen = {prompt_key(batch.dataset_prompts[sample])}
-    if len(batch.dataset):
-        # 16 independent draws nearly always suffice; a permutation of all rows follows.
-        for order in (lambda: rng.integers(len(batch.dataset), size=16), lambda: rng.permutation(len(batch.dataset))):
-            for row in order():
-                prompt = batch.dataset[int(row)]
-                key = prompt_key(prompt)
-                if key not in seen:
-                    seen.add(key)
-                    yield prompt
+
+    def rows() -> Iterator[int]:
+        """16 independent draws, which nearly always suffice, then a permutation of all rows."""
+        yield from rng.integers(len(batch.dataset), size=16)
+        yield from rng.permutation(len(batch.dataset))
+
+    for row in rows() if len(batch.dataset) else ():
+        prompt = batch.dataset[int(row)]
+        if prompt_key(prompt) not in seen:
+            seen.add(prompt_key(prompt))
+            yield prompt
 
 
 # Registered sources by name.
 SOURCES: dict[str, Source] = {"batch": from_batch, "dataset": from_dataset}
-
-
-def sources() -> list[str]:
-    """Names of the registered sources."""
-    return list(SOURCES)

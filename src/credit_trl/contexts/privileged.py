@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from credit_trl.rollout.thinking import COMMON_MARKS, ThinkingMarks, split_thinking
@@ -22,23 +22,6 @@ class PrivilegedContext:
 
     def __bool__(self) -> bool:
         return any(part is not None for part in (self.demonstration, self.feedback, self.turns))
-
-
-def choose_demonstrations(can_show: Sequence[bool], group_size: int, *, exclude_self: bool) -> list[int | None]:
-    """For each rollout, the first rollout of its group that can be shown, or None.
-
-    Args:
-        can_show: for every rollout of the global generation batch, whether it is successful and has an answer; groups
-            are contiguous.
-        group_size: rollouts of a group.
-        exclude_self: whether a rollout may not be its own demonstration.
-    """
-    chosen: list[int | None] = []
-    for index in range(len(can_show)):
-        start = index // group_size * group_size
-        group = range(start, min(start + group_size, len(can_show)))
-        chosen.append(next((i for i in group if can_show[i] and not (exclude_self and i == index)), None))
-    return chosen
 
 
 def demonstration_text(

@@ -27,9 +27,7 @@ def chat_renderer(
         options: `chat_template_kwargs`.
     """
 
-    def render(
-        messages: list[dict[str, Any]], *, tools: list[Any] | None = None, add_generation_prompt: bool = True
-    ) -> str:
+    def render(messages: list[dict[str, Any]], tools: Any = None, add_generation_prompt: bool = True) -> str:
         return processor.apply_chat_template(
             prepare_multimodal_messages(messages) if is_multimodal else messages,
             tools=tools or None,

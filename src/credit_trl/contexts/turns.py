@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from credit_trl.contexts.builder import ContextBuilder
+from credit_trl.contexts.privileged import PrivilegedContext
 from credit_trl.contexts.prompts import Render
 from credit_trl.contexts.tokens import TokenContexts
 
@@ -58,7 +59,8 @@ def place_turns(
 ) -> TokenContexts:
     """Contexts of one completion with its turn feedback before each turn.
 
-    All messages together get `max_reprompt_len` tokens in equal shares; a longer message loses its middle.
+    All messages together get `max_reprompt_len` tokens in equal shares; a longer message loses its middle, and
+    is dropped where that is not enough.
 
     Args:
         contexts: contexts with the opening prompt only; `privileged.turns` holds the feedback.
@@ -74,35 +76,38 @@ def place_turns(
     before, after, generation_prompt = ("", "", "") if render is None else read_turn_format(render)
     opening = builder.tokenize(generation_prompt)
     share = builder.config.max_reprompt_len // max(len(feedback), 1)
+    head, tail = builder.config.feedback_template.format(feedback_raw="\x02").strip().split("\x02")
+
+    def encode(z: PrivilegedContext) -> list[int]:
+        return builder.encode_pieces([(before + head, True), (z.feedback, False), (tail + after, True)])
+
     prompts = [contexts.teacher, *contexts.contrasts]
     inserted: list[int] = []
     columns: list[int] = []
     cut = contexts.cut
     for turn, text in feedback.items():
-        message, was_cut = builder.encode_turn(text, before, after, share)
-        column = starts[turn] - len(opening)
+        message, fitted = builder.fit(encode, PrivilegedContext(feedback=text), share)
+        message = message or []
+        cut = cut or fitted.feedback != text
         if starts[turn] == 0:
-            prompts = [_insert_before_opening(prompt, opening, message) for prompt in prompts]
+            ends = [_opening_start(prompt, opening, turn) for prompt in prompts]
+            prompts = [prompt[:end] + message + prompt[end:] for prompt, end in zip(prompts, ends, strict=True)]
         else:
-            _check_opening(completion_ids[max(column, 0) : starts[turn]], opening, turn)
+            column = _opening_start(completion_ids[: starts[turn]], opening, turn)
             inserted += message
             columns += [column] * len(message)
-        cut = cut or was_cut
     teacher, *contrasts = (prompt + inserted for prompt in prompts)
     insert_at = [[0] * len(prompt) + columns for prompt in prompts]
     return replace(contexts, teacher=teacher, contrasts=contrasts, insert_at=insert_at, cut=cut)
 
 
-def _insert_before_opening(prompt: list[int], opening: list[int], message: list[int]) -> list[int]:
-    end = len(prompt) - len(opening)
-    _check_opening(prompt[max(end, 0) :], opening, 0)
-    return prompt[:end] + message + prompt[end:]
-
-
-def _check_opening(found: Sequence[int], opening: list[int], turn: int) -> None:
-    if list(found) != opening:
+def _opening_start(ids: Sequence[int], opening: list[int], turn: int) -> int:
+    """Index at which the generation prompt starts that ends the ids before a turn."""
+    start = len(ids) - len(opening)
+    if start < 0 or list(ids[start:]) != opening:
         raise ValueError(
             f"Turn {turn} does not begin with the chat template's generation prompt, so its feedback cannot be "
             "placed. A `rollout_func` must open each turn as the template does. Otherwise return the feedback as "
             "`Verdict.feedback`, which the opening prompt shows."
         )
+    return start

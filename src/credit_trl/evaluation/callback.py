@@ -11,9 +11,9 @@ from typing import Any
 from transformers import Trainer, TrainerCallback
 
 from credit_trl.evaluation.config import EvaluationConfig
-from credit_trl.evaluation.protocol import EvaluationMismatchError, run_evaluation, task_rows
+from credit_trl.evaluation.engines import TrainerEngine
+from credit_trl.evaluation.protocol import EvaluationMismatchError, evaluate, task_rows
 from credit_trl.evaluation.result import Evaluation
-from credit_trl.evaluation.trainer_engine import TrainerEngine
 from credit_trl.evaluation.verdicts import VerifierFailed
 from credit_trl.rollout.verdict import VerifierPolicy
 from credit_trl.tasks.registry import Task, load_task
@@ -24,7 +24,7 @@ from credit_trl.training.run_directory import (
     append_lines,
     keep_up_to,
     read_lines,
-    set_aside_earlier_run,
+    set_aside,
     write_json,
 )
 
@@ -75,17 +75,13 @@ class EvaluationCallback(TrainerCallback):
             raise ValueError(f"`eval_steps` must be at least 1, got {eval_steps}.")
         args = trainer.args
         self.folder = Path(args.output_dir)
-        own = {
-            "engine_options": None,
-            "output_dir": self.folder / EVALUATIONS_FOLDER,
-            "policy": VerifierPolicy(
-                getattr(args, "on_verifier_error", "raise"), getattr(args, "verifier_timeout", None)
-            ),
-        }
+        on_error = getattr(args, "on_verifier_error", "raise")
+        policy = VerifierPolicy(on_error, getattr(args, "verifier_timeout", None))
+        own = {"engine_options": None, "output_dir": self.folder / EVALUATIONS_FOLDER, "policy": policy}
         defaults = {"progress": not args.disable_tqdm, "max_completion_length": trainer.max_completion_length}
         config = EvaluationConfig(k=k, **own, **{**defaults, **options})
         self.trainer = trainer
-        self.task = load_task(task) if isinstance(task, str) else task
+        self.task = load_task(task)
         self.config = replace(config, dataset=task_rows(self.task, config))
         self.engine = TrainerEngine(trainer, batch_size=config.batch_size)
         self.eval_steps = eval_steps
@@ -99,7 +95,7 @@ class EvaluationCallback(TrainerCallback):
         self._has_begun = False
         if self.engine.is_main:
             if state.global_step == 0:  # of a trainer without `RunLog`; otherwise there is none any more
-                set_aside_earlier_run(self.folder, getattr(kwargs.get("model"), "name_or_path", ""))
+                set_aside(self.folder, 0, getattr(kwargs.get("model"), "name_or_path", ""))
             keep_up_to(self.folder / EVALUATIONS_FILE, state.global_step)
             self.history = read_lines(self.folder / EVALUATIONS_FILE)
             (self.folder / SUMMARY_FILE).unlink(missing_ok=True)
@@ -143,14 +139,14 @@ class EvaluationCallback(TrainerCallback):
 
     def _measure(self, folder: Path) -> Evaluation:
         """Continue the evaluation in `folder` if it has the same weights; otherwise replace it."""
-        config = replace(self.config, output_dir=folder)
+        options = {**vars(self.config), "output_dir": folder}
         try:
-            return run_evaluation(self.engine, self.task, config)
+            return evaluate(self.engine, self.task, **options)
         except EvaluationMismatchError:
             if self.engine.is_main:
                 shutil.rmtree(folder)
             self.trainer.accelerator.wait_for_everyone()
-        return run_evaluation(self.engine, self.task, config)
+        return evaluate(self.engine, self.task, **options)
 
     def _save_best(self, step: int) -> None:
         """Save the model of a step, then remove that of an earlier one."""
@@ -161,19 +157,11 @@ class EvaluationCallback(TrainerCallback):
                 shutil.rmtree(folder)
 
 
-def best_of(history: list[dict[str, Any]]) -> dict[str, Any]:
-    """The evaluation with the highest score; the earliest of equals."""
-    return max(history, key=lambda row: (row["score"], -row["step"]))
-
-
 def score_summary(history: list[dict[str, Any]], last_step: int) -> dict[str, Any]:
     """Content of `summary.json`, from the rows of `evaluations.jsonl`: best-during-training and final scores."""
-    final = [row for row in history if row["step"] == last_step]
-    if not final:
-        raise ValueError(f"Step {last_step} was not evaluated, so there is no final score.")
     return {
-        "best_during_training": best_of(history),
-        "final": final[0],
+        "best_during_training": max(history, key=lambda row: (row["score"], -row["step"])),  # the earliest of equals
+        "final": next(row for row in history if row["step"] == last_step),
         "evaluations": len(history),
         "note": (
             f"best_during_training is the largest of {len(history)} scores on the same prompts and is biased upwards; "
@@ -183,11 +171,6 @@ def score_summary(history: list[dict[str, Any]], last_step: int) -> dict[str, An
 
 
 def _row(result: Evaluation) -> dict[str, Any]:
-    copied = ("task", "k", "score", "low", "high", "mean_length", "truncated")
-    return {
-        **{name: getattr(result, name) for name in copied},
-        "pass_at_k": result.pass_at[result.k],
-        "metrics": dict(result.metrics),
-        "groups": {name: interval.mean for name, interval in result.groups.items()},
-        "group_metrics": {name: dict(metrics) for name, metrics in result.group_metrics.items()},
-    }
+    copied = ("task", "k", "score", "low", "high", "mean_length", "truncated", "metrics", "group_metrics")
+    groups = {name: interval.mean for name, interval in result.groups.items()}
+    return {name: getattr(result, name) for name in copied} | {"pass_at_k": result.pass_at[result.k], "groups": groups}

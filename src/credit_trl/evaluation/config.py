@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,40 +13,35 @@ from credit_trl.rollout.verdict import VerifierPolicy
 if TYPE_CHECKING:
     from datasets import Dataset
 
-ENGINES = ("transformers", "vllm")
+# What holds for the options, and their names.
+RANGES: dict[str, tuple[Callable[[Any], bool], tuple[str, ...]]] = {
+    "at least 0": (lambda value: 0 <= value < math.inf, ("temperature", "top_k")),
+    "in (0, 1]": (lambda value: 0.0 < value <= 1.0, ("top_p",)),
+    "at least 1": (lambda value: value >= 1, ("max_completion_length", "k", "max_prompts", "batch_size")),
+    "'transformers' or 'vllm'": (lambda value: value in ("transformers", "vllm"), ("engine",)),
+}
 
 
 @dataclass(frozen=True)
 class SamplingConfig:
     """Sampling settings; the defaults are the paper's evaluation settings.
 
-    Args:
-        temperature: softmax temperature; 0 is greedy decoding.
-        top_p: probability mass of the nucleus, in (0, 1].
-        top_k: number of most likely tokens to sample from; 0 for no limit.
-        max_completion_length: maximum tokens of a completion, end of turn included.
-        seed: base seed of the samples' random streams.
-
     Raises:
         ValueError: a value is out of range.
     """
 
-    temperature: float = 0.6
-    top_p: float = 0.95
-    top_k: int = 0
-    max_completion_length: int = 4096
-    seed: int = 0
+    temperature: float = 0.6  # of the softmax; 0 is greedy decoding
+    top_p: float = 0.95  # probability mass of the nucleus, in (0, 1]
+    top_k: int = 0  # number of most likely tokens to sample from; 0 for no limit
+    max_completion_length: int = 4096  # tokens, end of turn included
+    seed: int = 0  # base seed of the samples' random streams
 
     def __post_init__(self) -> None:
-        ranges = {
-            "temperature": (0.0 <= self.temperature < math.inf, "at least 0"),
-            "top_p": (0.0 < self.top_p <= 1.0, "in (0, 1]"),
-            "top_k": (self.top_k >= 0, "at least 0 (0: no limit)"),
-            "max_completion_length": (self.max_completion_length >= 1, "at least 1"),
-        }
-        for name, (holds, words) in ranges.items():
-            if not holds:
-                raise ValueError(f"`{name}` must be {words}, got {getattr(self, name)}.")
+        for words, (holds, names) in RANGES.items():
+            for name in names:
+                value = getattr(self, name, None)
+                if value is not None and not holds(value):
+                    raise ValueError(f"`{name}` must be {words}, got {value!r}.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +60,6 @@ class EvaluationConfig(SamplingConfig):
         batch_size: completions generated per batch; None for the engine's default.
         output_dir: directory of settings, samples and result, from which an interrupted evaluation continues; None
             writes no files.
-        success_threshold: reward from which a sample is a success in pass@k.
         policy: error and timeout policy for the verifier; by default errors are raised and there is no timeout.
         progress: show a progress bar.
 
@@ -84,15 +78,5 @@ class EvaluationConfig(SamplingConfig):
     engine_options: Mapping[str, Any] | None = None
     batch_size: int | None = None
     output_dir: str | Path | None = None
-    success_threshold: float = 1.0
     policy: VerifierPolicy | None = None
     progress: bool = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("k", "max_prompts", "batch_size"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"`{name}` must be at least 1, got {value}.")
-        if self.engine not in ENGINES:
-            raise ValueError(f"`engine` must be 'transformers' or 'vllm', got {self.engine!r}.")

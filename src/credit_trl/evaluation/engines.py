@@ -1,4 +1,4 @@
-"""Sampling engines for evaluation: a transformers model in this process, or an offline vLLM engine.
+"""Sampling engines for evaluation: a transformers model, an offline vLLM engine, or the policy of a trainer.
 
 Every request has a seed of its own, so a sample does not depend on its batch and an interrupted evaluation continues
 with the same samples.
@@ -7,14 +7,17 @@ with the same samples.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
+from accelerate.utils import broadcast_object_list, gather_object
 from transformers import PreTrainedTokenizerBase
+from trl.models.utils import unwrap_model_for_generation
 
 from credit_trl.evaluation.config import SamplingConfig
 from credit_trl.evaluation.generation import (
@@ -26,8 +29,10 @@ from credit_trl.evaluation.generation import (
     read_responses,
 )
 from credit_trl.rollout.batch import Prompt
+from credit_trl.rollout.vllm import seeded
 from credit_trl.tasks.model_names import model_path, naming_model
 from credit_trl.teacher.models import eval_mode
+from credit_trl.teacher.sharding import reshard
 
 
 @dataclass(frozen=True)
@@ -38,44 +43,57 @@ class Request:
     seed: int  # of the sample's random stream, in [0, 2**63)
 
 
-class Engine(Protocol):
+class Engine:
     """Interface between `evaluate` and a model. In a distributed run all processes call it together.
 
-    Attributes:
+    A subclass has `identity()`, a fingerprint of the weights with which alone an evaluation continues, and
+    `sample(prompt_ids, seeds, sampling)`, which returns the token ids of one completion per prompt.
+
+    Args:
         name: name of the model in results.
+        tokenizer: its tokenizer, with a chat template if prompts are conversations.
+        eos_token_ids: ids that end a completion.
         batch_size: requests per call of `generate`; an interruption loses at most one batch.
+        chat_template_kwargs: such as `{"enable_thinking": False}`.
+
+    Attributes:
         is_main: whether this process grades samples and writes files.
     """
 
-    name: str
-    batch_size: int
-    is_main: bool
+    is_main = True
 
-    def identity(self) -> str:
-        """A fingerprint of the weights; an evaluation continues only with the same fingerprint."""
+    def __init__(
+        self,
+        name: str,
+        tokenizer: PreTrainedTokenizerBase,
+        eos_token_ids: Sequence[int],
+        batch_size: int,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.name = name
+        self.tokenizer = tokenizer
+        self.eos_token_ids = eos_token_ids
+        self.batch_size = batch_size
+        self.chat_template_kwargs = dict(chat_template_kwargs or {})
 
     def session(self, sampling: SamplingConfig) -> AbstractContextManager[None]:
         """Context manager around all calls of `generate`."""
+        return nullcontext()
 
     def generate(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[Response]:
         """One response per request, in order."""
+        prompts = [request.prompt for request in requests]
+        prompt_ids = [encode_prompt(self.tokenizer, prompt, **self.chat_template_kwargs) for prompt in prompts]
+        ids = self.sample(prompt_ids, [request.seed for request in requests], sampling)
+        return read_responses(self.tokenizer, prompts, prompt_ids, ids, self.eos_token_ids)
 
     def share(self, value: Any) -> Any:
         """Broadcast the main process's value."""
+        return value
 
 
-class TransformersEngine:
-    """Samples with `model.generate`.
-
-    Args:
-        model: a causal language model.
-        tokenizer: its tokenizer, with a chat template if prompts are conversations.
-        batch_size: completions generated together.
-        chat_template_kwargs: such as `{"enable_thinking": False}`.
-        name: name of the model in results; by default the path or hub name it was loaded from.
-    """
-
-    is_main = True
+class TransformersEngine(Engine):
+    """Samples with `model.generate`. The name in results is the path or hub name that the model was loaded from."""
 
     def __init__(
         self,
@@ -86,12 +104,9 @@ class TransformersEngine:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         name: str | None = None,
     ) -> None:
+        name = name or getattr(model, "name_or_path", "") or type(model).__name__
+        super().__init__(name, tokenizer, end_of_turn_ids(model, tokenizer), batch_size, chat_template_kwargs)
         self.model = model
-        self.tokenizer = tokenizer
-        self.batch_size = batch_size
-        self.chat_template_kwargs = dict(chat_template_kwargs or {})
-        self.name = name or getattr(model, "name_or_path", "") or type(model).__name__
-        self.eos_token_ids = end_of_turn_ids(model, tokenizer)
 
     @classmethod
     def from_pretrained(
@@ -113,43 +128,19 @@ class TransformersEngine:
     def session(self, sampling: SamplingConfig) -> AbstractContextManager[None]:
         return eval_mode(self.model)
 
-    def generate(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[Response]:
-        prompts = [request.prompt for request in requests]
-        prompt_ids = [encode_prompt(self.tokenizer, prompt, **self.chat_template_kwargs) for prompt in prompts]
-        ids = generate_ids(
-            self.model,
-            prompt_ids,
-            sampling,
-            eos_token_ids=self.eos_token_ids,
-            pad_token_id=pad_id(self.tokenizer),
-            seeds=[request.seed for request in requests],
-        )
-        return read_responses(self.tokenizer, prompts, prompt_ids, ids, self.eos_token_ids)
-
-    def share(self, value: Any) -> Any:
-        return value
+    def sample(self, prompt_ids: list[list[int]], seeds: list[int], sampling: SamplingConfig) -> list[list[int]]:
+        ends = {"eos_token_ids": self.eos_token_ids, "pad_token_id": pad_id(self.tokenizer)}
+        return generate_ids(self.model, prompt_ids, sampling, seeds=seeds, **ends)
 
 
-class VLLMEngine:
-    """Samples with an offline `vllm.LLM`.
-
-    Args:
-        llm: the vLLM engine.
-        name: name of the model in results.
-        batch_size: requests per call; vLLM schedules them itself, so a large value is good.
-        chat_template_kwargs: such as `{"enable_thinking": False}`.
-    """
-
-    is_main = True
+class VLLMEngine(Engine):
+    """Samples with an offline `vllm.LLM`, which schedules requests itself, so that a large batch size is good."""
 
     def __init__(
         self, llm: Any, *, name: str, batch_size: int = 512, chat_template_kwargs: Mapping[str, Any] | None = None
     ) -> None:
+        super().__init__(name, llm.get_tokenizer(), (), batch_size, chat_template_kwargs)
         self.llm = llm
-        self.tokenizer = llm.get_tokenizer()
-        self.name = name
-        self.batch_size = batch_size
-        self.chat_template_kwargs = dict(chat_template_kwargs or {})
 
     @classmethod
     def from_pretrained(cls, name: str, **options: Any) -> VLLMEngine:
@@ -162,42 +153,130 @@ class VLLMEngine:
         return cls(LLM(model=model_path(name), **options), name=name, **own)
 
     def identity(self) -> str:
-        folder = Path(model_path(self.name))
-        return f"vllm:{self.name}" + (f":{file_fingerprint(folder)}" if folder.is_dir() else "")
-
-    def session(self, sampling: SamplingConfig) -> AbstractContextManager[None]:
-        return nullcontext()
+        """The model's name, with sizes and times of the weight files of a folder."""
+        stats = [path.stat() for path in sorted(Path(model_path(self.name)).glob("*.safetensors"))]
+        return f"vllm:{self.name}" + "".join(f" {one.st_size}:{one.st_mtime_ns}" for one in stats)
 
     def generate(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[Response]:
+        self._ended: list[bool] = []
+        responses = super().generate(requests, sampling)
+        return [replace(one, truncated=not ended) for one, ended in zip(responses, self._ended, strict=True)]
+
+    def sample(self, prompt_ids: list[list[int]], seeds: list[int], sampling: SamplingConfig) -> list[list[int]]:
         from vllm import SamplingParams
 
-        filters = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
-        options = {"n": 1, "max_tokens": sampling.max_completion_length, **filters}
-        parameters = [SamplingParams(seed=request.seed, **options) for request in requests]
-        prompts = [request.prompt for request in requests]
-        prompt_ids = [encode_prompt(self.tokenizer, prompt, **self.chat_template_kwargs) for prompt in prompts]
+        options = {name: getattr(sampling, name) for name in ("temperature", "top_p", "top_k")}
+        options["max_tokens"] = sampling.max_completion_length
+        parameters = [SamplingParams(n=1, seed=seed, **options) for seed in seeds]
         inputs = [{"prompt_token_ids": ids} for ids in prompt_ids]
         outputs = self.llm.generate(inputs, sampling_params=parameters, use_tqdm=False)
-        completions = [output.outputs[0] for output in outputs]
-        responses = read_responses(self.tokenizer, prompts, prompt_ids, [c.token_ids for c in completions], ())
-        ended = [completion.finish_reason != "length" for completion in completions]
-        return [replace(one, truncated=not end) for one, end in zip(responses, ended, strict=True)]
+        self._ended = [output.outputs[0].finish_reason != "length" for output in outputs]
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+class TrainerEngine(TransformersEngine):
+    """Samples as a `CreditTrainer` or `GRPOTrainer` does, with vLLM or with its policy, but with other settings.
+
+    Each process generates a share of the requests; all must call it together. `batch_size` is that of one process, by
+    default `per_device_eval_batch_size`.
+    """
+
+    def __init__(self, trainer: Any, *, batch_size: int | None = None) -> None:
+        if trainer.tools or getattr(trainer, "environment_factories", None):
+            raise ValueError(
+                "avg@k samples one completion per prompt, without tools or environments. Evaluate this trainer with "
+                "TRL's own `eval_strategy` and `eval_dataset`."
+            )
+        self.trainer = trainer
+        self.processes = trainer.accelerator.num_processes
+        self.is_main = trainer.accelerator.is_main_process
+        template = {} if trainer.chat_template is None else {"chat_template": trainer.chat_template}
+        super().__init__(
+            trainer.accelerator.unwrap_model(trainer.model),
+            getattr(trainer.processing_class, "tokenizer", trainer.processing_class),
+            batch_size=(batch_size or trainer.args.per_device_eval_batch_size) * self.processes,
+            chat_template_kwargs={**template, **trainer.chat_template_kwargs},
+            name=getattr(trainer.model, "name_or_path", ""),
+        )
+
+    def identity(self) -> str:
+        """Fingerprint of the weights, from the shards of all processes."""
+        self.model = self.trainer.accelerator.unwrap_model(self.trainer.model)
+        reshard(self.model)
+        fingerprints = gather_object([super().identity()])
+        return hashlib.sha256("".join(sorted(set(fingerprints))).encode()).hexdigest()[:16]
+
+    @contextmanager
+    def session(self, sampling: SamplingConfig) -> Iterator[None]:
+        trainer = self.trainer
+        with eval_mode(trainer.model), self._vllm_session(sampling) if trainer.use_vllm else self._policy_session():
+            yield
+
+    def generate(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[Response]:
+        """All responses, on every process. The last request is repeated so that all shares have the same size."""
+        share = -(-len(requests) // self.processes)
+        padded = [*requests, *[requests[-1]] * (share * self.processes - len(requests))]
+        first = self.trainer.accelerator.process_index * share
+        return gather_object(super().generate(padded[first : first + share], sampling))[: len(requests)]
+
+    def sample(self, prompt_ids: list[list[int]], seeds: list[int], sampling: SamplingConfig) -> list[list[int]]:
+        if not self.trainer.use_vllm:
+            return super().sample(prompt_ids, seeds, sampling)
+        generation = self.trainer.vllm_generation
+        context = nullcontext()  # a vLLM server uses its own random streams
+        if generation.mode != "server":
+            group = len(seeds) * generation.tensor_parallel_size  # requests of a colocated engine
+            first = self.trainer.accelerator.process_index * len(seeds) // group * group
+            context = seeded(generation, gather_object(seeds)[first : first + group])
+        with context:
+            return generation.generate(prompts=prompt_ids, images=None, num_generations=1)[1]
 
     def share(self, value: Any) -> Any:
-        return value
+        if self.processes == 1:
+            return value
+        held = [value]
+        broadcast_object_list(held, from_process=0)
+        return held[0]
+
+    @contextmanager
+    def _policy_session(self) -> Iterator[None]:
+        trainer = self.trainer
+        options = {"gather_deepspeed3_params": trainer.args.ds3_gather_for_generation}
+        if "gradient_checkpointing_kwargs" in inspect.signature(unwrap_model_for_generation).parameters:  # TRL 1.16
+            options["gradient_checkpointing_kwargs"] = trainer.args.gradient_checkpointing_kwargs
+        with (
+            unwrap_model_for_generation(trainer.model_wrapped, trainer.accelerator, **options) as policy,
+            torch.no_grad(),
+            trainer._dist.summon_full_params(trainer.model_wrapped, recurse=False),
+        ):
+            self.model = policy
+            yield
+
+    @contextmanager
+    def _vllm_session(self, sampling: SamplingConfig) -> Iterator[None]:
+        """Load the current weights into vLLM and replace the rollout's sampling settings."""
+        trainer, generation = self.trainer, self.trainer.vllm_generation
+        if trainer.state.global_step != trainer._last_loaded_step:
+            generation.sync_weights()
+            trainer._last_loaded_step = trainer.state.global_step
+        shared = ("temperature", "top_p", "top_k", "max_completion_length")
+        settings = {name: getattr(sampling, name) for name in shared}
+        settings |= {"min_p": None, "repetition_penalty": 1.0, "generation_kwargs": {}}
+        kept = {name: getattr(generation, name) for name in settings}
+        vars(generation).update(settings)
+        try:
+            with _forked_random_state():
+                yield
+        finally:
+            vars(generation).update(kept)
 
 
-def file_fingerprint(folder: Path) -> str:
-    """16 hex digits that change with the weight files: a hash of names, sizes and 256 evenly spaced 4 KiB blocks."""
-    digest = hashlib.sha256()
-    for path in sorted(p for p in folder.iterdir() if p.suffix in (".safetensors", ".bin") and p.is_file()):
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size}\n".encode())
-        with path.open("rb") as file:
-            for position in sorted({size * block // 256 for block in range(256)}):
-                file.seek(position)
-                digest.update(file.read(4096))
-    return digest.hexdigest()[:16]
+def _forked_random_state() -> AbstractContextManager[None]:
+    """Restore torch's random state afterwards: a colocated engine draws from it even with seeded requests."""
+    if not torch.accelerator.is_available():
+        return torch.random.fork_rng(devices=[])
+    device = torch.accelerator.current_accelerator()
+    return torch.random.fork_rng(devices=[torch.accelerator.current_device_index()], device_type=device.type)
 
 
 @torch.no_grad()
@@ -207,9 +286,9 @@ def weight_fingerprint(model: torch.nn.Module) -> str:
     for name, parameter in model.named_parameters():
         weights = getattr(parameter, "ds_tensor", parameter)  # the local shard under ZeRO-3
         weights = weights.to_local() if hasattr(weights, "to_local") else weights
-        precise = torch.float32 if weights.device.type == "mps" else torch.float64
         flat = weights.detach().flatten()
         flat = flat if flat.is_floating_point() else flat.float()  # 4-bit weights are packed in bytes
-        sums = (flat.sum(dtype=precise).item(), torch.linalg.vector_norm(flat, dtype=precise).item())
-        digest.update(f"{name} {tuple(weights.shape)} {sums[0].hex()} {sums[1].hex()}\n".encode())
+        precise = torch.float32 if flat.device.type == "mps" else torch.float64
+        sums = (flat.sum(dtype=precise), torch.linalg.vector_norm(flat, dtype=precise))
+        digest.update(f"{name} {tuple(weights.shape)} {[one.item().hex() for one in sums]}\n".encode())
     return digest.hexdigest()[:16]

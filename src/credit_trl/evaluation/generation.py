@@ -151,12 +151,12 @@ def read_responses(
 ) -> list[Response]:
     """Decode completion ids; a completion without an end of turn counts as truncated.
 
-    If the tokenizer parses responses, those to conversations are parsed as TRL does before it calls reward functions,
-    which removes the reasoning from the content; other text that ends inside thinking, which its prompt opened, is
-    marked so.
+    If the tokenizer has a `response_template` or `response_schema`, responses to conversations are parsed as TRL does
+    before it calls reward functions, which removes the reasoning from the content. Other text that ends inside
+    thinking, which its prompt opened, is marked so.
     """
     texts = tokenizer.batch_decode([list(row) for row in ids], skip_special_tokens=True)
-    parses = parses_responses(tokenizer)
+    parses = any(getattr(tokenizer, name, None) is not None for name in ("response_template", "response_schema"))
     marks = thinking_marks(tokenizer)
     responses = []
     for prompt, prefix, row, text in zip(prompts, prompt_ids, ids, texts, strict=True):
@@ -171,11 +171,6 @@ def read_responses(
             message = None if graded is plain else graded[0]
         responses.append(Response(text, len(row), not row or row[-1] not in eos_token_ids, message))
     return responses
-
-
-def parses_responses(tokenizer: Any) -> bool:
-    """Whether a tokenizer has a `response_template` or `response_schema`, with which TRL parses completions."""
-    return any(getattr(tokenizer, name, None) is not None for name in ("response_template", "response_schema"))
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, **chat_template_kwargs: Any) -> list[int]:

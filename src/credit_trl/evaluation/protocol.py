@@ -9,27 +9,24 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
 from tqdm.auto import tqdm
 
 from credit_trl.evaluation.config import EvaluationConfig
-from credit_trl.evaluation.engines import Engine, Request, TransformersEngine, VLLMEngine
-from credit_trl.evaluation.generation import parses_responses
+from credit_trl.evaluation.engines import Engine, Request, TrainerEngine, TransformersEngine, VLLMEngine
 from credit_trl.evaluation.result import Evaluation, summarize
-from credit_trl.evaluation.samples import SAMPLES_FILE, Sample, SampleFile
-from credit_trl.evaluation.trainer_engine import TrainerEngine
-from credit_trl.evaluation.verdicts import Unit, grade
+from credit_trl.evaluation.verdicts import SAMPLES_FILE, Sample, Unit, grade, read_samples
 from credit_trl.rollout.batch import prompt_key
 from credit_trl.tasks.registry import Task, load_task
 from credit_trl.training.checks import check_column_names
-from credit_trl.training.run_directory import RESULT_FILE, SETTINGS_FILE, read_json, write_json
+from credit_trl.training.run_directory import RESULT_FILE, SETTINGS_FILE, append_lines, read_json, write_json
+from credit_trl.training.run_lock import run_lock
 
-_LOCK = ".lock"  # in `output_dir`
 # Options that determine the samples, beside the model and the rows.
 _SAMPLE_OPTIONS = ("k", "seed", "temperature", "top_p", "top_k", "max_completion_length")
 
@@ -56,17 +53,14 @@ def evaluate(
 
     Raises:
         TypeError: an unknown option.
-        ValueError: a setting is out of range, there are no rows, a column is missing or has a reserved name, the
-            verifier does not apply to a row, or another process is evaluating in `output_dir`.
+        ValueError: a setting is out of range, there are no rows, a column is missing or has a reserved name, or the
+            verifier does not apply to a row.
+        RunLockedError: another process is evaluating in `output_dir`.
         VerifierFailed: the verifier failed and `policy` has `on_error="skip"`.
         EvaluationMismatchError: `output_dir` holds another evaluation; the message lists the differences.
     """
-    return run_evaluation(model, task, EvaluationConfig(k=k, temperature=temperature, top_p=top_p, **options))
-
-
-def run_evaluation(model: Any, task: str | Task, config: EvaluationConfig) -> Evaluation:
-    """`evaluate` with its options as an [`EvaluationConfig`]."""
-    task = load_task(task) if isinstance(task, str) else task
+    config = EvaluationConfig(k=k, temperature=temperature, top_p=top_p, **options)
+    task = load_task(task)
     rows = task_rows(task, config)
     groups = _groups(rows, config.group_by)
     engine = make_engine(model, config)
@@ -76,19 +70,18 @@ def run_evaluation(model: Any, task: str | Task, config: EvaluationConfig) -> Ev
         "weights": engine.identity(),
         "prompts": len(rows),
         "data": data_digest(rows),
-        "template": getattr(engine, "chat_template_kwargs", None) or {},
+        "template": getattr(engine, "chat_template_kwargs", {}),
     }
-    has_conversations = any(not isinstance(row["prompt"], str) for row in rows)
-    if has_conversations and parses_responses(getattr(engine, "tokenizer", None)):
-        settings["parsed"] = True  # absent in evaluations that graded the unparsed text
     folder = None if config.output_dir is None else Path(config.output_dir)
     units = [(row, number) for row in rows for number in range(config.k)]
-    with _locked(engine, folder):
-        file = _on_main(engine, _open, folder, settings, units)
-        samples = _sample(engine, task, units, config, file)
+    with ExitStack() as held:
+        if folder is not None:
+            _on_main(engine, lambda: held.enter_context(run_lock(folder)))
+        samples = _on_main(engine, _open, folder, settings, units)
+        _sample(engine, task, units, config, samples)
 
     def finish() -> Evaluation:
-        result = summarize(samples, config, model=engine.name, settings=settings, groups=groups)
+        result = summarize(samples, engine.name, settings, groups)
         if folder is not None:
             write_json(folder / RESULT_FILE, result.to_dict())
         return result
@@ -151,11 +144,10 @@ def sample_seed(seed: int, prompt: str, sample: int) -> int:
     return int.from_bytes(digest[:8], "big") >> 1
 
 
-def _open(folder: Path | None, settings: Mapping[str, Any], units: Sequence[Unit]) -> SampleFile:
-    """Open the sample file, after checking that it belongs to this evaluation."""
-    wanted = [(row["id"], number) for row, number in units]
+def _open(folder: Path | None, settings: Mapping[str, Any], units: Sequence[Unit]) -> list[Sample]:
+    """The samples on disk, after checking that they belong to this evaluation."""
     if folder is None:
-        return SampleFile(None, wanted)
+        return []
     path = folder / SETTINGS_FILE
     if path.is_file():
         before = read_json(path)
@@ -168,48 +160,25 @@ def _open(folder: Path | None, settings: Mapping[str, Any], units: Sequence[Unit
             )
     else:
         write_json(path, settings)
-    return SampleFile(folder / SAMPLES_FILE, wanted)
-
-
-@contextmanager
-def _locked(engine: Engine, folder: Path | None) -> Iterator[None]:
-    """Hold the folder's lock in the main process. The lock of a killed process is released."""
-    if folder is None:
-        yield
-        return
-    lock = FileLock(folder / _LOCK)
-
-    def acquire() -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        try:
-            lock.acquire(timeout=0)
-        except Timeout:
-            raise ValueError(f"Another process is evaluating in {folder}. Use another `output_dir`.") from None
-
-    _on_main(engine, acquire)
-    try:
-        yield
-    finally:
-        lock.release()
+    return read_samples(folder / SAMPLES_FILE, [(row["id"], number) for row, number in units])
 
 
 def _sample(
-    engine: Engine, task: Task, units: Sequence[Unit], config: EvaluationConfig, file: SampleFile
-) -> list[Sample]:
-    """Generate, grade and write the missing samples in batches. Only the main process grades and writes."""
-    start = len(file.samples)
+    engine: Engine, task: Task, units: Sequence[Unit], config: EvaluationConfig, samples: list[Sample]
+) -> None:
+    """Generate, grade and append the missing samples in batches. Only the main process grades and writes."""
+    start = len(samples)
     if start == len(units):
-        return file.samples
-    bar = tqdm(
-        total=len(units),
-        initial=start,
-        desc=f"{task.name} avg@{config.k}",
-        unit="sample",
-        disable=not (config.progress and engine.is_main),
-    )
+        return
+    progress = {"desc": f"{task.name} avg@{config.k}", "unit": "sample"}
+    bar = tqdm(total=len(units), initial=start, disable=not (config.progress and engine.is_main), **progress)
 
     def write(batch: Sequence[Unit], responses: Sequence[Any]) -> None:
-        file.append(grade(task, batch, responses, config.policy))
+        graded = grade(task, batch, responses, config.policy)
+        if config.output_dir is not None:
+            append_lines(Path(config.output_dir) / SAMPLES_FILE, *map(asdict, graded))
+        samples.extend(graded)
+        bar.set_postfix_str(f"avg {sum(s.reward for s in samples) / len(samples):.3f}")
 
     with bar, engine.session(config):
         for position in range(start, len(units), engine.batch_size):
@@ -218,9 +187,6 @@ def _sample(
             responses = engine.generate(requests, config)
             _on_main(engine, write, batch, responses)
             bar.update(len(batch))
-            if engine.is_main:
-                bar.set_postfix_str(f"avg {sum(s.reward for s in file.samples) / len(file.samples):.3f}")
-    return file.samples
 
 
 def _groups(rows: Sequence[Mapping[str, Any]], group_by: str | None) -> dict[str, str | None]:

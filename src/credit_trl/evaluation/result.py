@@ -9,12 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from credit_trl.evaluation.config import EvaluationConfig
-from credit_trl.evaluation.samples import Sample
 from credit_trl.evaluation.statistics import Interval, bootstrap_ci, pass_at_k
+from credit_trl.evaluation.verdicts import Sample
 from credit_trl.rollout.batch import is_successful
-from credit_trl.sandbox.protocol import printable
-from credit_trl.tasks.escaping import pluralized
+from credit_trl.tasks.escaping import pluralized, printable
 
 
 @dataclass(frozen=True)
@@ -24,42 +22,28 @@ class PromptScore:
     id: str
     group: str | None  # such as its task; None if the rows have no groups
     score: float  # mean reward
-    successes: int  # number of samples whose reward reaches `success_threshold`
+    successes: int  # number of samples whose reward reaches 1
     metrics: Mapping[str, float]  # means of the verdicts' metrics
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Result of evaluating one model on one task.
-
-    Args:
-        task, model: their names.
-        settings: the settings that determine the samples.
-        k: samples per prompt.
-        prompts: per-prompt scores, in the order of the rows.
-        score, low, high: avg@k and its 95 % bootstrap interval over prompts.
-        pass_at: unbiased pass@j by j, for the powers of two up to k, and k.
-        mean_length: mean number of tokens of a completion.
-        truncated: fraction of completions that reached the length limit.
-        metrics: means of the verdicts' metrics over the samples that have them.
-        groups: avg@k and its interval by group, if there are several.
-        group_metrics: `metrics` by group.
-    """
+    """Result of evaluating one model on one task."""
 
     task: str
     model: str
-    settings: Mapping[str, Any]
-    k: int
-    prompts: Sequence[PromptScore]
-    score: float
-    low: float
+    settings: Mapping[str, Any]  # those that determine the samples
+    k: int  # samples per prompt
+    prompts: Sequence[PromptScore]  # in the order of the rows
+    score: float  # avg@k
+    low: float  # of its 95 % bootstrap interval over prompts
     high: float
-    pass_at: Mapping[int, float]
-    mean_length: float
-    truncated: float
-    metrics: Mapping[str, float]
-    groups: Mapping[str, Interval]
-    group_metrics: Mapping[str, Mapping[str, float]]
+    pass_at: Mapping[int, float]  # unbiased pass@j by j, for the powers of two up to k, and k
+    mean_length: float  # tokens of a completion
+    truncated: float  # fraction of completions that reached the length limit
+    metrics: Mapping[str, float]  # means of the verdicts' metrics over the samples that have them
+    groups: Mapping[str, Interval]  # avg@k and its interval by group, if there are several
+    group_metrics: Mapping[str, Mapping[str, float]]  # `metrics` by group
 
     @property
     def per_prompt_scores(self) -> list[float]:
@@ -67,21 +51,8 @@ class Evaluation:
         return [prompt.score for prompt in self.prompts]
 
     def to_dict(self) -> dict[str, Any]:
-        """A dictionary for JSON; `from_dict` is the inverse."""
-        values = asdict(self)
-        values["pass_at"] = {str(k): value for k, value in self.pass_at.items()}
-        values["groups"] = {name: interval._asdict() for name, interval in self.groups.items()}
-        return values
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Evaluation:
-        """Read the content of `result.json`."""
-        values = dict(values)
-        values["prompts"] = [PromptScore(**prompt) for prompt in values["prompts"]]
-        values["pass_at"] = {int(k): value for k, value in values["pass_at"].items()}
-        values["groups"] = {name: _interval(bounds) for name, bounds in values["groups"].items()}
-        values["low"], values["high"] = _interval({"mean": 0.0, **values})[1:]
-        return cls(**values)
+        """Content of `result.json`."""
+        return {**asdict(self), "groups": {name: interval._asdict() for name, interval in self.groups.items()}}
 
     def log_metrics(self) -> dict[str, float]:
         """Metrics for a trainer's log, without those that are undefined, such as the interval of a single prompt."""
@@ -113,27 +84,21 @@ class Evaluation:
 
 
 def summarize(
-    samples: Sequence[Sample],
-    config: EvaluationConfig,
-    *,
-    model: str,
-    settings: Mapping[str, Any],
-    groups: Mapping[str, str | None],
+    samples: Sequence[Sample], model: str, settings: Mapping[str, Any], groups: Mapping[str, str | None]
 ) -> Evaluation:
     """Compute the result of graded samples.
 
     Args:
         samples: k per prompt, prompts contiguous.
-        config: k and the success threshold.
-        model, settings: as in [`Evaluation`]; `settings["task"]` names the task.
+        model, settings: as in [`Evaluation`]; `settings` has `task` and `k`.
         groups: group by prompt id.
     """
-    k = config.k
+    k = settings["k"]
     prompts = []
     for first in range(0, len(samples), k):
         own = samples[first : first + k]
         rewards = [sample.reward for sample in own]
-        successes = sum(is_successful(rewards, config.success_threshold))
+        successes = sum(is_successful(rewards, 1.0))
         name = own[0].prompt
         prompts.append(PromptScore(name, groups[name], float(np.mean(rewards)), successes, _metric_means(own)))
     mean, low, high = bootstrap_ci([prompt.score for prompt in prompts])
@@ -163,11 +128,6 @@ def summarize(
 def _bounds(low: float, high: float) -> str:
     """`[12.5, 40.0]` in percent; a single prompt has no interval."""
     return "needs at least two prompts" if math.isnan(low) else f"[{100 * low:.1f}, {100 * high:.1f}]"
-
-
-def _interval(bounds: Mapping[str, Any]) -> Interval:
-    """An interval from JSON, where null stands for NaN: the bounds of a single prompt."""
-    return Interval(*(float("nan") if bounds[name] is None else bounds[name] for name in ("mean", "low", "high")))
 
 
 def _metric_means(samples: Sequence[Sample]) -> dict[str, float]:

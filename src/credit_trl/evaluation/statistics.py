@@ -76,7 +76,6 @@ def bootstrap_ci(per_prompt_scores: ArrayLike, n_resamples: int = N_RESAMPLES, *
         (scores,),
         np.mean,
         n_resamples=n_resamples,
-        batch=_batch(len(scores)),
         confidence_level=CONFIDENCE_LEVEL,
         method="percentile",
         rng=np.random.default_rng(seed),
@@ -113,7 +112,14 @@ def paired_bootstrap(
         raise ValueError("A paired test needs at least two prompts.")
     if paired_seeds and len(left) != len(right):
         raise ValueError(f"`paired_seeds` needs as many seeds in `a` ({len(left)}) as in `b` ({len(right)}).")
-    deviations = _paired_deviations(left, right, n_resamples, paired_seeds, np.random.default_rng(seed))
+    rng = np.random.default_rng(seed)
+    prompts = _resample(rng, n_resamples, left.shape[1])  # the same for both methods
+    seeds = _resample(rng, n_resamples, len(left))
+    if paired_seeds:
+        deviations = _deviations(left - right, seeds, prompts)
+    else:
+        deviations = _deviations(left, seeds, prompts)
+        deviations = deviations - _deviations(right, _resample(rng, n_resamples, len(right)), prompts)
     difference = float(left.mean() - right.mean())
     tail = (1.0 - CONFIDENCE_LEVEL) / 2
     low, high = np.quantile(deviations, [tail, 1.0 - tail])
@@ -157,29 +163,6 @@ def _deviations(matrix: Array, seeds: tuple[Array, Array], prompts: tuple[Array,
     residual = matrix - by_seed[:, None] - by_prompt + matrix.mean()
     both = np.einsum("bs,sn,bn->b", seed_weights, residual, prompt_weights, optimize=True)
     return seed_part * seed_tails + prompt_part * prompt_tails + both
-
-
-def _paired_deviations(
-    left: Array, right: Array, n_resamples: int, paired_seeds: bool, rng: np.random.Generator
-) -> Array:
-    """(n_resamples,) deviations of the difference, with the same prompts drawn for both methods."""
-    parts = []
-    batch = _batch(left.shape[1])
-    for start in range(0, n_resamples, batch):
-        size = min(batch, n_resamples - start)
-        prompts = _resample(rng, size, left.shape[1])
-        seeds = _resample(rng, size, len(left))
-        if paired_seeds:
-            parts.append(_deviations(left - right, seeds, prompts))
-        else:
-            right_seeds = _resample(rng, size, len(right))
-            parts.append(_deviations(left, seeds, prompts) - _deviations(right, right_seeds, prompts))
-    return np.concatenate(parts)
-
-
-def _batch(count: int) -> int:
-    """Resamples in memory at once: about 64 MB."""
-    return max(1, 8_000_000 // count)
 
 
 def _finite(scores: ArrayLike, name: str, dimensions: tuple[int, ...]) -> Array:

@@ -1,26 +1,44 @@
-"""Grading of an evaluation's samples by the task's verifier. Every sample gets a finite reward."""
+"""Graded samples of an evaluation: by the task's verifier, with a finite reward each, or from a file."""
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import math
+import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from credit_trl.evaluation.generation import Response
-from credit_trl.evaluation.samples import Sample
 from credit_trl.rollout.verdict import FAILED, Verdict, VerifierPolicy, as_verdicts
-from credit_trl.tasks.registry import Task, call_reward
+from credit_trl.tasks.task import Task, call_reward
 from credit_trl.training.checks import check_column_names
+from credit_trl.training.run_directory import read_lines
 
 logger = logging.getLogger(__name__)
 
 # Metric of a verdict without a reward that a second call may decide: the machine was too slow.
 UNDECIDED = "undecided"
 
+SAMPLES_FILE = "samples.jsonl"
+
 DatasetRow = Mapping[str, Any]
 Unit = tuple[DatasetRow, int]  # a row and the number of the sample
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One graded completion."""
+
+    prompt: str  # id
+    sample: int  # number of the sample, in [0, k)
+    text: str
+    length: int  # tokens, end of turn included
+    truncated: bool  # whether it reached the length limit
+    reward: float
+    feedback: str | None
+    metrics: dict[str, float]  # of the verdict, those that are finite
 
 
 class VerifierFailed(RuntimeError):
@@ -42,8 +60,9 @@ def grade(
     if again:
         second = task_verdicts(task, [rows[i] for i in again], [responses[i] for i in again], policy)
         for i, verdict in zip(again, second, strict=True):
-            verdicts[i] = dataclasses.replace(verdict, reward=0.0) if _is_undecided(verdict) else verdict
-        if count := sum(map(_is_undecided, second)):
+            verdicts[i] = replace(verdict, reward=0.0) if _is_undecided(verdict) else verdict
+        count = sum(map(_is_undecided, second))
+        if count > 0:
             logger.warning(f"{task.name} could not decide {count} samples in two calls; they count as 0.")
     return [
         _sample(row["id"], number, response, verdict)
@@ -74,6 +93,28 @@ def task_verdicts(
     if verdicts is FAILED:
         raise VerifierFailed(f"The verifier of {task.name!r} failed, so its samples have no reward.")
     return as_verdicts(task.name, verdicts, arguments)
+
+
+def read_samples(path: Path, units: Sequence[tuple[str, int]]) -> list[Sample]:
+    """The samples of a file, to which others are appended. An incomplete last line of a killed process is removed.
+
+    Args:
+        path: the file, which may be missing.
+        units: (prompt id, number) of every sample of the evaluation, of which the file has the first.
+
+    Raises:
+        ValueError: the file holds samples of another evaluation.
+    """
+    content = path.read_bytes() if path.is_file() else b""
+    if content and not content.endswith(b"\n"):
+        os.truncate(path, content.rfind(b"\n") + 1)
+    try:
+        samples = [Sample(**row) for row in read_lines(path)]
+    except TypeError as error:
+        raise ValueError(f"{path} does not hold samples of an evaluation: {error}") from error
+    if [(sample.prompt, sample.sample) for sample in samples] != list(units[: len(samples)]):
+        raise ValueError(f"{path} holds samples of another evaluation. Use another `output_dir`, or remove it.")
+    return samples
 
 
 def _is_undecided(verdict: Verdict) -> bool:

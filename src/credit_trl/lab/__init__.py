@@ -1,1 +1,3 @@
-"""Tools for runs and checkpoints: analysis of the credit, and the report of a run."""
+"""Analysis of the credit, and the report of runs."""
+
+MAPS_FOLDER = "credit_maps"  # token maps of a run directory

@@ -7,14 +7,12 @@ order of the ranks. That order does not depend on the number of processes.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
 from jaxtyping import Bool, Float
 from torch import Tensor
 
@@ -122,45 +120,6 @@ def is_successful(rewards: Sequence[float], threshold: float) -> list[bool]:
     """
     lowest = threshold - _REWARD_ROUNDING * abs(threshold)
     return [reward >= lowest for reward in rewards]
-
-
-def gather_success_weights(
-    batch: GenerationBatch, has_teacher: Sequence[bool], threshold: float
-) -> tuple[list[float], int, int]:
-    """`success_weights` of the local samples, and the numbers of mixed groups and of samples with a teacher.
-
-    Every process must call it.
-    """
-    everyone = gather_object(list(has_teacher))
-    weights, mixed = success_weights(batch.rewards, everyone, batch.group_size, threshold)
-    return [weights[i] for i in batch.indices], mixed, sum(everyone)
-
-
-def success_weights(
-    rewards: Sequence[float], has_teacher: Sequence[bool], group_size: int, threshold: float
-) -> tuple[list[float], int]:
-    """Weights and number of mixed groups. The weights w give Σ_i w_i m_i = mean of m over successes −
-    mean over failures, averaged over mixed groups.
-
-    A group is mixed where it has successes and failures among its rollouts with a teacher; other rollouts have weight
-    0. All weights are NaN where no group is mixed.
-
-    Args:
-        rewards: global, groups contiguous.
-        has_teacher: global.
-    """
-    successful = is_successful(rewards, threshold)
-    weights = [0.0] * len(rewards)
-    mixed = 0
-    for start in range(0, len(rewards), group_size):
-        group = [i for i in range(start, min(start + group_size, len(rewards))) if has_teacher[i]]
-        group = [i for i in group if not math.isnan(rewards[i])]
-        count = sum(successful[i] for i in group)
-        if 0 < count < len(group):
-            mixed += 1
-            for i in group:
-                weights[i] = 1.0 / count if successful[i] else -1.0 / (len(group) - count)
-    return [weight / mixed if mixed else math.nan for weight in weights], mixed
 
 
 def total_rewards(rewards_per_func: Float[Tensor, "n f"], weights: Float[Tensor, " f"]) -> list[float]:

@@ -49,19 +49,22 @@ def split_thinking(
         opened: whether the generation prompt opened a block. None reads it from the text: a closing mark comes before
             any opening one.
     """
-    found = [mark for mark in re.finditer(_any_of(marks), text) if not _is_quoted(text, mark)]
+    either = "|".join(re.escape(mark) for pair in marks for mark in pair)
+    found = [mark for mark in re.finditer(either, text) if not _is_quoted(text, mark)]
     closing = {pair[1] for pair in marks}
     is_open = opened if opened is not None else bool(found) and found[0].group() in closing
     blocks: list[str] = []
     answer: list[str] = []
     start = 0
+    last_end = 0  # of the mark before
     for mark in found:
-        part = text[start : mark.start()]
-        is_repeated = is_open and not blocks and not part.strip()  # the response repeats its prompt's opening mark
+        # The response repeats its prompt's opening mark. Only texts between neighbours are sliced, for linear time.
+        is_repeated = is_open and not blocks and start == last_end and not text[start : mark.start()].strip()
         if is_open == (mark.group() in closing) or is_repeated:
-            (blocks if is_open else answer).append(part)
+            (blocks if is_open else answer).append(text[start : mark.start()])
             is_open = mark.group() not in closing
             start = mark.end()
+        last_end = mark.end()
     (blocks if is_open else answer).append(text[start:])
     thinking = "\n".join(block.strip() for block in blocks if block.strip())
     return thinking, None if is_open else "".join(answer)
@@ -72,9 +75,9 @@ def answer_part(text: str, marks: ThinkingMarks = COMMON_MARKS, *, opened: bool 
     return split_thinking(text, marks, opened=opened)[1]
 
 
-def opens_thinking(prompt: str, marks: ThinkingMarks) -> bool:
-    """Whether a rendered prompt ends with an opening mark."""
-    return prompt.rstrip().endswith(tuple(opening for opening, _ in marks))
+def opening_mark(prompt: str, marks: ThinkingMarks) -> str:
+    """The opening mark that a rendered prompt ends with; empty without one."""
+    return next((opening for opening, _ in marks if prompt.rstrip().endswith(opening)), "")
 
 
 def decode_with_marks(
@@ -95,7 +98,7 @@ def mark_thinking(
     completion_ids: Sequence[Sequence[int]],
     tokenizer: PreTrainedTokenizerBase,
     prompt_of: Callable[[int], str],
-    marks: ThinkingMarks | None = None,
+    marks: ThinkingMarks,
 ) -> list[Any]:
     """Completions of one turn in TRL's form whose text tells thinking from answer.
 
@@ -107,9 +110,8 @@ def mark_thinking(
         completion_ids: sampled ids.
         tokenizer: decodes them.
         prompt_of: renders the prompt of a completion, by its index.
-        marks: None for those of `thinking_marks`.
+        marks: see `thinking_marks`.
     """
-    marks = marks or thinking_marks(tokenizer)
     plain = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
     marked = list(completions)
     for index, text in enumerate(decode_with_marks(tokenizer, completion_ids, marks)):
@@ -120,15 +122,10 @@ def mark_thinking(
         own = completion if is_text else completion[0]["content"]
         content = own if text == plain[index] else text
         if answer_part(content, marks, opened=True) is None:
-            prompt = prompt_of(index)
-            content = next((pair[0] for pair in marks if opens_thinking(prompt, (pair,))), "") + content
+            content = opening_mark(prompt_of(index), marks) + content
         if content != own:
             marked[index] = content if is_text else [{**completion[0], "content": content}]
     return marked
-
-
-def _any_of(marks: ThinkingMarks) -> str:
-    return "|".join(re.escape(mark) for pair in marks for mark in pair)
 
 
 def _is_quoted(text: str, mark: re.Match[str]) -> bool:

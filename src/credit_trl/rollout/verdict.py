@@ -12,15 +12,14 @@ import logging
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from copy import copy
 from dataclasses import dataclass, field, fields
 from functools import partial
 from itertools import islice
 from typing import Any, Literal
 
-from credit_trl.rollout.deadline import deadline_in
-from credit_trl.rollout.threads import call_in_thread
+from credit_trl.rollout.deadline import call_in_thread, deadline_in
 
 logger = logging.getLogger(__name__)
 
@@ -117,10 +116,17 @@ class VerifierPolicy:
         Raises:
             VerifierTimeout: it took too long, with `on_error="raise"`. Other exceptions propagate.
         """
+
+        def work() -> Any:
+            with deadline_in(self.timeout):
+                return reward_func(**arguments)
+
         try:
             if self.timeout is None:
-                return reward_func(**arguments)
-            return _call_with_timeout(self.timeout, name, reward_func, arguments)
+                return work()
+            outcome = call_in_thread(f"verifier {name}", work)  # a thread that is abandoned after the timeout
+            wait([outcome], timeout=self.timeout)
+            return self._result(name, outcome)
         except Exception as error:
             return self._handle(name, error)
 
@@ -128,43 +134,28 @@ class VerifierPolicy:
         """Call a coroutine function as `call` does, without blocking the event loop."""
         try:
             with deadline_in(self.timeout):
-                call = asyncio.ensure_future(reward_func(**arguments))
+                outcome = asyncio.ensure_future(reward_func(**arguments))
             try:
-                await asyncio.wait({call}, timeout=self.timeout)
-                if call.done():  # not `wait_for`, as the function may raise a TimeoutError itself
-                    return call.result()
+                await asyncio.wait({outcome}, timeout=self.timeout)  # `wait_for` hides a TimeoutError of the function
+                return self._result(name, outcome)
             finally:
-                call.cancel()
-            raise _timeout_error(name, self.timeout)
+                outcome.cancel()
         except Exception as error:
             return self._handle(name, error)
+
+    def _result(self, name: str, outcome: asyncio.Future | Future) -> Any:
+        if outcome.done():
+            return outcome.result()
+        raise VerifierTimeout(
+            f"The reward function {name!r} has not returned within {self.timeout:g} s. Raise `verifier_timeout`, make "
+            "the function faster, or skip the rollouts of such calls with `on_verifier_error='skip'`."
+        )
 
     def _handle(self, name: str, error: Exception) -> object:
         if self.on_error == "raise":
             raise error
         logger.warning(f"{name} failed ({type(error).__name__}: {error}); the rollouts of this call are skipped.")
         return FAILED
-
-
-def _call_with_timeout(seconds: float, name: str, reward_func: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-    """Call a function in a thread that is abandoned after the timeout."""
-
-    def work() -> Any:
-        with deadline_in(seconds):
-            return reward_func(**arguments)
-
-    outcome = call_in_thread(f"verifier {name}", work)
-    wait([outcome], timeout=seconds)
-    if not outcome.done():
-        raise _timeout_error(name, seconds)
-    return outcome.result()
-
-
-def _timeout_error(name: str, seconds: float | None) -> VerifierTimeout:
-    return VerifierTimeout(
-        f"The reward function {name!r} has not returned within {seconds:g} s. Raise `verifier_timeout`, make the "
-        "function faster, or skip the rollouts of such calls with `on_verifier_error='skip'`."
-    )
 
 
 class VerdictLog:
@@ -191,9 +182,11 @@ class VerdictLog:
         parameters = parameters_of(reward_func)
         ignored = () if "truncated" in parameters or takes_any_keyword(parameters) else ("truncated",)
 
-        def accepted(arguments: dict[str, Any]) -> tuple[dict[str, Any], list[Callable[[], None]]]:
-            taken, held = _hold_logs(arguments)
-            return {key: value for key, value in taken.items() if key not in ignored}, held
+        def accepted(arguments: dict[str, Any], held: list[Callable[[], None]]) -> dict[str, Any]:
+            """Arguments that the function takes. Its calls of loggers wait in `held`, as it may fail or be late."""
+            taken = {key: value for key, value in arguments.items() if key not in ignored}
+            loggers = {key: partial(_hold, held, taken[key]) for key in ("log_extra", "log_metric") if key in taken}
+            return taken | loggers
 
         def record(output: Any, arguments: dict[str, Any], held: list[Callable[[], None]]) -> list[float | None]:
             if output is FAILED:
@@ -208,19 +201,15 @@ class VerdictLog:
                     log_metric(metric, float(value))
             return [verdict.reward for verdict in verdicts]
 
-        if is_async_callable(reward_func):
-
-            async def wrapped_async(**kwargs: Any) -> list[float | None]:
-                arguments, held = accepted(kwargs)
-                return record(await self.policy.call_async(name, reward_func, arguments), kwargs, held)
-
-            return wrapped_async
+        async def wrapped_async(**kwargs: Any) -> list[float | None]:
+            held: list[Callable[[], None]] = []
+            return record(await self.policy.call_async(name, reward_func, accepted(kwargs, held)), kwargs, held)
 
         def wrapped(**kwargs: Any) -> list[float | None]:
-            arguments, held = accepted(kwargs)
-            return record(self.policy.call(name, reward_func, arguments), kwargs, held)
+            held: list[Callable[[], None]] = []
+            return record(self.policy.call(name, reward_func, accepted(kwargs, held)), kwargs, held)
 
-        return wrapped
+        return wrapped_async if is_async_callable(reward_func) else wrapped
 
     def skipped(self, num_samples: int) -> list[bool]:
         """For each local sample, whether a reward function failed. Each call grades all local samples."""
@@ -237,27 +226,17 @@ class VerdictLog:
 
     def turn_feedback(self, num_samples: int) -> list[dict[int, str]]:
         """Feedback on the turns of each local sample, by turn index."""
-        merged: list[dict[int, str]] = [{} for _ in range(num_samples)]
-        for turns, own in zip(merged, self._of_samples(num_samples), strict=True):
-            for turn, text in ((turn, text) for v in own for turn, text in v.turn_feedback.items()):
-                joined = join_feedback([turns.get(turn), text])
-                if joined is not None:
-                    turns[turn] = joined
+        merged = []
+        for own in self._of_samples(num_samples):
+            turns = sorted({turn for verdict in own for turn in verdict.turn_feedback})
+            joined = {turn: join_feedback([verdict.turn_feedback.get(turn) for verdict in own]) for turn in turns}
+            merged.append({turn: text for turn, text in joined.items() if text is not None})
         return merged
 
 
-def _hold_logs(arguments: dict[str, Any]) -> tuple[dict[str, Any], list[Callable[[], None]]]:
-    """Arguments of a function that may fail or return too late, whose `log_extra` and `log_metric` only store their
-    calls; and these calls."""
-    held: list[Callable[[], None]] = []
-
-    def hold(log: Callable[..., None]) -> Callable[..., None]:
-        return lambda *args, **kwargs: held.append(
-            partial(log, *map(copy, args), **{k: copy(v) for k, v in kwargs.items()})
-        )
-
-    loggers = {key: hold(arguments[key]) for key in ("log_extra", "log_metric") if key in arguments}
-    return arguments | loggers, held
+def _hold(held: list[Callable[[], None]], log: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """Store a call of a logger with copies of its arguments, which the function may change later."""
+    held.append(partial(log, *map(copy, args), **{key: copy(value) for key, value in kwargs.items()}))
 
 
 def as_verdicts(name: str, output: Any, arguments: Mapping[str, Any]) -> list[Verdict]:
@@ -277,19 +256,18 @@ def as_verdicts(name: str, output: Any, arguments: Mapping[str, Any]) -> list[Ve
     if expected is not None and len(elements) != expected:
         count = f"more than {expected}" if len(elements) > expected else len(elements)
         raise ValueError(f"The reward function {name!r} returned {count} elements for {expected} completions. {fix}")
+    verdicts = []
     for index, element in enumerate(elements):
         if not (element is None or isinstance(element, Verdict) or _is_number(element)):
-            shape = getattr(element, "shape", None)
-            kind = type(element).__name__ if shape is None else f"{type(element).__name__} of shape {tuple(shape)}"
-            flatten = "" if shape is None else " `scores.squeeze(-1)` makes numbers of scores of shape (n, 1)."
-            raise TypeError(f"The reward function {name!r} returned a {kind} for completion {index}. {fix}{flatten}")
-    verdicts = [v if isinstance(v, Verdict) else Verdict(v) for v in elements]
-    for index, verdict in enumerate(verdicts):
+            kind = type(element).__name__
+            raise TypeError(f"The reward function {name!r} returned a {kind} for completion {index}. {fix}")
+        verdict = element if isinstance(element, Verdict) else Verdict(element)
         if verdict.reward is not None and not math.isfinite(verdict.reward):
             raise ValueError(
-                f"The reward function {name!r} returned the reward {float(verdict.reward)} for completion {index}. "
-                "Return a finite number, or None where the function does not apply."
+                f"The reward function {name!r} returned the reward {float(verdict)} for completion {index}. Return a "
+                "finite number, or None where the function does not apply."
             )
+        verdicts.append(verdict)
     return verdicts
 
 

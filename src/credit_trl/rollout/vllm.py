@@ -10,8 +10,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -24,12 +25,9 @@ from trl import GRPOConfig
 from trl.generation.vllm_generation import VLLMGeneration
 from trl.import_utils import is_vllm_available
 
-# PEFT's infixes in parameter names.
-_WRAPPED = ".base_layer"
-_BASE = f"{_WRAPPED}."
-_SAVED = ".modules_to_save."
-_TOKENS = ".token_adapter"  # of `trainable_token_indices`, as the next
-_TOKENS_DELTA = ".trainable_tokens_"
+# Parts of PEFT's names of parameters that the base model does not have: of adapters, of `modules_to_save` and of
+# `trainable_token_indices`.
+_NOT_IN_BASE = (".original_module.", ".modules_to_save.", ".trainable_tokens_")
 
 
 def await_engine(args: GRPOConfig) -> None:
@@ -69,7 +67,7 @@ class PolicyGeneration(VLLMGeneration):
         if not is_peft_model(self.model):
             yield from super()._iter_named_params()
         elif self._dist.is_zero3 or self._dist.fsdp_version == 1:  # gathered, merged copies
-            yield from (named for named in super()._iter_named_params() if _SAVED not in named[0])
+            yield from (named for named in super()._iter_named_params() if ".modules_to_save." not in named[0])
         else:
             for name, weight in merged_weights(self.model):
                 yield self._fix_param_name_to_vllm(name), weight
@@ -104,43 +102,36 @@ def merged_weights(model: PeftModel) -> Iterator[tuple[str, Tensor]]:
     Each weight is valid until the next iteration. Sharded weights are gathered, so every process must iterate.
     """
     adapter = model.active_adapter
+    wrappers = rf"^base_model\.model\.|\.base_layer(?=\.)|\.token_adapter(?=\.)|\.modules_to_save\.{adapter}(?=\.)"
     for name, parameter in list(model.named_parameters()):
-        base_name = name.removeprefix("base_model.model.")
-        if _BASE in name and model.prefix not in name.rpartition(_BASE)[2]:
-            with ExitStack() as merged:
-                for layer in _wrappers(model, name):
-                    merged.enter_context(_merged(layer, adapter))
-                yield base_name.replace(_WRAPPED, "").replace(_TOKENS, ""), _whole(model.get_parameter(name))
-        elif f"{_SAVED}{adapter}." in name:
-            yield base_name.replace(f"{_SAVED}{adapter}.", "."), _whole(parameter)
-        elif not any(part in name for part in (model.prefix, ".original_module.", _SAVED, _TOKENS_DELTA)):
-            yield base_name, _whole(parameter)
-
-
-def _wrappers(model: PeftModel, name: str) -> list[BaseTunerLayer]:
-    """Tuner layers around a base parameter, innermost first. There are several if a module has adapted parameters."""
-    path = name.rpartition(_BASE)[0]
-    found = [path]
-    while path.endswith(_WRAPPED):
-        path = path.removesuffix(_WRAPPED)
-        found.append(path)
-    return [model.get_submodule(one) for one in found]
+        base_name = re.sub(wrappers, "", name)
+        if any(part in base_name for part in (model.prefix, *_NOT_IN_BASE)):
+            continue
+        path, base_layer, _ = name.partition(".base_layer.")
+        with _merged(model.get_submodule(path), adapter) if base_layer else nullcontext():
+            yield base_name, _whole(model.get_parameter(name) if base_layer else parameter)
 
 
 @contextmanager
-def _merged(layer: BaseTunerLayer, adapter: str) -> Iterator[None]:
-    base = layer.get_base_layer()
-    originals = [(name, parameter, parameter.data) for name, parameter in base.named_parameters(recurse=False)]
-    for _, parameter, data in originals:
+def _merged(wrapper: BaseTunerLayer, adapter: str) -> Iterator[None]:
+    """Merge an adapter into copies of the base weights of a tuner layer, and of those inside it.
+
+    A module with several adapted parameters has nested layers around one base.
+    """
+    layers = [module for module in wrapper.modules() if isinstance(module, BaseTunerLayer)]
+    bases = [layer.get_base_layer() for layer in layers]
+    originals = [(base, *named, named[1].data) for base in bases for named in base.named_parameters(recurse=False)]
+    for _, _, parameter, data in originals:
         parameter.data = data.clone()
-    # Without PEFT's `safe_merge`, which rounds the adapter's product before the sum and then the sum.
-    layer.merge(adapter_names=[adapter])
+    for layer in layers:  # without PEFT's `safe_merge`, which rounds the adapter's product before the sum
+        layer.merge(adapter_names=[adapter])
     try:
         yield
     finally:
-        if layer.merged:
-            layer.unmerge()
-        for name, parameter, data in originals:  # quantized layers have replaced the parameter
+        for layer in layers:
+            if layer.merged:
+                layer.unmerge()
+        for base, name, parameter, data in originals:  # quantized layers have replaced the parameter
             parameter.data = data
             base.register_parameter(name, parameter)
 

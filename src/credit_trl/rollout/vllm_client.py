@@ -15,17 +15,12 @@ from typing import Any
 
 import requests
 import torch
-from requests.adapters import HTTPAdapter
 from trl.generation.vllm_client import VLLMClient
 
-from credit_trl.rollout.threads import call_in_thread
+from credit_trl.rollout.deadline import call_in_thread
 
 POLL_SECONDS = 1.0
 CONNECT_SECONDS = 5.0
-# Consecutive refused connections after which the server counts as gone; one may be a brief overload.
-REFUSALS = 2
-# Endpoints that answer quickly or not at all. They are not retried, because they change the server's state.
-CONTROL_ENDPOINTS = ("start_weight_update", "update_weights", "finish_weight_update", "reset_prefix_cache")
 
 _START = (
     "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --enable-scale-out --logprobs-mode processed_logprobs --max-logprobs -1 "
@@ -50,13 +45,11 @@ class WatchedClient(VLLMClient):
 
     @classmethod
     def adopt(cls, client: VLLMClient, patience: float) -> WatchedClient:
-        """Convert a connected client; `/health` or a control request may stay unanswered for `patience` seconds."""
+        """Convert a connected client; `/health` or a weight update may stay unanswered for `patience` seconds."""
         watched = cls.__new__(cls)
         vars(watched).update(vars(client))
         watched.patience = patience
-        watched.control = _ControlAdapter(patience)
-        for endpoint in CONTROL_ENDPOINTS:
-            watched.session.mount(f"{watched.base_url}/{endpoint}", watched.control)
+        watched.failure = None  # of the last request that failed
         return watched
 
     def generate(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -66,24 +59,35 @@ class WatchedClient(VLLMClient):
         self._watch("receiving weights", lambda: super(WatchedClient, self).update_named_params(*args, **kwargs))
 
     def reset_prefix_cache(self) -> None:
-        self._watch("clearing its cache", lambda: super(WatchedClient, self).reset_prefix_cache())
+        self._post(f"{self.base_url}/reset_prefix_cache")
+
+    def _post(self, url: str, **kwargs: Any) -> dict[str, Any]:
+        """Send a request. One that changes the server's state has a timeout and is not retried."""
+        endpoint = url.removeprefix(self.base_url)
+        try:
+            if "/v1/" in endpoint:  # completions, which take any time
+                return super()._post(url, **kwargs)
+            response = requests.post(url, timeout=(CONNECT_SECONDS, self.patience), **kwargs)
+            if response.status_code != 200:
+                raise requests.HTTPError(f"{response.status_code}: {response.text[:500]}")
+        except Exception as error:  # of `requests`, or TRL's for another status
+            self.failure = VLLMServerError(self.base_url, f"failed at {endpoint} ({error})")
+            raise self.failure from error
+        return response.json() if response.content else {}
 
     def _watch(self, activity: str, work: Callable[[], Any]) -> Any:
         outcome = call_in_thread("vllm-server-call", torch.no_grad()(work))  # torch stores the grad mode per thread
-        health = _Health(self.base_url, self.patience)
+        last_answer = time.monotonic()
         while not wait([outcome], timeout=POLL_SECONDS).done:
-            # A failed control request ends the update while the broadcast still waits for its receiver.
-            problem = self.control.failure or health.problem()
-            if problem is not None:
-                raise VLLMServerError(self.base_url, f"{problem} while {activity}")
-        try:
-            return outcome.result()
-        except requests.RequestException as error:
-            raise VLLMServerError(self.base_url, f"failed while {activity} ({error})") from error
-        except Exception as error:
-            if type(error) is Exception:  # TRL raises it for a status other than 200
-                raise VLLMServerError(self.base_url, f"failed while {activity} ({error})") from error
-            raise
+            if self.failure is not None:  # the broadcast of weights still waits for its receiver
+                raise self.failure
+            silence = _ask_health(self.base_url, min(CONNECT_SECONDS, self.patience))
+            if silence is None:
+                last_answer = time.monotonic()
+            if time.monotonic() - last_answer >= self.patience:
+                problem = f"has not answered for {self.patience:g} s ({silence}) while {activity}"
+                raise VLLMServerError(self.base_url, problem)
+        return outcome.result()
 
 
 def await_server(url: str, timeout: float) -> None:
@@ -98,50 +102,6 @@ def await_server(url: str, timeout: float) -> None:
             fix = f"Start it with: {_START}; or correct `vllm_server_host` and `vllm_server_port`, or the base URL."
             raise VLLMServerError(url, f"did not answer within {timeout:g} s ({problem})", fix)
         time.sleep(min(POLL_SECONDS, timeout))
-
-
-class _ControlAdapter(HTTPAdapter):
-    """HTTP adapter with a timeout that stores the last failure."""
-
-    def __init__(self, patience: float) -> None:
-        super().__init__(max_retries=0)
-        self.patience = patience
-        self.failure: str | None = None
-
-    def send(self, request: requests.PreparedRequest, **kwargs: Any) -> requests.Response:
-        kwargs["timeout"] = (CONNECT_SECONDS, self.patience)
-        try:
-            response = super().send(request, **kwargs)
-        except requests.RequestException as error:
-            self.failure = f"did not answer {request.path_url} ({error})"
-            raise
-        if response.status_code >= 400:
-            self.failure = f"refused {request.path_url} ({response.status_code}: {response.text[:500]})"
-        return response
-
-
-class _Health:
-    """State of a series of `/health` requests."""
-
-    def __init__(self, url: str, patience: float) -> None:
-        self.url = url
-        self.patience = patience
-        self.last_answer = time.monotonic()
-        self.refusals = 0
-
-    def problem(self) -> str | None:
-        """Send one request. None if the server answers, or if its silence is shorter than `patience`."""
-        problem = _ask_health(self.url, min(CONNECT_SECONDS, self.patience))
-        if problem is None:
-            self.last_answer = time.monotonic()
-            self.refusals = 0
-            return None
-        self.refusals = self.refusals + 1 if "refused" in problem.lower() else 0
-        if self.refusals >= REFUSALS:
-            return "is gone: it refuses connections"
-        if time.monotonic() - self.last_answer >= self.patience:
-            return f"has not answered for {self.patience:g} s ({problem})"
-        return None
 
 
 def _ask_health(url: str, timeout: float) -> str | None:

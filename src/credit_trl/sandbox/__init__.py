@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Sequence
 
 from credit_trl.sandbox.batch import Sandbox
 from credit_trl.sandbox.cores import worker_count
@@ -39,15 +38,11 @@ What helps, best first:
 
 # Environment variables with the defaults of `open_sandbox`, inherited by child processes.
 CHOICE, UNPROTECTED = "CREDIT_TRL_SANDBOX", "CREDIT_TRL_ALLOW_UNSANDBOXED"
-PACKAGES = "CREDIT_TRL_SANDBOX_PACKAGES"  # separated by commas
 
-_REMOTE_WORKERS = 16
 _logger = logging.getLogger(__name__)
 
 
-def open_sandbox(
-    sandbox: str | None = None, workers: int | None = None, packages: Sequence[str] | None = None
-) -> Sandbox:
+def open_sandbox(sandbox: str | None = None, workers: int | None = None) -> Sandbox:
     """Open a sandbox after probing that its isolation works on this machine.
 
     Args:
@@ -59,46 +54,34 @@ def open_sandbox(
             unprotected only if the environment variable CREDIT_TRL_ALLOW_UNSANDBOXED is `1`; see `choose_sandbox`.
         workers: number of programs that run at the same time. Default: the cores that this process may use, with a
             container's quota, divided by `LOCAL_WORLD_SIZE`; 16 for a remote sandbox.
-        packages: names of installed distributions, such as `numpy`, that programs may import in addition to the
-            standard library, as a list or separated by commas. Their dependencies are not added. `None` reads the
-            environment variable CREDIT_TRL_SANDBOX_PACKAGES. A remote sandbox has its own packages.
 
     Raises:
         SandboxError: no tier works; the message lists the reasons and what to install.
         ResourcesExhausted: this machine or process has no descriptors, processes or memory left for the probe.
-        ValueError: neither a tier nor an address, packages of a remote sandbox, or fewer than one worker.
+        ValueError: neither a tier nor an address, or fewer than one worker.
     """
     chosen = sandbox or os.environ.get(CHOICE) or "auto"
     if workers is not None and workers < 1:
         raise ValueError(f"workers must be at least 1, got {workers}.")
-    names = _package_names(packages)
-    if _is_address(chosen):
-        if names:
-            raise ValueError(
-                f"Packages ({', '.join(names)}) are for local sandboxes; a remote one has those of its service. "
-                "Remove packages=, --sandbox_packages, or the environment variable CREDIT_TRL_SANDBOX_PACKAGES."
-            )
+    _check_choice(chosen)
+    if chosen not in TIERS:
         from credit_trl.sandbox.remote import RemoteSandbox
 
-        return RemoteSandbox(chosen, workers or _REMOTE_WORKERS)
-    _check_choice(chosen)
+        return RemoteSandbox(chosen, workers or 16)
     if not sys.platform.startswith("linux"):
         raise SandboxError(
             'The local sandbox needs Linux. Use a remote one on other systems: open_sandbox("http://...").'
         )
-    return _open_local(chosen, workers or worker_count(), names)
+    return _open_local(chosen, workers or worker_count())
 
 
-def choose_sandbox(
-    sandbox: str | None = None, allow_unsandboxed: bool = False, packages: Sequence[str] | None = None
-) -> None:
+def choose_sandbox(sandbox: str | None = None, allow_unsandboxed: bool = False) -> None:
     """Set the defaults of `open_sandbox` for this process and its child processes.
 
     Args:
         sandbox: a tier, or the address of a remote sandbox; `None` leaves the default as it is.
         allow_unsandboxed: run programs with resource limits only, after a warning, if no better tier works; `False`
             leaves the default as it is.
-        packages: as in `open_sandbox`; `None` leaves the default as it is.
 
     Raises:
         ValueError: neither a tier nor an address, or `"unprotected"` without `allow_unsandboxed`.
@@ -110,59 +93,42 @@ def choose_sandbox(
         os.environ[CHOICE] = sandbox
     if allow_unsandboxed:
         os.environ[UNPROTECTED] = "1"
-    if packages is not None:
-        os.environ[PACKAGES] = packages if isinstance(packages, str) else ",".join(packages)
-
-
-def _package_names(packages: Sequence[str] | None) -> list[str]:
-    """The names of a list or of a text with commas, by default that of the environment."""
-    given = os.environ.get(PACKAGES, "") if packages is None else packages
-    listed = given.split(",") if isinstance(given, str) else given
-    return [name.strip() for name in listed if name.strip()]
 
 
 def _check_choice(sandbox: str) -> None:
     """Raise `ValueError` for what is neither a tier nor an address. The message shows no credentials."""
-    if sandbox in TIERS:
-        return
     from credit_trl.sandbox.remote import parse_address, without_credentials
 
-    if _is_address(sandbox):
+    if sandbox.startswith(("http://", "https://")):
         parse_address(sandbox)
-        return
-    shown = without_credentials(sandbox)
-    raise ValueError(f"--sandbox {shown}: neither one of {', '.join(TIERS)} nor an address (http://...).")
+    elif sandbox not in TIERS:
+        shown = without_credentials(sandbox)
+        raise ValueError(f"--sandbox {shown}: neither one of {', '.join(TIERS)} nor an address (http://...).")
 
 
-def _is_address(text: str) -> bool:
-    return text.startswith(("http://", "https://"))
-
-
-def _open_local(tier: str, workers: int, packages: Sequence[str]) -> Sandbox:
-    from credit_trl.sandbox.packages import PackageError, find_packages
+def _open_local(tier: str, workers: int) -> Sandbox:
     from credit_trl.sandbox.pool import PoolSandbox
     from credit_trl.sandbox.probe import probe
 
-    find_packages(packages)  # raises before any tier is tried
     reasons: list[str] = []
     candidates = {"auto": ("bubblewrap", "landlock"), "unprotected": ()}.get(tier, (tier,))
     for candidate in candidates:
         try:
-            sandbox = PoolSandbox(candidate, workers, packages=packages)
+            sandbox = PoolSandbox(candidate, workers)
             try:
                 probe(sandbox)
             except BaseException:
                 sandbox.close()
                 raise
-        except (PackageError, ResourcesExhausted):  # no fault of the tier
+        except ResourcesExhausted:  # no fault of the tier
             raise
         except OSError as error:  # of this process, which has nothing to do with the tier
             raise sandbox_error(f"The sandbox could not be opened: {error}.") from error
         except SandboxError as error:
-            reasons.append(f"{candidate}: {error}")
+            reasons.append(f"{candidate}: {str(error).rstrip('.')}.")
             continue
         if reasons:
-            _logger.warning("Sandbox: %s. Using %s instead.", reasons[0], candidate)
+            _logger.warning("Sandbox: %s Using %s instead.", reasons[0], candidate)
         return sandbox
     if tier == "unprotected" or (tier == "auto" and os.environ.get(UNPROTECTED) == "1"):
         # Logged, as Python's warning filters could hide it.
@@ -170,7 +136,7 @@ def _open_local(tier: str, workers: int, packages: Sequence[str]) -> Sandbox:
             "Model-written programs run UNPROTECTED: resource limits only, with this machine's files and network. %s",
             " ".join(reasons),
         )
-        return PoolSandbox("unprotected", workers, packages=packages)
+        return PoolSandbox("unprotected", workers)
     listed = "\n".join(f"  - {reason}" for reason in reasons)
     raise SandboxError(f"No sandbox holds on this machine:\n{listed}\n{_REMEDIES}")
 

@@ -2,51 +2,27 @@
 
 from __future__ import annotations
 
-import heapq
+import bisect
 import math
-import sys
 import time
 from abc import ABC, abstractmethod
-from collections import deque
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
 from typing import Any
 
-from credit_trl.sandbox.protocol import STATUSES, Outcome, Program, SandboxError, Status, printable, sandbox_error
-from credit_trl.sandbox.running import GROUP_STOPPED, is_json
+from credit_trl.sandbox.protocol import STATUSES, Outcome, Program, Status, printable, sandbox_error
+from credit_trl.sandbox.running import is_json
 
-# Batches that end earlier show no progress bar.
-_PROGRESS_DELAY_SECONDS = 0.5
-# Seconds that a group is charged for its first program, and at least for each, until the program has ended.
-_FIRST_SECONDS = 0.001
-# Interval of progress lines if standard error is not a terminal.
-_LOG_SECONDS = 10.0
-
-
-@dataclass(eq=False)
-class _Group:
-    """Programs that belong together.
-
-    Args:
-        charged: seconds that its programs have run, and those in progress are expected to run.
-        expected: seconds that its next program is expected to run, as many as its last one did.
-        since_failure: seconds that its programs have run since one failed, `None` if none has.
-    """
-
-    number: int
-    waiting: deque[int] = field(default_factory=deque)
-    charged: float = 0.0
-    expected: float = _FIRST_SECONDS
-    since_failure: float | None = None
-    stopped: bool = False
+# Batches that end before `delay` show no progress bar.
+_PROGRESS_SECONDS = {"delay": 0.5, "mininterval": 1.0}
 
 
 class Batch:
-    """State of one `Sandbox.run`, which has its arguments: waiting and running programs, outcomes, groups, progress.
+    """State of one `Sandbox.run`, which has its arguments: waiting and running programs, outcomes, progress.
 
-    The next program is one of the group that has had the least time, so that groups of slow programs do not keep the
-    others waiting. `newly_stopped` has the numbers of the groups that stopped since the caller last cleared it.
+    The next program is one of the group that has the fewest running, among these of the one that has had the least
+    time, so that groups of slow programs do not keep the others waiting. Programs without a group count as one.
     """
 
     def __init__(
@@ -64,31 +40,23 @@ class Batch:
             if program.arguments is not None and not is_json(program.arguments):
                 raise ValueError(f"Program.arguments of program {index} are not JSON: {program.arguments[:80]!r}")
         self.programs = list(programs)
-        self.stops = tuple(sorted(skip_group_after))
-        self.newly_stopped: list[int] = []
-        self._keep = keep
+        self._stops = frozenset(skip_group_after)
         self._failed_group_seconds = failed_group_seconds
-        self._group_of = self._grouped()
-        self._groups = list(dict.fromkeys(self._group_of))
-        self._turns: list[tuple[float, int]] = []  # heap of (charged, group); entries with another charge are stale
-        self._started: dict[int, float] = {}  # by index, the seconds that its group was charged at the start
+        self._keep = keep
+        self._waiting: dict[Any, list[int]] = {}  # by group, in their order
+        self._spent: dict[Any, float] = defaultdict(float)  # seconds that the programs of each group have run
+        self._running: set[int] = set()
         self._retried: set[int] = set()
-        self._outcomes: list[Outcome | None] = [None] * len(self.programs)
-        self._left = len(self.programs)
-        self._bar = _progress_bar(len(self.programs), progress) if progress else None
-        for group in self._groups:
-            self._queue(group)
+        self._stopped: set[Any] = set()  # groups
+        self._since_failure: dict[Any, float] = {}  # by group, seconds that its programs have run since one failed
+        self._outcomes: dict[int, Outcome] = {}
+        self._bar: Any = None
+        if progress:
+            from tqdm import tqdm
 
-    def _grouped(self) -> list[_Group]:
-        """The group of each program. A program whose `group` is `None` is a group of its own."""
-        groups: dict[Any, _Group] = {}
-        group_of = []
-        for index, program in enumerate(self.programs):
-            label = (program.group, None if program.group is not None else index)
-            group = groups.setdefault(label, _Group(len(groups)))
-            group.waiting.append(index)
-            group_of.append(group)
-        return group_of
+            description = progress if isinstance(progress, str) else "programs"
+            self._bar = tqdm(total=len(self.programs), desc=description, unit="run", leave=False, **_PROGRESS_SECONDS)
+        self._wait(range(len(self.programs)))
 
     def close(self) -> None:
         """Close the progress bar."""
@@ -98,91 +66,74 @@ class Batch:
     @property
     def finished(self) -> bool:
         """Whether every program has an outcome."""
-        return not self._left
+        return len(self._outcomes) == len(self.programs)
 
-    def group_number(self, index: int) -> int | None:
-        """Number of a program's group, `None` if its `group` is `None`."""
-        return None if self.programs[index].group is None else self._group_of[index].number
-
-    def take(self) -> int | None:
-        """Index of the next program to start, `None` if none is waiting."""
-        while self._turns:
-            charged, number = heapq.heappop(self._turns)
-            group = self._groups[number]
-            if charged != group.charged or not group.waiting:
-                continue
-            index = group.waiting.popleft()
-            self._started[index] = group.expected
-            group.charged += group.expected
-            self._queue(group)
-            return index
-        return None
+    def take(self, workers: int) -> int | None:
+        """Index of the next program to start, `None` if none is waiting or `workers` programs run."""
+        if not self._waiting or len(self._running) >= workers:
+            return None
+        at_once = Counter(self.programs[index].group for index in self._running)
+        group = min(self._waiting, key=lambda group: (at_once[group], self._spent[group]))
+        index = self._waiting[group].pop(0)
+        if not self._waiting[group]:
+            del self._waiting[group]
+        self._running.add(index)
+        return index
 
     def done(self, index: int, outcome: Outcome) -> None:
         """Record the outcome of a started program. Skips the waiting programs of its group if that stops it."""
-        group = self._group_of[index]
-        group.charged += outcome.seconds - self._started.pop(index)
-        if outcome.status != "skipped":
-            group.expected = max(outcome.seconds, _FIRST_SECONDS)
-        self._queue(group)
-        kept = self._set(index, outcome)
-        if kept.status not in ("ok", "skipped") or group.since_failure is not None:
-            group.since_failure = 0.0 if group.since_failure is None else group.since_failure + outcome.seconds
-        is_over = group.since_failure is not None and group.since_failure > self._failed_group_seconds
-        if self.programs[index].group is not None and (is_over or outcome.status in self.stops):
-            self._stop(group)
-
-    def _stop(self, group: _Group) -> None:
-        if not group.stopped:
-            group.stopped = True
-            self.newly_stopped.append(group.number)
-        while group.waiting:
-            self._set(group.waiting.popleft(), Outcome("skipped", error=GROUP_STOPPED))
+        self._running.remove(index)
+        kept = self._record(index, outcome)
+        group = self.programs[index].group
+        self._spent[group] += outcome.seconds
+        if group is None:
+            return
+        if group in self._since_failure:
+            self._since_failure[group] += outcome.seconds
+        elif kept.status != "ok":
+            self._since_failure[group] = 0.0
+        if outcome.status in self._stops or self._since_failure.get(group, -math.inf) > self._failed_group_seconds:
+            self._stopped.add(group)
+            self._skip_stopped()
 
     def failed(self, index: int, reason: str) -> None:
-        """Record that the sandbox could not start a program. It waits again the first time; the second is an error."""
+        """Record that the sandbox could not run a program. It waits again the first time; the second is an error."""
         if index in self._retried:
-            raise sandbox_error(f"The sandbox could not start program {index}, twice: {printable(reason)}")
+            raise sandbox_error(f"The sandbox could not run program {index}, twice: {printable(reason)}")
         self._retried.add(index)
-        self._wait_again([index])
-
-    def abandon(self) -> None:
-        """Start no more of the waiting programs."""
-        self._turns.clear()
+        self._running.remove(index)
+        self._wait([index])
 
     def requeue(self) -> None:
         """Let all running programs wait again, in their order."""
-        self._wait_again(list(self._started))
+        running, self._running = self._running, set()
+        self._wait(running)
 
-    def _wait_again(self, indices: Collection[int]) -> None:
+    def _wait(self, indices: Collection[int]) -> None:
+        """Let programs wait in their order, without those of groups that have stopped."""
         for index in indices:
-            group = self._group_of[index]
-            group.charged -= self._started.pop(index)
-            group.waiting = deque(sorted((index, *group.waiting)))
-            if group.stopped:
-                self._stop(group)
-            self._queue(group)
+            bisect.insort(self._waiting.setdefault(self.programs[index].group, []), index)
+        self._skip_stopped()
+
+    def _skip_stopped(self) -> None:
+        """Skip the waiting programs of groups that have stopped."""
+        for group in self._stopped & self._waiting.keys():
+            for index in self._waiting.pop(group):
+                self._record(index, Outcome("skipped", error="its group had already stopped"))
 
     def expire(self, reason: str = "the deadline came before it ended") -> None:
         """Give every program without an outcome the status `"deadline"`."""
-        for index, outcome in enumerate(self._outcomes):
-            if outcome is None:
-                self._set(index, Outcome("deadline", error=reason))
+        for index in range(len(self.programs)):
+            if index not in self._outcomes:
+                self._record(index, Outcome("deadline", error=reason))
 
     def outcomes(self) -> list[Outcome]:
         """All outcomes in the order of the programs."""
-        missing = [index for index, outcome in enumerate(self._outcomes) if outcome is None]
-        if missing:
-            raise SandboxError(f"The sandbox lost programs {missing[:10]}.")
-        return [outcome for outcome in self._outcomes if outcome is not None]
+        return [self._outcomes[index] for index in range(len(self.programs))]
 
-    def _queue(self, group: _Group) -> None:
-        if group.waiting:
-            heapq.heappush(self._turns, (group.charged, group.number))
-
-    def _set(self, index: int, outcome: Outcome) -> Outcome:
+    def _record(self, index: int, outcome: Outcome) -> Outcome:
+        """Set a program's only outcome; return it as `keep` changed it."""
         kept = outcome if self._keep is None else self._keep(index, outcome)
-        self._left -= self._outcomes[index] is None
         self._outcomes[index] = kept
         if self._bar is not None:
             self._bar.update()
@@ -212,14 +163,12 @@ class Sandbox(ABC):
         """Run all programs and return their outcomes in the same order.
 
         Args:
-            programs: `workers` of them run at a time. Groups take turns: the next program is one of the group whose
-                programs have run for the shortest time in total, in this order within a group.
+            programs: `workers` of them run at a time. Groups take turns, by the time that their programs have run.
             deadline: seconds from now after which the call returns. Running programs are killed, waiting ones are not
                 started, and both get the status `"deadline"`. With `None` only the programs' own limits apply.
             skip_group_after: once a program of a group ends with one of these statuses, the programs of that group
                 that have not started get the status `"skipped"`. With `("timeout",)` an endless loop costs its time
-                limit once per group and not once per test. Programs whose `group` is `None` are never skipped, and
-                each takes turns as a group of its own.
+                limit once per group and not once per test. Programs whose `group` is `None` are never skipped.
             failed_group_seconds: seconds that the programs of a group may run in total after one of them has failed,
                 which means that its outcome, as `keep` returned it, is not `"ok"`. Then the others are skipped.
             progress: show a progress bar on standard error; a string is its description.
@@ -250,13 +199,3 @@ class Sandbox(ABC):
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-def _progress_bar(total: int, progress: bool | str) -> Any:
-    from tqdm import tqdm
-
-    description = progress if isinstance(progress, str) else "programs"
-    interval = 0.1 if sys.stderr.isatty() else _LOG_SECONDS
-    return tqdm(
-        total=total, desc=description, unit="run", delay=_PROGRESS_DELAY_SECONDS, mininterval=interval, leave=False
-    )

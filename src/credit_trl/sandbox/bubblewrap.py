@@ -1,29 +1,24 @@
 """Isolation by namespaces, made with bubblewrap.
 
 A program has its own user, process, IPC, network, UTS, cgroup and mount namespace. It sees the interpreter and the
-system's shared libraries read-only, three devices, and a scratch directory in memory. It has no /proc, no /etc, no
+shared libraries that it uses read-only, three devices, and a scratch directory in memory. It has no /proc, no /etc, no
 home, no network interface but a loopback that is down, and no process but its own.
 """
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
 import shutil
-import stat
 import subprocess
-from collections.abc import Collection, Iterable, Iterator
 
 from credit_trl.sandbox import seccomp
 from credit_trl.sandbox.interpreter import Interpreter, loaders, package_directories
 from credit_trl.sandbox.launch import Isolation, sealed_file
-from credit_trl.sandbox.packages import Packages
 from credit_trl.sandbox.protocol import Program, SandboxError
 
 _SYSTEM_LIBRARIES = ("/usr/lib", "/usr/lib32", "/usr/lib64", "/lib", "/lib64")
 _DEVICES = ("/dev/null", "/dev/random", "/dev/urandom")  # /dev/zero, mapped, is uncounted shared memory
-_PACKAGES = "/packages"  # where the packages that programs may import are mounted
 _INSTALL = "Install it: `apt-get install bubblewrap` (Debian, Ubuntu) or `dnf install bubblewrap` (Fedora)."
 
 
@@ -32,13 +27,11 @@ class Bubblewrap(Isolation):
 
     own_tasks = 1  # the reaper, process 1 of the namespace
 
-    def __init__(self, interpreter: Interpreter, driver: bytes, packages: Packages) -> None:
-        super().__init__(interpreter, driver, packages)
-        self.modules = packages.modules(_PACKAGES)
+    def __init__(self, interpreter: Interpreter) -> None:
+        super().__init__(interpreter)
         path = shutil.which("bwrap", path="/usr/local/bin:/usr/bin:/bin")
         if path is None:
             raise SandboxError(f"bubblewrap (bwrap) is not installed. {_INSTALL}")
-        seccomp.require_supported()
         version = _version(path)
         number = ".".join(map(str, version))
         if version < (0, 5):
@@ -48,37 +41,27 @@ class Bubblewrap(Isolation):
         self.counts_own_users = tuple(map(int, re.findall(r"\d+", os.uname().release)[:2])) >= (5, 14)
         self._filter = seccomp.namespace_filter()
         self._namespaces = [path, *_namespaces()]
-        for name, value in interpreter.environment:
+        for name, value in interpreter.environment.items():
             self._namespaces += ["--setenv", name, value]
-        places = [("--ro-bind", path, f"{_PACKAGES}/{os.path.basename(path)}") for path in packages.paths]
-        mounts = [*_mounts(interpreter), *itertools.chain.from_iterable(places)]
-        self._mounts = [*mounts, "--remount-ro", "/", "--seccomp", "5"]
+        self._mounts = [*_mounts(interpreter), "--remount-ro", "/", "--seccomp", "5"]
 
     def command(self, program: Program) -> tuple[list[str], dict[str, str]]:
         scratch: list[str] = []
         if self.scratch is not None:
             size = str(program.limits.file_bytes)
             scratch = ["--size", size, "--tmpfs", self.scratch, "--chdir", self.scratch]
-        if _opens_stdin(program):
-            scratch += ["--ro-bind-data", "6", "/dev/stdin"]
-        return [*self._namespaces, *scratch, *self._mounts, *self._command], {}
+        # /dev/stdin is a link into /proc, which does not exist here, so programs get a file instead.
+        mounts = [*scratch, "--ro-bind-data", "6", "/dev/stdin", *self._mounts]
+        return [*self._namespaces, *mounts, *self._command], {}
 
     def descriptors(self, program: Program) -> list[int]:
         read_end, write_end = os.pipe()
         os.write(write_end, self._filter)  # a few KiB: fits a pipe
         os.close(write_end)
-        descriptors = [read_end]
-        if _opens_stdin(program):
-            descriptors.append(sealed_file(program.stdin.encode("utf-8", "replace")))
-        return descriptors
+        return [read_end, sealed_file(program.stdin.encode("utf-8", "replace"))]
 
     def enter(self) -> None:
         """Does nothing: bubblewrap restricts the process itself."""
-
-
-def _opens_stdin(program: Program) -> bool:
-    # /dev/stdin is a link into /proc, which does not exist here. Programs that mention it get a file instead.
-    return "/dev/stdin" in program.source
 
 
 def _namespaces() -> list[str]:
@@ -91,60 +74,31 @@ def _namespaces() -> list[str]:
 
 
 def _mounts(interpreter: Interpreter) -> list[str]:
-    """Arguments that bind the interpreter and the directories of its shared libraries read-only.
+    """Arguments that bind the interpreter and its shared libraries read-only, and make the links that name these.
 
-    Directories of installed packages and of executables in them are covered by an empty one.
+    Directories of installed packages in the standard library are covered by an empty one.
     """
     arguments: list[str] = []
     for directory in _SYSTEM_LIBRARIES:
         if os.path.islink(directory):
             arguments += ["--symlink", os.readlink(directory), directory]
+    linked = tuple(directory + "/" for directory in _SYSTEM_LIBRARIES if os.path.islink(directory))
     needed = [os.path.join(os.path.realpath(folder), name) for folder, name in map(os.path.split, loaders())]
-    needed += map(os.path.realpath, interpreter.paths)
-    system = tuple(directory + "/" for directory in _SYSTEM_LIBRARIES if not os.path.islink(directory))
-    libraries = (os.path.dirname(path) for path in map(os.path.realpath, interpreter.libraries))
-    bound = _outermost(directory for directory in libraries if f"{directory}/".startswith(system))
-    arguments += itertools.chain.from_iterable(("--ro-bind", path, path) for path in bound)
-    for executables in itertools.chain.from_iterable(_executables(directory, needed) for directory in bound):
-        is_file = os.path.isfile(executables)
-        cover = ["--ro-bind", "/dev/null"] if is_file else ["--tmpfs", executables, "--remount-ro"]
-        arguments += [*cover, executables]
-    links = tuple(directory + "/" for directory in _SYSTEM_LIBRARIES if os.path.islink(directory))
-    for path in dict.fromkeys((*needed, *interpreter.paths)):
-        if not path.startswith(links) and not any(path.startswith(directory + "/") for directory in bound):
+    bound: list[str] = []
+    for path in dict.fromkeys((*needed, *map(os.path.realpath, interpreter.paths), *interpreter.paths)):
+        if not path.startswith(linked) and not any(path.startswith(directory + "/") for directory in bound):
             arguments += ["--ro-bind", path, path]
             bound.append(path)
+    libraries = {path for path in interpreter.libraries if path in bound}
+    for directory in sorted(set(map(os.path.dirname, libraries))):
+        for link in (os.path.join(directory, name) for name in os.listdir(directory)):
+            if link not in bound and os.path.islink(link) and os.path.realpath(link) in libraries:
+                arguments += ["--symlink", os.path.realpath(link), link]
     for packages in package_directories(bound):
         arguments += ["--tmpfs", packages, "--remount-ro", packages]
     for device in _DEVICES:
         arguments += ["--dev-bind", device, device]
     return arguments
-
-
-def _outermost(directories: Iterable[str]) -> list[str]:
-    """The directories that are not inside another one of them."""
-    found = sorted(set(directories))
-    return [path for path in found if not any(path.startswith(other + "/") for other in found)]
-
-
-def _executables(libraries: str, needed: Collection[str]) -> Iterator[str]:
-    """Executables below a directory of libraries, or their directories if the interpreter needs nothing in these."""
-    for directory, inside, names in os.walk(libraries):
-        if directory in needed:
-            inside.clear()
-            continue
-        paths = (os.path.join(directory, name) for name in names if ".so" not in name)
-        executables = [path for path in paths if _is_executable(path)]
-        if any(path.startswith(directory + "/") for path in needed):
-            yield from executables
-        elif executables:
-            inside.clear()
-            yield directory
-
-
-def _is_executable(path: str) -> bool:
-    mode = os.lstat(path).st_mode
-    return stat.S_ISREG(mode) and mode & 0o111 != 0
 
 
 def _version(path: str) -> tuple[int, ...]:

@@ -25,33 +25,19 @@ def available_cores(cgroups: Path = CGROUPS, own: Path = OWN_CGROUP) -> int:
 
 
 def _quotas(cgroups: Path, own: Path) -> Iterator[float]:
-    """Quotas in cores of this process's control groups and their parents, version 2 and 1. None outside of Linux."""
+    """Quotas in cores of this process's control group (version 2) and its parents. None outside of Linux."""
     try:
         lines = own.read_text(encoding="utf-8").splitlines()
     except OSError:
         return
     for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
+        number, _, path = line.split(":", 2)
+        if number != "0":  # of version 1
             continue
-        mount = cgroups / controllers  # version 2 has neither a controller nor its folder
-        group = mount / path.lstrip("/")
+        group = cgroups / path.lstrip("/")
         for folder in (group, *group.parents):
-            if folder == mount or mount in folder.parents:
-                yield from _quota(folder)
-
-
-def _quota(folder: Path) -> Iterator[float]:
-    """The quota of a control group in cores, if it has one."""
-    try:
-        if (folder / "cpu.max").is_file():
-            quota, period = (folder / "cpu.max").read_text(encoding="utf-8").split()
-        else:
-            quota, period = (
-                (folder / f"cpu.cfs_{name}_us").read_text(encoding="utf-8") for name in ("quota", "period")
-            )
-        share = float(quota) / float(period)  # "max", in version 1 -1, means no quota
-    except (OSError, ValueError):
-        return
-    if share > 0:
-        yield share
+            try:
+                quota, period = (folder / "cpu.max").read_text(encoding="utf-8").split()
+                yield float(quota) / float(period)
+            except (OSError, ValueError):  # no file, as in the root group, or "max", which means no quota
+                continue

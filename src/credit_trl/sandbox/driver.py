@@ -1,11 +1,10 @@
 """Runs a program inside the sandbox. Compiled once, passed through a descriptor, never imported.
 
 It imports nothing of this project. Descriptor 3 holds this file's code and then the request, both marshalled by the
-server, which is trusted. Descriptor 4 is a socket on which the driver waits for the byte that starts the program, so
-that the next process is prepared while this program runs. The driver reports on it: "B" when the program begins, then
-at most one of "R" (return value, JSON), "E" (traceback) and "M" (MemoryError), each followed by an 8-byte length and
-text. The program shares this process and can write a report itself. It gains nothing: a report is data like standard
-output, and is compared outside of the sandbox with what the program does not know.
+server, which is trusted. The driver reports on descriptor 4, a pipe: "B" when the program begins, then at most one of
+"R" (return value, JSON), "E" (traceback) and "M" (MemoryError), each followed by an 8-byte length and text. The
+program shares this process and can write a report itself. It gains nothing: a report is data like standard output, and
+is compared outside of the sandbox with what the program does not know.
 """
 
 import builtins
@@ -125,38 +124,15 @@ def parse_arguments(text):
 
 def main():
     with REQUEST:
-        limits, modules, prelude, source, fn_name, arguments = marshal.load(REQUEST)
+        limits, prelude, source, fn_name, arguments = marshal.load(REQUEST)
     if fn_name is not None:
         arguments = parse_arguments(arguments)
     os.set_inheritable(4, False)
     sys.argv[:] = ["program.py"]
-    if modules:
-        sys.meta_path.append(PackageFinder(modules))
-        for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):  # each thread reserves memory
-            os.environ[name] = "1"
     for limit, soft, hard in limits:
         resource.setrlimit(limit, (soft, hard))
-    if not os.read(4, 1):
-        os._exit(1)
     os.write(4, b"B")
     run(prelude, source, fn_name, arguments, report)
-
-
-class PackageFinder:
-    """Finds the installed packages that programs may import, whose directory may not be listed."""
-
-    def __init__(self, modules):
-        self.modules = modules
-
-    def find_spec(self, name, path=None, target=None):
-        from importlib.util import spec_from_file_location
-
-        place = self.modules.get(name)
-        if place is None:
-            return None
-        if place.endswith((".py", ".so")):
-            return spec_from_file_location(name, place)
-        return spec_from_file_location(name, place + "/__init__.py", submodule_search_locations=[place])
 
 
 def report(kind, text):

@@ -25,9 +25,6 @@ class Channel:
         self._incoming = bytearray()
         self._outgoing = bytearray()
 
-    def fileno(self) -> int:
-        return self.stream.fileno()
-
     @property
     def unsent(self) -> int:
         """Number of queued bytes that are not yet written."""
@@ -67,14 +64,12 @@ class Channel:
             self._incoming = rest
             yield from map(json.loads, lines.split(b"\n"))
 
+    def wait(self, timeout: float) -> None:
+        """Wait until `pump` has something to do, at most `timeout` seconds."""
+        poll = select.poll()  # `select.select` takes no descriptor above 1023
+        poll.register(self.stream, select.POLLIN | (select.POLLOUT if self._outgoing else 0))
+        poll.poll(None if timeout == math.inf else max(0.0, timeout) * 1000)
+
     def close(self) -> None:
         self.closed = True
         self.stream.close()
-
-
-def wait(channels: list[Channel], timeout: float) -> None:
-    """Wait until one of the channels can be pumped, at most `timeout` seconds."""
-    poll = select.poll()  # `select.select` takes no descriptor above 1023
-    for channel in channels:
-        poll.register(channel, select.POLLIN | (select.POLLOUT if channel.unsent else 0))
-    poll.poll(None if timeout == math.inf else max(0.0, timeout) * 1000)

@@ -1,7 +1,8 @@
-"""Interpreter of the programs: its files, and a copy of them that unprivileged users can read."""
+"""Interpreter of the programs, that of this process: its files, and a copy that unprivileged users can read."""
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import hashlib
 import json
@@ -10,8 +11,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 from credit_trl.sandbox.protocol import SandboxError
 
@@ -21,14 +22,22 @@ COPIES = "/var/cache/credit-trl"
 # Directories of installed packages, among them this project with the tests and solutions of its tasks.
 _PACKAGES = ("site-packages", "dist-packages")
 
-# Imports extension modules whose shared libraries (libssl, libffi, libsqlite3, ...) a program may need.
+# Imports extension modules whose shared libraries (libssl, libffi, libsqlite3, ...) a program may need, and loads that
+# of the C library's threads.
 _QUERY = """
 import json, os, sys, sysconfig
-for name in ("_bz2", "_ctypes", "_decimal", "_hashlib", "_lzma", "_sqlite3", "_ssl", "_uuid", "zlib"):
+for name in (
+    *("_bz2", "_crypt", "_ctypes", "_curses", "_curses_panel", "_dbm", "_decimal", "_gdbm", "_hashlib", "_lzma"),
+    *("_sqlite3", "_ssl", "_uuid", "readline", "zlib"),
+):
     try:
         __import__(name)
     except ImportError:
         pass
+try:
+    __import__("ctypes").CDLL("libgcc_s.so.1")
+except (ImportError, OSError):
+    pass
 libraries = set()
 with open("/proc/self/maps") as maps:
     for line in maps:
@@ -47,52 +56,34 @@ class Interpreter:
 
     Args:
         executable: real path of the interpreter, outside of any virtual environment.
-        libraries: shared libraries that it and its extension modules map.
+        libraries: real paths of the shared libraries that it and its extension modules map.
         version: e.g. `"3.11.7"`.
-        home: directory with all of its files outside of the system's library directories, if there is one.
     """
 
     executable: str
     stdlib: tuple[str, ...]
     libraries: tuple[str, ...]
     version: str
-    environment: tuple[tuple[str, str], ...] = ()
-    home: str | None = None
+    environment: dict[str, str]
 
     @property
     def paths(self) -> tuple[str, ...]:
         """Files and directories that it reads."""
-        own = (self.home,) if self.home else (*self.stdlib, self.executable)
-        real = (path for library in self.libraries for path in dict.fromkeys((library, os.path.realpath(library))))
-        return (*own, *real)
-
-    @property
-    def name(self) -> str:
-        """E.g. `"python3.11"`."""
-        return "python" + ".".join(self.version.split(".")[:2])
+        return (*self.stdlib, self.executable, *self.libraries)
 
 
-def find_interpreter(python: str | None = None) -> Interpreter:
-    """Ask an interpreter (default: the one of this process) for its files."""
-    asked = python or sys.executable
+def find_interpreter() -> Interpreter:
+    """Find the files of this process's interpreter."""
     path = os.environ.get("LD_LIBRARY_PATH")
     # Some installations find their own libraries only by this variable.
     for environment in ({}, {"LD_LIBRARY_PATH": path}) if path else ({},):
-        try:
-            query = subprocess.run(
-                [asked, "-I", "-S", "-c", _QUERY],
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                env=environment,
-                check=False,
-            )
-        except OSError as error:
-            raise SandboxError(f"The interpreter {asked} does not start: {error}") from error
+        query = subprocess.run(
+            [sys.executable, "-I", "-S", "-c", _QUERY], capture_output=True, text=True, env=environment, check=False
+        )
         if query.returncode == 0:
             executable, stdlib, libraries, version = json.loads(query.stdout)
-            return Interpreter(executable, tuple(stdlib), tuple(libraries), version, tuple(environment.items()))
-    raise SandboxError(f"The interpreter {asked} does not start: {query.stderr.strip()[-500:]}")
+            return Interpreter(executable, tuple(stdlib), tuple(libraries), version, environment)
+    raise SandboxError(f"The interpreter {sys.executable} does not start: {query.stderr.strip()[-500:]}")
 
 
 def package_directories(directories: Iterable[str]) -> list[str]:
@@ -136,61 +127,44 @@ def public_copy(interpreter: Interpreter) -> Interpreter:
     install interpreters. The copy has the executable, the standard library without tests, and private libraries.
     """
     private = [library for library in interpreter.libraries if not readable_by_others(library)]
-    if not private and all(readable_by_others(path) for path in (interpreter.executable, *interpreter.stdlib)):
+    if not private and all(map(readable_by_others, (interpreter.executable, *interpreter.stdlib))):
         return interpreter
     stamp = f"{interpreter.executable}\n{os.stat(interpreter.executable).st_mtime_ns}\n{interpreter.stdlib}"
-    digest = hashlib.sha256(stamp.encode()).hexdigest()[:12]
-    home = os.path.join(COPIES, f"python-{interpreter.version}-{digest}")
+    home = os.path.join(COPIES, f"python-{interpreter.version}-{hashlib.sha256(stamp.encode()).hexdigest()[:12]}")
+    name = os.path.basename(interpreter.stdlib[0])  # such as python3.11
     try:
-        make_copy(home, lambda empty: _copy_interpreter(interpreter, private, empty))
+        if not os.path.isdir(home):
+            _copy(interpreter, private, home, name)
     except OSError as error:
         raise SandboxError(
             f"Programs run as an unprivileged user, who cannot read the interpreter {interpreter.executable}, and it "
-            f"cannot be copied to {COPIES} ({error}). Pass python= an interpreter that every user can read, for "
-            "example /usr/bin/python3."
+            f"cannot be copied to {COPIES} ({error}). Use an interpreter that every user can read, for example "
+            "/usr/bin/python3."
         ) from error
     lib = os.path.join(home, "lib")
     copies = (os.path.join(lib, os.path.basename(library)) for library in private)
     shared = (library for library in interpreter.libraries if library not in private)
-    return Interpreter(
-        executable=os.path.join(home, "bin", interpreter.name),
-        stdlib=(os.path.join(lib, interpreter.name),),
+    return replace(
+        interpreter,
+        executable=os.path.join(home, "bin", name),
+        stdlib=(os.path.join(lib, name),),
         libraries=(*filter(os.path.exists, copies), *shared),
-        version=interpreter.version,
-        environment=(("LD_LIBRARY_PATH", os.pathsep.join([lib, *dict(interpreter.environment).values()])),),
-        home=home,
+        environment={"LD_LIBRARY_PATH": os.pathsep.join([lib, *interpreter.environment.values()])},
     )
 
 
-def _copy_interpreter(interpreter: Interpreter, private: list[str], home: str) -> None:
+def _copy(interpreter: Interpreter, private: list[str], home: str, name: str) -> None:
+    """Copy the interpreter to a new directory, which is then renamed to `home`, so that `home` is complete."""
     ignored = shutil.ignore_patterns("test", "tests", "idlelib", "ensurepip", *_PACKAGES, "config-*", "tkinter")
-    lib = os.path.join(home, "lib")
-    os.mkdir(os.path.join(home, "bin"))
-    shutil.copy2(interpreter.executable, os.path.join(home, "bin", interpreter.name))
-    for directory in interpreter.stdlib:
-        shutil.copytree(directory, os.path.join(lib, interpreter.name), ignore=ignored, dirs_exist_ok=True)
-    for library in private:
-        if not any(library.startswith(directory + "/") for directory in interpreter.stdlib):
-            shutil.copy2(library, os.path.join(lib, os.path.basename(library)))
-
-
-def make_copy(home: str, fill: Callable[[str], None]) -> None:
-    """Make a directory in `COPIES` that every user can read, if it does not exist.
-
-    `fill` writes its content to a new directory, which is then renamed to `home`, so that `home` is complete.
-    """
-    if not os.path.isdir(home):
-        os.makedirs(COPIES, mode=0o755, exist_ok=True)
-        os.chmod(COPIES, 0o755)
-        building = tempfile.mkdtemp(dir=COPIES)
-        try:
-            os.chmod(building, 0o755)
-            fill(building)
-            os.rename(building, home)
-        except OSError:
-            if not os.path.isdir(home):  # another process may have made the same copy first
-                raise
-        finally:
-            shutil.rmtree(building, ignore_errors=True)
-    if os.stat(home).st_uid != os.geteuid():
-        raise SandboxError(f"{home} belongs to another user; remove it.")
+    os.makedirs(COPIES, mode=0o755, exist_ok=True)
+    os.chmod(COPIES, 0o755)
+    with tempfile.TemporaryDirectory(dir=COPIES) as building:
+        copy = os.path.join(building, "copy")
+        os.makedirs(os.path.join(copy, "bin"))
+        shutil.copy2(interpreter.executable, os.path.join(copy, "bin", name))
+        for directory in interpreter.stdlib:
+            shutil.copytree(directory, os.path.join(copy, "lib", name), ignore=ignored, dirs_exist_ok=True)
+        for library in private:
+            shutil.copy2(library, os.path.join(copy, "lib", os.path.basename(library)))
+        with contextlib.suppress(FileExistsError):  # another process has made the same copy first
+            os.rename(copy, home)

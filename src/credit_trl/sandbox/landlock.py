@@ -17,7 +17,6 @@ from collections.abc import Collection
 from credit_trl.sandbox import kernel, seccomp
 from credit_trl.sandbox.interpreter import Interpreter, loaders, package_directories
 from credit_trl.sandbox.launch import Isolation
-from credit_trl.sandbox.packages import Packages
 from credit_trl.sandbox.protocol import SandboxError
 
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
@@ -58,21 +57,20 @@ def _create_ruleset(abi: int) -> int:
 class Landlock(Isolation):
     """See `Isolation`. Each program applies the same ruleset after its fork."""
 
-    def __init__(self, interpreter: Interpreter, driver: bytes, packages: Packages) -> None:
-        super().__init__(interpreter, driver, packages)
+    def __init__(self, interpreter: Interpreter) -> None:
+        super().__init__(interpreter)
         abi = version()
         if not abi:
             raise SandboxError(
                 "The kernel offers no Landlock. It needs Linux 5.13 or newer with `landlock` among its security "
                 "modules (kernel parameter lsm=landlock,...), and a container runtime that lets its calls through."
             )
-        seccomp.require_supported()
         self.description = f"Landlock version {abi} and seccomp"
         self._filter = seccomp.landlock_filter(truncation_mediated=abi >= 3)
         self._ruleset = _create_ruleset(abi)
         system = [path for path in _READABLE if os.path.exists(path)]
-        hidden = package_directories(map(os.path.realpath, (*system, *interpreter.paths, *interpreter.stdlib)))
-        for path in dict.fromkeys(map(os.path.realpath, (*interpreter.paths, *system, *packages.paths))):
+        hidden = package_directories(map(os.path.realpath, (*system, *interpreter.paths)))
+        for path in dict.fromkeys(map(os.path.realpath, (*interpreter.paths, *system))):
             self._grant_reading(path, hidden)
         for path in (interpreter.executable, *loaders()):  # a loader starts the interpreter
             self._grant(path, _READ_FILE | _EXECUTE)

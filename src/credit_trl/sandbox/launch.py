@@ -10,19 +10,18 @@ import fcntl
 import marshal
 import math
 import os
+import random
 import resource
 import signal
 import socket
-import subprocess
 from abc import ABC, abstractmethod
 from importlib.resources import files
 
-from credit_trl.sandbox import accounts, kernel
+from credit_trl.sandbox import kernel
 from credit_trl.sandbox.interpreter import Interpreter
-from credit_trl.sandbox.packages import Packages
 from credit_trl.sandbox.protocol import Limits, Program, SandboxError
-from credit_trl.sandbox.running import Process
 
+_USERS = range(60800, 61184)  # not allocated by Debian, Fedora or systemd
 _SIGNALS = 256  # queued signals and timers, which hold memory of the kernel
 _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 
@@ -33,30 +32,10 @@ _FRESH = ("-I", "-S", "-X", "utf8", "-c")
 _BOOT = "import marshal; request = open(3, 'rb'); exec(marshal.load(request), {'REQUEST': request})"
 
 
-def compiled_driver(interpreter: Interpreter) -> bytes:
-    """Marshalled bytecode of `driver.py` for this interpreter."""
-    text = files(__package__).joinpath("driver.py").read_bytes()
-    compile_it = (
-        "import marshal, sys; code = compile(sys.stdin.read(), '<driver>', 'exec', dont_inherit=True, optimize=2); "
-        "sys.stdout.buffer.write(marshal.dumps(code))"
-    )
-    compiled = subprocess.run(
-        [interpreter.executable, *_FRESH, compile_it],
-        input=text,
-        capture_output=True,
-        env=dict(interpreter.environment),
-        check=False,
-    )
-    if compiled.returncode:
-        raise SandboxError(f"{interpreter.executable} cannot run the driver: {compiled.stderr.decode()[-500:]}")
-    return compiled.stdout
-
-
 class Isolation(ABC):
     """Base class of the tiers' isolation. A server has one object, which it uses for every program.
 
     Attributes:
-        modules: paths by the names of the modules of the packages, as programs see them.
         description: the tier's name and version.
         own_tasks: processes that the isolation itself adds to each program.
         counts_own_users: whether the kernel counts the processes of a program apart from all others, so that
@@ -69,11 +48,12 @@ class Isolation(ABC):
     counts_own_users = False
     scratch: str | None = None
 
-    def __init__(self, interpreter: Interpreter, driver: bytes, packages: Packages) -> None:
-        self.driver = driver
-        self.modules = packages.modules()
+    def __init__(self, interpreter: Interpreter) -> None:
+        driver = files(__package__).joinpath("driver.py").read_text(encoding="utf-8")
+        # Programs have the interpreter of this process, so they can read its bytecode.
+        self.driver = marshal.dumps(compile(driver, "<driver>", "exec", dont_inherit=True, optimize=2))
         self._command = [interpreter.executable, *_FRESH, _BOOT]
-        self._environment = dict(interpreter.environment)
+        self._environment = interpreter.environment
 
     def command(self, program: Program) -> tuple[list[str], dict[str, str]]:
         """Argument vector and environment of the program's process."""
@@ -97,25 +77,74 @@ class Unprotected(Isolation):
         kernel.no_new_privileges()
 
 
-def start(isolation: Isolation, program: Program, user: int | None) -> Process:
-    """Start a process for a program, as `user` if that is not `None`, which needs root."""
+def claim_users(count: int) -> tuple[list[int], list[socket.socket]]:
+    """Claim free unprivileged user ids for the slots of a server that is root.
+
+    Returns them with the sockets that hold the claims until they are closed. An id needs no entry in the password
+    file. Each is claimed by binding an abstract Unix socket, which the kernel releases when the server ends in any
+    way. Two trainers in a network namespace thus never share an id: a program could otherwise signal the other's
+    programs, or use up their process limit. Containers with networks of their own do not see each other's claims, so
+    ids are tried from a random one on.
+    """
+    numbers: list[int] = []
+    claims: list[socket.socket] = []
+    start = random.randrange(len(_USERS))
+    for number in (*_USERS[start:], *_USERS[:start]) if _are_mapped() else ():
+        if len(numbers) == count:
+            break
+        claim_socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            claim_socket.bind(f"\0credit-trl-sandbox-user-{number}")
+        except OSError:
+            claim_socket.close()
+            continue
+        numbers.append(number)
+        claims.append(claim_socket)
+    if len(numbers) < count:
+        raise SandboxError(
+            f"Only {len(numbers)} of {count} user ids ({_USERS.start} to {_USERS.stop - 1}) are free for programs: "
+            "other sandboxes on this machine have the rest, or its user namespace maps none. Close them, or open this "
+            "one with fewer workers."
+        )
+    return numbers, claims
+
+
+def _are_mapped() -> bool:
+    """Whether this process's user namespace maps all these ids, as users and as groups."""
+    for kind in ("uid", "gid"):
+        with open(f"/proc/self/{kind}_map") as lines:
+            mapped = [tuple(map(int, line.split())) for line in lines]
+        if not any(first <= _USERS.start and _USERS.stop <= first + count for first, _, count in mapped):
+            return False
+    return True
+
+
+def start(isolation: Isolation, program: Program, user: int | None) -> tuple[int, list[int]]:
+    """Start a process for a program, as `user` if that is not `None`, which needs root.
+
+    Returns its id, and the ends of the pipes for its standard output, standard error and report.
+    """
     ours: list[int] = []
     inherited: list[int] = []
+
+    def add_pipe() -> None:
+        read_end, write_end = os.pipe()
+        os.set_blocking(read_end, False)
+        ours.append(read_end)
+        inherited.append(write_end)
+
     try:
         inherited.append(sealed_file(program.stdin.encode("utf-8", "replace")))
-        for read_end, write_end in (os.pipe(), os.pipe()):
-            ours.append(read_end)
-            inherited.append(write_end)
+        add_pipe()
+        add_pipe()
         inherited.append(sealed_file(_request(isolation, program, user is not None)))
-        report, driver_end = socket.socketpair()
-        ours.append(report.detach())
-        inherited.append(driver_end.detach())
+        add_pipe()
         inherited += isolation.descriptors(program)
         command, environment = isolation.command(program)
         pid = os.fork()
         if pid == 0:
             _become_program(isolation, command, environment, inherited, user)
-        ours.append(_open_process(pid))
+        return pid, ours
     except BaseException:
         for descriptor in ours:
             os.close(descriptor)
@@ -123,19 +152,6 @@ def start(isolation: Isolation, program: Program, user: int | None) -> Process:
     finally:
         for descriptor in inherited:
             os.close(descriptor)
-    stdout, stderr, report_socket, process = ours
-    for descriptor in (stdout, stderr, report_socket):
-        os.set_blocking(descriptor, False)
-    return Process(pid, process, stdout, stderr, report_socket)
-
-
-def _open_process(pid: int) -> int:
-    """Descriptor of a child; kills the child if none can be opened."""
-    try:
-        return os.pidfd_open(pid)
-    except OSError:
-        os.kill(pid, signal.SIGKILL)
-        raise
 
 
 def _become_program(
@@ -154,7 +170,9 @@ def _become_program(
         os.umask(0o077)
         os.chdir("/")
         if user is not None:
-            accounts.become(user)
+            os.setgroups([])
+            os.setresgid(user, user, user)
+            os.setresuid(user, user, user)
         kernel.die_with_parent(signal.SIGKILL)  # after the change of user, which clears it
         if os.getppid() != server:
             os._exit(127)
@@ -181,9 +199,8 @@ def sealed_file(content: bytes) -> int:
 def _request(isolation: Isolation, program: Program, has_own_user: bool) -> bytes:
     limits = resource_limits(program.limits, isolation, has_own_user)
     arguments = program.arguments if program.arguments is not None else "[]"
-    # Every interpreter from 3.8 on reads version 2 of marshal's format.
     call = (program.prelude, program.source, program.fn_name, arguments)
-    return isolation.driver + marshal.dumps((limits, isolation.modules, *call), 2)
+    return isolation.driver + marshal.dumps((limits, *call))
 
 
 def resource_limits(limits: Limits, isolation: Isolation, has_own_user: bool) -> list[tuple[int, int, int]]:

@@ -7,6 +7,8 @@ import os
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from credit_trl.sandbox.protocol import SandboxError
+
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _TICKS = os.sysconf("SC_CLK_TCK")
 _PIPE_BYTES = 16 * _PAGE  # capacity of a pipe, which programs cannot change
@@ -31,14 +33,14 @@ class Usage(NamedTuple):
     times: ProcessorTimes
 
 
-def available() -> bool:
-    """Whether the kernel lists a process's children (`CONFIG_PROC_CHILDREN`)."""
-    return os.path.exists(f"/proc/self/task/{os.getpid()}/children")
-
-
-def measures_run_delay() -> bool:
-    """Whether the kernel counts the time in which a thread waits for a processor (`CONFIG_SCHED_INFO`)."""
-    return os.path.exists(f"/proc/self/task/{os.getpid()}/schedstat")
+def require_supported() -> None:
+    """Raise `SandboxError` if the kernel does not list a process's children, or count waits for a processor."""
+    for name, option in (("children", "CONFIG_PROC_CHILDREN"), ("schedstat", "CONFIG_SCHED_INFO")):
+        if not os.path.exists(f"/proc/self/task/{os.getpid()}/{name}"):
+            raise SandboxError(
+                f"The kernel was built without {option}, which the limits of a tree of processes need. Use a remote "
+                "sandbox."
+            )
 
 
 def usage(pid: int, memory_bytes: int, scratch: str | None) -> Usage:
@@ -46,7 +48,6 @@ def usage(pid: int, memory_bytes: int, scratch: str | None) -> Usage:
 
     Resident memory is the sum over the processes. Only if that exceeds `memory_bytes`, the slower count is used in
     which a page that n processes share counts 1/n (a fork shares all pages of its parent).
-
     """
     processes = descendants(pid)
     tasks = sum(map(len, processes.values()))
@@ -72,13 +73,15 @@ def processor_times(processes: dict[int, list[str]]) -> ProcessorTimes:
     total = 0.0
     active: dict[str, float] = {}
     for process, threads in processes.items():
-        own, of_children = _process_seconds(process)
+        times = _read(f"/proc/{process}/stat").rpartition(b")")[2].split()[11:15] or (0, 0, 0, 0)
+        user, system, user_of_children, system_of_children = map(int, times)
         of_threads = 0.0
         for thread in threads:
-            ran, waited = _thread_seconds(process, thread)
-            active[thread] = ran + waited
-            of_threads += ran
-        total += max(own, of_threads) + of_children  # `own` has ended threads too, and is rounded down
+            ran, waited, *_ = map(int, _read(f"/proc/{process}/task/{thread}/schedstat").split() or (0, 0))
+            active[thread] = (ran + waited) / 1e9
+            of_threads += ran / 1e9
+        own = max((user + system) / _TICKS, of_threads)  # the first has ended threads too, and is rounded down
+        total += own + (user_of_children + system_of_children) / _TICKS
     return ProcessorTimes(total, active)
 
 
@@ -95,15 +98,18 @@ def descendants(pid: int) -> dict[int, list[str]]:
     pending = [pid]
     while pending:
         process = pending.pop()
-        try:
+        with contextlib.suppress(OSError):
             threads = os.listdir(f"/proc/{process}/task")
             for thread in threads:
-                with open(f"/proc/{process}/task/{thread}/children", "rb") as children:
-                    pending += [int(child) for child in children.read().split()]
-        except OSError:
-            continue
-        found[process] = threads
+                pending += children(process, thread)
+            found[process] = threads
     return found
+
+
+def children(pid: int, thread: str | None = None) -> list[int]:
+    """Process ids of the children of a thread, by default the first one of its process."""
+    with open(f"/proc/{pid}/task/{thread or pid}/children", "rb") as listed:
+        return list(map(int, listed.read().split()))
 
 
 def _read(path: str) -> bytes:
@@ -113,12 +119,6 @@ def _read(path: str) -> bytes:
             return file.read()
     except OSError:
         return b""
-
-
-def _second(content: bytes) -> int:
-    """The second of several numbers, 0 for an ended process."""
-    fields = content.split(None, 2)
-    return int(fields[1]) if len(fields) > 1 else 0
 
 
 def _living(pid: int, threads: Sequence[str]) -> str:
@@ -136,22 +136,10 @@ def _kibibytes(path: str, *names: bytes) -> int:
     return sum(int(found[0]) * 1024 for found in fields if found)
 
 
-def _process_seconds(pid: int) -> tuple[float, float]:
-    """Processor time of a process with its ended threads, and of the ended children that it waited for."""
-    fields = _read(f"/proc/{pid}/stat").rpartition(b")")[2].split()
-    user, system, user_of_children, system_of_children = map(int, fields[11:15] or (0, 0, 0, 0))
-    return (user + system) / _TICKS, (user_of_children + system_of_children) / _TICKS
-
-
-def _thread_seconds(pid: int, thread: str) -> tuple[float, float]:
-    """Seconds that a thread ran, and that it could run and waited for a processor."""
-    fields = _read(f"/proc/{pid}/task/{thread}/schedstat").split()
-    ran, waited, *_ = map(int, fields or (0, 0))
-    return ran / 1e9, waited / 1e9
-
-
 def _resident(folder: str) -> int:
-    return _second(_read(f"{folder}/statm")) * _PAGE
+    """Resident memory in bytes, 0 for an ended process."""
+    fields = _read(f"{folder}/statm").split()
+    return int(fields[1]) * _PAGE if fields else 0
 
 
 def _buffers(folders: Iterable[str]) -> int:

@@ -12,11 +12,10 @@ import socket
 import tempfile
 from dataclasses import replace
 
-from credit_trl.sandbox.packages import PackageError
 from credit_trl.sandbox.pool import PoolSandbox
 from credit_trl.sandbox.protocol import MIB, Limits, Program, SandboxError, sandbox_error
 
-_CANARY = '''
+_CANARY = """
 import errno, mmap, os, socket
 
 def attempt(escapes, name, action):
@@ -42,7 +41,7 @@ def connect(family, address):
         stream.settimeout(1)
         stream.connect(address)
 
-def escapes(bait, port, abstract, trainer, server, package):
+def escapes(bait, port, abstract, trainer, server, package, tier):
     found = []
     attempt(found, "read this project's files", lambda: read(package + "/tasks/examples/problems.jsonl"))
     attempt(found, "read a file outside", lambda: read(bait + "/secret"))
@@ -66,20 +65,14 @@ def escapes(bait, port, abstract, trainer, server, package):
         found.append("runs as root")
     if "CREDIT_SANDBOX_CANARY" in os.environ:
         found.append("sees the trainer's environment")
+    # A namespace has its own process ids: the trainer's may be that of a process inside.
+    if tier == "bubblewrap" and (os.getpid(), os.getppid()) != (2, 1):  # the child of the namespace's first process
+        found.append("has no process namespace of its own")
+    if tier != "bubblewrap" and trainer != os.getpid():
+        # Signal 0 shows whether a real signal would arrive.
+        attempt(found, "may signal the trainer", lambda: os.kill(trainer, 0))
     return found
-
-def may_signal(pid):
-    """Signal 0 shows whether a real signal would arrive, if process ids are those of the machine."""
-    try:
-        os.kill(pid, 0)
-    except OSError:
-        return False
-    return pid != os.getpid()
-
-def is_first_process():
-    """Whether this process is the child of its process namespace's first one."""
-    return (os.getpid(), os.getppid()) == (2, 1)
-'''
+"""
 
 # Opens sockets whose buffers could hold more than the limit of memory.
 _BUFFERS = """
@@ -107,7 +100,6 @@ def probe(sandbox: PoolSandbox) -> None:
 
     Raises:
         SandboxError: a program could not be started, escaped, or exceeded a limit; the message lists the faults.
-        PackageError: a program could not import a package that it may import.
     """
     with (
         tempfile.TemporaryDirectory(prefix="credit-trl-canary-") as bait,
@@ -122,31 +114,21 @@ def probe(sandbox: PoolSandbox) -> None:
         abstract = f"credit-trl-canary-{os.getpid()}-{os.urandom(4).hex()}"
         local.bind("\0" + abstract)
         local.listen()
-        arguments = [bait, listener.getsockname()[1], abstract, os.getpid(), sandbox.server_pids[0], _PACKAGE]
+        port = listener.getsockname()[1]
+        arguments = [bait, port, abstract, os.getpid(), sandbox.server_pid, _PACKAGE, sandbox.tier]
         programs = [
             Program(_CANARY, fn_name="escapes", arguments=json.dumps(arguments), limits=_LIMITS),
-            Program(_CANARY, fn_name="may_signal", arguments=json.dumps([os.getpid()]), limits=_LIMITS),
-            Program(_CANARY, fn_name="is_first_process", limits=_LIMITS),
             Program(_BUFFERS, limits=_BUFFER_LIMITS),
             Program("bytearray(512 * 1024 * 1024)", limits=_LIMITS),
             Program("import time; time.sleep(10)", limits=_SHORT),
         ]
-        escapes, signalled, first, buffers, memory, sleeper = sandbox.run(programs, deadline=60.0)
-        unfinished = [outcome for outcome in (escapes, signalled, first) if not outcome.ok]
-        if buffers.status == "runtime_error":
-            unfinished.append(buffers)
-        if unfinished:
-            raise sandbox_error(
-                f"A program of the probe did not finish: {unfinished[0].status}, {unfinished[0].error}."
-            )
+        escapes, buffers, memory, sleeper = sandbox.run(programs, deadline=60.0)
+        for outcome, expected in ((escapes, "ok"), (buffers, "memory")):
+            if outcome.status not in (expected, "ok"):
+                raise sandbox_error(f"A program of the probe did not finish: {outcome.status}, {outcome.error}.")
         faults = json.loads(escapes.value or "null")
         if os.path.exists(os.path.join(bait, "planted")) or not os.path.exists(os.path.join(bait, "removable")):
             faults.append("changed a directory outside")
-        # A namespace has its own process ids: the trainer's may be that of a process inside.
-        if sandbox.tier == "bubblewrap" and not json.loads(first.value or "false"):
-            faults.append("has no process namespace of its own")
-        elif sandbox.tier != "bubblewrap" and json.loads(signalled.value or "true"):
-            faults.append("may signal the trainer")
         if buffers.status != "memory":
             faults.append(f"holds memory in buffers of the kernel ({buffers.status})")
         if memory.status != "memory":
@@ -155,7 +137,3 @@ def probe(sandbox: PoolSandbox) -> None:
             faults.append(f"slept past its limit ({sleeper.status})")
     if faults:
         raise SandboxError(f"It does not isolate programs: {'; '.join(dict.fromkeys(faults))}.")
-    modules = [name for name in sandbox.modules if not name.startswith("_")]
-    for name, outcome in zip(modules, sandbox.run([Program(f"import {name}") for name in modules]), strict=True):
-        if not outcome.ok:
-            raise PackageError(f"Programs cannot import {name}: {outcome.error}")

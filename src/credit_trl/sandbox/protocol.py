@@ -27,9 +27,7 @@ STATUSES: tuple[str, ...] = get_args(Status)
 MIB = 1024 * 1024
 _EXCERPT_CHARACTERS = 4096
 _LARGEST_LIMIT = 1 << 62  # the kernel stores limits as signed longs
-
-
-_SMALLEST_MEMORY = 64 * MIB
+_SMALLEST_MEMORY = 64 * MIB  # for an interpreter to start
 # Between two samples 12 processes on two busy cores can take 135 MiB.
 _SMALLEST_TREE_MEMORY = 192 * MIB
 
@@ -90,15 +88,12 @@ class Limits:
             value = getattr(self, limit.name)
             if not (value is None and limit.name == "answer_bytes") and not 0 < value < _LARGEST_LIMIT:
                 raise ValueError(f"Limits.{limit.name} must be positive and finite, below 2**62, got {value!r}.")
-        for name, least in (("memory_bytes", _SMALLEST_MEMORY), ("open_files", 16)):
-            if getattr(self, name) < least:
-                raise ValueError(
-                    f"Limits.{name} must be at least {least} for an interpreter to start, got {getattr(self, name)}."
-                )
-        if self.processes > 1 and self.memory_bytes < _SMALLEST_TREE_MEMORY:
+        if self.open_files < 16:
+            raise ValueError(f"Limits.open_files must be at least 16, to start an interpreter, got {self.open_files}.")
+        if self.memory_bytes < (_SMALLEST_MEMORY if self.processes == 1 else _SMALLEST_TREE_MEMORY):
             raise ValueError(
                 f"Limits.memory_bytes must be at least {_SMALLEST_TREE_MEMORY} with several processes, since samples "
-                f"hold no less, got {self.memory_bytes}. Set it to that, or Limits.processes to 1."
+                f"hold no less, and {_SMALLEST_MEMORY} with Limits.processes=1, got {self.memory_bytes}."
             )
 
     @property
@@ -141,12 +136,11 @@ class Program:
             raise ValueError("Program.arguments needs Program.fn_name, the function to call with them.")
         if self.fn_name is not None and self.stdin:
             raise ValueError("A functional call has no standard input; use Program.arguments and not Program.stdin.")
-        if self.arguments is not None and not (
-            self.arguments.lstrip().startswith("[") and self.arguments.rstrip().endswith("]")
-        ):
+        arguments = "[]" if self.arguments is None else self.arguments.strip()
+        if not (arguments.startswith("[") and arguments.endswith("]")):
             raise ValueError(
                 f"Program.arguments must be the JSON text of an array, one element per argument, got "
-                f"{self.arguments[:80]!r}. Use json.dumps([first, second])."
+                f"{arguments[:80]!r}. Use json.dumps([first, second])."
             )
 
 

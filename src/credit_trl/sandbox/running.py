@@ -6,42 +6,14 @@ import json
 import math
 import re
 import signal
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from credit_trl.sandbox.observe import ProcessorTimes
 from credit_trl.sandbox.protocol import Limits, Outcome, Program, Status, excerpt
 
 ERROR_CHARACTERS = 4000
-GROUP_STOPPED = "its group had already stopped"
-
-
-class Process(NamedTuple):
-    """A prepared process. Its program begins when a byte is written to `report`, on which the driver reports."""
-
-    pid: int
-    pidfd: int  # becomes readable when the process ends
-    stdout: int
-    stderr: int
-    report: int
-
-    @property
-    def descriptors(self) -> tuple[int, int, int, int]:
-        """All descriptors of the process."""
-        return self.pidfd, self.stdout, self.stderr, self.report
-
-
-@dataclass(frozen=True)
-class Job:
-    """A program that the client has sent, with the client's numbers of the program and, if it has one, of its group.
-
-    The program stops its group if it ends with one of the statuses `stops`.
-    """
-
-    number: int
-    program: Program
-    group: int | None = None
-    stops: tuple[Status, ...] = ()
 
 
 @dataclass(eq=False)
@@ -49,8 +21,10 @@ class RunningProgram:
     """A program from the start of its process to its end.
 
     Args:
+        number: the client's number of the program.
+        pipes: descriptors of the pipes from which standard output, standard error and the driver's report are read.
         user: user id of the process, `None` for the server's own.
-        released_at: time at which the driver got the byte that starts the program.
+        started_at: time at which its process was started.
         began_at: time at which the driver reported that the program begins. Its wall-clock limit counts from here.
         delayed: seconds since then in which it could run and waited for a processor that others used.
         cpu_seconds: largest processor time of its processes in any sample.
@@ -58,12 +32,15 @@ class RunningProgram:
         not_before: time before which its wall-clock limit is not enforced, as it waits for a processor.
         next_sample: time at which its use of resources is read next, once it has begun.
         ended_by: status with which the server ended it, `None` if it ended by itself.
+        open_pipes: what was read, by the descriptor of each pipe that has not ended.
     """
 
-    job: Job
-    process: Process
+    number: int
+    program: Program
+    pid: int
+    pipes: Sequence[int]
     user: int | None
-    released_at: float | None = None
+    started_at: float
     began_at: float | None = None
     delayed: float = 0.0
     cpu_seconds: float = 0.0
@@ -75,16 +52,12 @@ class RunningProgram:
     report: bytearray = field(default_factory=bytearray)
     ended_by: Status | None = None
     reason: str = ""
-    pipes_open: set[int] = field(default_factory=set)
+    open_pipes: dict[int, bytearray] = field(default_factory=dict)
     _samples: list[tuple[float, float]] = field(default_factory=list)  # first and last: time, processor time
     _threads: dict[str, tuple[float, float]] = field(default_factory=dict)  # active, processor time when that changed
 
     def __post_init__(self) -> None:
-        self.pipes_open = {self.process.stdout, self.process.stderr, self.process.report}
-
-    @property
-    def program(self) -> Program:
-        return self.job.program
+        self.open_pipes = dict(zip(self.pipes, (self.stdout, self.stderr, self.report), strict=True))
 
     def add_times(self, times: ProcessorTimes, now: float) -> None:
         """Take a sample of processor times, of which the first is that of the program's beginning.
@@ -113,31 +86,20 @@ class RunningProgram:
         self._threads = threads
         self._samples = [(first_at, first_total), (now, total)]
 
-    @property
-    def received(self) -> int:
-        """Bytes read from the process."""
-        return len(self.stdout) + len(self.stderr) + len(self.report)
-
-    @property
-    def limit_passed(self) -> int:
-        """The limit in bytes that its output exceeds, 0 for none."""
+    def exceeded_output_limit(self) -> int | None:
+        """The limit in bytes that its output exceeds, `None` for none."""
         limits = self.program.limits
         if len(self.stdout) + len(self.stderr) > limits.output_bytes:
             return limits.output_bytes
         printed = len(self.stdout) if self.program.fn_name is None else 0
         answer = max(printed, len(self.report) - ERROR_CHARACTERS)
-        return limits.longest_answer if answer > limits.longest_answer else 0
+        return limits.longest_answer if answer > limits.longest_answer else None
 
     def take(self, descriptor: int, chunk: bytes, now: float) -> None:
         """Store what was read from one of the pipes."""
-        if descriptor == self.process.stdout:
-            self.stdout += chunk
-        elif descriptor == self.process.stderr:
-            self.stderr += chunk
-        else:
-            self.report += chunk
-            if self.began_at is None and self.report.startswith(b"B"):
-                self.began_at = now
+        self.open_pipes[descriptor] += chunk
+        if self.began_at is None and self.report.startswith(b"B"):
+            self.began_at = now
 
     def answer(self, exit_code: int, now: float) -> dict[str, Any]:
         """Message for the client: `"done"` with the outcome, or `"failed"` with the reason.
@@ -148,8 +110,8 @@ class RunningProgram:
         """
         if self.ended_by is None and self.began_at is None:
             reason = _text(self.stderr or b"it ended before the program began")[-ERROR_CHARACTERS:].strip()
-            return {"failed": self.job.number, "reason": f"{reason} (exit status {exit_code})"}
-        return {"done": self.job.number, "outcome": vars(self._outcome(exit_code, now))}
+            return {"failed": self.number, "reason": f"{reason} (exit status {exit_code})"}
+        return {"done": self.number, "outcome": vars(self._outcome(exit_code, now))}
 
     def _outcome(self, exit_code: int, now: float) -> Outcome:
         limits = self.program.limits
@@ -157,22 +119,11 @@ class RunningProgram:
         stdout = _text(self.stdout[: limits.longest_answer])
         if self.ended_by is not None:
             return failure(Outcome("ok", stdout, seconds=seconds), self.ended_by, self.reason)
-        ended = Outcome("ok", stdout, exit_code=signal_or_status(exit_code), seconds=seconds)
+        ended = Outcome("ok", stdout, exit_code=exit_code, seconds=seconds)
         # The last sample of its time may lag by half of the limit.
-        if reached_processor_limit(ended.exit_code, max(seconds, 2 * self.cpu_seconds), limits):
-            return failure(ended, "timeout", processor_limit(limits))
-        kind, text = _parse_report(bytes(self.report[1:]))
-        return reported_outcome(self.program, ended, kind, text, _text(self.stderr[-ERROR_CHARACTERS // 2 :]))
-
-
-def signal_or_status(exit_code: Any) -> Any:
-    """`-n` for the exit status `128 + n`, with which bubblewrap and shells report signal n; else the exit code."""
-    return 128 - exit_code if isinstance(exit_code, int) and 128 < exit_code <= 128 + 64 else exit_code
-
-
-def reached_processor_limit(exit_code: int | None, seconds: float, limits: Limits) -> bool:
-    """Whether the limit of processor time ended a program, which may also exit with the status of a signal itself."""
-    return seconds >= limits.cpu_seconds and exit_code in (-signal.SIGXCPU, -signal.SIGKILL)
+        cpu_seconds = max(seconds, 2 * self.cpu_seconds)
+        report = _parse_report(bytes(self.report[1:]))
+        return ended_outcome(self.program, ended, cpu_seconds, report, _text(self.stderr[-ERROR_CHARACTERS // 2 :]))
 
 
 def processor_limit(limits: Limits) -> str:
@@ -185,11 +136,22 @@ def failure(ended: Outcome, status: Status, error: str) -> Outcome:
     return replace(ended, status=status, error=error, stdout=excerpt(ended.stdout))
 
 
-def reported_outcome(program: Program, ended: Outcome, kind: str, text: str, stderr: str) -> Outcome:
+def ended_outcome(
+    program: Program, ended: Outcome, cpu_seconds: float, report: tuple[str, str], stderr: str
+) -> Outcome:
     """Outcome of a program that ended by itself with standard output, exit code and seconds, from its driver's report.
 
-    `kind` is `""` if there is no well-formed report; `stderr` is the end of standard error.
+    `cpu_seconds` is the most processor time that it may have used. The report has a kind and a text; the kind is `""`
+    if there is no well-formed one. `stderr` is the end of standard error.
     """
+    kind, text = report
+    code = ended.exit_code
+    if isinstance(code, int) and 128 < code <= 128 + 64:
+        code = 128 - code  # with status 128 + n bubblewrap and shells report signal n
+        ended = replace(ended, exit_code=code)
+    # The program may also exit with the status of a signal itself.
+    if cpu_seconds >= program.limits.cpu_seconds and code in (-signal.SIGXCPU, -signal.SIGKILL):
+        return failure(ended, "timeout", processor_limit(program.limits))
     if kind in ("E", "M"):
         return failure(ended, "memory" if kind == "M" else "runtime_error", text[:ERROR_CHARACTERS])
     if program.fn_name is None:

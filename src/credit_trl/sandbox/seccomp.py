@@ -77,9 +77,13 @@ _NEWEST = 450  # larger numbers are newer than the table
 _AUDIT_ARCH = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
 
 _LOAD, _AND, _RETURN = 0x20, 0x54, 0x06
-_JUMP_EQUAL, _JUMP_GREATER, _JUMP_SET = 0x15, 0x25, 0x45
-_ALLOW, _KILL_PROCESS = 0x7FFF0000, 0x80000000
-_EPERM, _ENOSYS = 0x00050000 | errno.EPERM, 0x00050000 | errno.ENOSYS
+_JUMP_EQUAL, _JUMP_GREATER = 0x15, 0x25
+Instruction = tuple[int, int, int, int]
+_ALLOW: Instruction = (_RETURN, 0, 0, 0x7FFF0000)
+_KILL_PROCESS: Instruction = (_RETURN, 0, 0, 0x80000000)
+_REFUSE: Instruction = (_RETURN, 0, 0, 0x00050000 | errno.EPERM)
+_UNKNOWN: Instruction = (_RETURN, 0, 0, 0x00050000 | errno.ENOSYS)
+_WHOLE = 0xFFFFFFFF
 
 _CLONE_THREAD, _CLONE_FILES = 0x00010000, 0x00000400
 _CLOSE_RANGE_UNSHARE = 2
@@ -103,16 +107,6 @@ _PRCTL_OPTIONS = (15, 16)  # PR_SET_NAME, PR_GET_NAME
 # Placeholder of the program's own process id in the Landlock policy; see `with_process_id`.
 _PROCESS_ID = 0x5AFEC0DE
 
-Instruction = tuple[int, int, int, int]
-
-
-def require_supported() -> None:
-    """Raise `SandboxError` if the table lacks this machine's architecture."""
-    if platform.machine() not in _AUDIT_ARCH or struct.calcsize("P") != 8:
-        raise SandboxError(
-            "The system call filter knows x86_64 and aarch64 only. Use a remote sandbox (--sandbox http://...)."
-        )
-
 
 def syscall_numbers(table: str, machine: str) -> dict[str, int]:
     """Numbers by name of the calls of a table that exist on `machine` (`"x86_64"`, `"aarch64"`)."""
@@ -126,7 +120,19 @@ def namespace_filter(machine: str | None = None) -> bytes:
 
     SIGCHLD keeps its default action: a parent that ignores it never gets the processor time of its ended children.
     """
-    checks = {**_argument_checks(), "clone": _no_namespaces(), "rt_sigaction": _keep_sigchld()}
+    checks = _argument_checks() | {
+        # Neither new namespaces, nor threads with descriptors of their own, which would not be counted.
+        "clone": [
+            *_require(0, _CLONE_NAMESPACES, 0),
+            *_require(0, _CLONE_THREAD | _CLONE_FILES, 0, _CLONE_FILES, _CLONE_THREAD | _CLONE_FILES),
+        ],
+        # For SIGCHLD the pointer to the new action must be null, which only asks for the action.
+        "rt_sigaction": [
+            *(_load(0), (_JUMP_EQUAL, 1, 0, signal.SIGCHLD), _ALLOW),
+            *_require(1, _WHOLE, 0),
+            *_require(1, _WHOLE, 0, high=True),
+        ],
+    }
     return _assemble(machine or platform.machine(), ";".join((_COMMON, _PROCESSES, _SCRATCH)), checks)
 
 
@@ -136,12 +142,13 @@ def landlock_filter(machine: str | None = None, *, truncation_mediated: bool = T
     The process must complete the result with its own id, see `with_process_id`. A Landlock older than version 3
     (`truncation_mediated=False`) lets a program that may only read a file truncate it, so the filter refuses O_TRUNC.
     """
-    own_process_only = _argument_in(0, (_PROCESS_ID,))
-    checks = {**_argument_checks(), "clone": _threads_only()}
-    checks |= {"kill": own_process_only, "tgkill": own_process_only}
+    checks = _argument_checks() | {
+        "clone": _require(0, _CLONE_THREAD | _CLONE_FILES, _CLONE_THREAD | _CLONE_FILES),
+        "kill": _require(0, _WHOLE, _PROCESS_ID),
+        "tgkill": _require(0, _WHOLE, _PROCESS_ID),
+    }
     if not truncation_mediated:
-        checks["open"] = _argument_clear(1, os.O_TRUNC)
-        checks["openat"] = _argument_clear(2, os.O_TRUNC)
+        checks |= {"open": _require(1, os.O_TRUNC, 0), "openat": _require(2, os.O_TRUNC, 0)}
     return _assemble(machine or platform.machine(), _COMMON, checks)
 
 
@@ -151,100 +158,62 @@ def with_process_id(program: bytes, process_id: int) -> bytes:
 
 
 def _argument_checks() -> dict[str, list[Instruction]]:
+    """Instructions by the name of a call, which is allowed unless one of them refuses it."""
     return {
-        "ioctl": _argument_in(1, _IOCTL_REQUESTS),
-        "fcntl": _argument_in(1, _FCNTL_COMMANDS),
-        "prctl": _argument_in(0, _PRCTL_OPTIONS),
-        "prlimit64": _argument_in(0, (0,)),  # this process's own limits only
+        "ioctl": _require(1, _WHOLE, *_IOCTL_REQUESTS),
+        "fcntl": _require(1, _WHOLE, *_FCNTL_COMMANDS),
+        "prctl": _require(0, _WHOLE, *_PRCTL_OPTIONS),
+        "prlimit64": _require(0, _WHOLE, 0),  # this process's own limits only
         # SOCK_STREAM only: a datagram pair could send to any socket file it can name.
-        "socketpair": [
-            *_argument_equal_or_refuse(0, 0xFFFFFFFF, socket.AF_UNIX),
-            *_argument_equal_or_refuse(1, 0xF, socket.SOCK_STREAM),
-            (_RETURN, 0, 0, _ALLOW),
-        ],
+        "socketpair": [*_require(0, _WHOLE, socket.AF_UNIX), *_require(1, 0xF, socket.SOCK_STREAM)],
+        # Not shared and anonymous at once.
         "mmap": [
-            *_argument_equal_or_refuse(3, _MAP_HUGETLB, 0),
-            _load_argument(3),
-            (_AND, 0, 0, _MAP_SHARED | _MAP_ANONYMOUS),
-            *_refuse_if(_JUMP_EQUAL, _MAP_SHARED | _MAP_ANONYMOUS),
+            *_require(3, _MAP_HUGETLB, 0),
+            *_require(3, _MAP_SHARED | _MAP_ANONYMOUS, 0, _MAP_SHARED, _MAP_ANONYMOUS),
         ],
-        "sendto": _argument_clear(3, socket.MSG_OOB),
-        "recvfrom": _argument_clear(3, socket.MSG_OOB),
-        "recvmsg": _argument_clear(2, socket.MSG_OOB),
-        "recvmmsg": _argument_clear(3, socket.MSG_OOB),
-        "getsockopt": [
-            *_argument_equal_or_refuse(1, 0xFFFFFFFF, socket.SOL_SOCKET),
-            *_argument_in(2, _SOCKET_OPTIONS),
-        ],
-        "close_range": _argument_clear(2, _CLOSE_RANGE_UNSHARE),
-        "madvise": [_load_argument(2), *_refuse_if(_JUMP_EQUAL, _MADV_PAGEOUT)],
+        "sendto": _require(3, socket.MSG_OOB, 0),
+        "recvfrom": _require(3, socket.MSG_OOB, 0),
+        "recvmsg": _require(2, socket.MSG_OOB, 0),
+        "recvmmsg": _require(3, socket.MSG_OOB, 0),
+        "getsockopt": [*_require(1, _WHOLE, socket.SOL_SOCKET), *_require(2, _WHOLE, *_SOCKET_OPTIONS)],
+        "close_range": _require(2, _CLOSE_RANGE_UNSHARE, 0),
+        "madvise": [_load(2), (_JUMP_EQUAL, 0, 1, _MADV_PAGEOUT), _REFUSE],
         # Its flags are in memory, which a filter cannot read. The C library then uses clone.
-        "clone3": [(_RETURN, 0, 0, _ENOSYS)],
+        "clone3": [_UNKNOWN],
     }
 
 
-def _no_namespaces() -> list[Instruction]:
-    """Refuse `clone` into new namespaces, and of threads with descriptors of their own, which would not be counted."""
-    return [
-        *(_load_argument(0), (_JUMP_SET, 0, 1, _CLONE_NAMESPACES), (_RETURN, 0, 0, _EPERM)),
-        *((_AND, 0, 0, _CLONE_THREAD | _CLONE_FILES), *_refuse_if(_JUMP_EQUAL, _CLONE_THREAD)),
-    ]
-
-
-def _threads_only() -> list[Instruction]:
-    """Refuse `clone` but of threads that share their descriptors with the process."""
-    both = _CLONE_THREAD | _CLONE_FILES
-    return [*_argument_equal_or_refuse(0, both, both), (_RETURN, 0, 0, _ALLOW)]
-
-
-def _keep_sigchld() -> list[Instruction]:
-    """Refuse `rt_sigaction(SIGCHLD, action)` unless the pointer `action` is null, which only asks."""
-    return [
-        *(_load_argument(0), (_JUMP_EQUAL, 1, 0, signal.SIGCHLD), (_RETURN, 0, 0, _ALLOW)),
-        *(_load_argument(1), (_JUMP_EQUAL, 1, 0, 0), (_RETURN, 0, 0, _EPERM)),
-        *(_load_argument(1, high=True), (_JUMP_EQUAL, 1, 0, 0), (_RETURN, 0, 0, _EPERM)),
-        (_RETURN, 0, 0, _ALLOW),
-    ]
-
-
-def _load_argument(index: int, high: bool = False) -> Instruction:
-    # All checked bits but those of a pointer are in an argument's low word, which comes first (little-endian).
+def _load(index: int, high: bool = False) -> Instruction:
+    """Load the low word of an argument, which comes first (little-endian), or the high one."""
     return (_LOAD, 0, 0, 16 + 8 * index + 4 * high)
 
 
-def _argument_in(index: int, values: tuple[int, ...]) -> list[Instruction]:
+def _require(index: int, mask: int, *values: int, high: bool = False) -> list[Instruction]:
+    """Refuse the call unless the masked bits of an argument's word are one of these values."""
     jumps = [(_JUMP_EQUAL, len(values) - position, 0, value) for position, value in enumerate(values)]
-    return [_load_argument(index), *jumps, (_RETURN, 0, 0, _EPERM), (_RETURN, 0, 0, _ALLOW)]
-
-
-def _argument_equal_or_refuse(index: int, mask: int, value: int) -> list[Instruction]:
-    return [_load_argument(index), (_AND, 0, 0, mask), (_JUMP_EQUAL, 1, 0, value), (_RETURN, 0, 0, _EPERM)]
-
-
-def _argument_clear(index: int, bits: int) -> list[Instruction]:
-    return [_load_argument(index), *_refuse_if(_JUMP_SET, bits)]
-
-
-def _refuse_if(jump: int, value: int) -> list[Instruction]:
-    return [(jump, 0, 1, value), (_RETURN, 0, 0, _EPERM), (_RETURN, 0, 0, _ALLOW)]
+    return [_load(index, high), (_AND, 0, 0, mask), *jumps, _REFUSE]
 
 
 def _assemble(machine: str, table: str, checks: dict[str, list[Instruction]]) -> bytes:
     """Assemble the checked calls and then the list: the kernel caches constant answers, and filters the others."""
+    if machine not in _AUDIT_ARCH:
+        raise SandboxError(
+            f"The system call filter knows {', '.join(_AUDIT_ARCH)}, not {machine}. Use a remote sandbox."
+        )
     numbers = syscall_numbers(_CHECKED, machine)
     program: list[Instruction] = [
         (_LOAD, 0, 0, 4),
         (_JUMP_EQUAL, 1, 0, _AUDIT_ARCH[machine][0]),
-        (_RETURN, 0, 0, _KILL_PROCESS),
+        _KILL_PROCESS,
         (_LOAD, 0, 0, 0),
         (_JUMP_GREATER, 0, 1, _NEWEST),
-        (_RETURN, 0, 0, _ENOSYS),
+        _UNKNOWN,
     ]
     for name, block in checks.items():
         if name in numbers:  # newer architectures have no `open`
-            program += [(_JUMP_EQUAL, 0, len(block), numbers[name]), *block]
+            program += [(_JUMP_EQUAL, 0, len(block) + 1, numbers[name]), *block, _ALLOW]
     for name, number in syscall_numbers(table, machine).items():
         if name not in checks:
-            program += [(_JUMP_EQUAL, 0, 1, number), (_RETURN, 0, 0, _ALLOW)]
-    program.append((_RETURN, 0, 0, _EPERM))
+            program += [(_JUMP_EQUAL, 0, 1, number), _ALLOW]
+    program.append(_REFUSE)
     return b"".join(struct.pack("<HBBI", *instruction) for instruction in program)

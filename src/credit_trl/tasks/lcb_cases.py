@@ -1,18 +1,24 @@
-"""Tests of a programming problem: the form that the verifier uses, and the encoding of the hub's files."""
+"""Tests of a programming problem: the verifier's form, the hub's encoding, and the comparison of outputs.
+
+Outputs are compared by the rules of LiveCodeBench's own checker. Standard outputs are stripped and split into lines at
+line feeds, and the lines are stripped. They are the same if they have as many lines, and each pair is equal as text or
+token by token as decimal numbers. Return values are the same if they are equal as Python values.
+"""
 
 from __future__ import annotations
 
 import base64
-import binascii
 import json
 import pickletools
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
 from typing import Any
 
 LARGEST = 1 << 30  # bytes of unpacked tests; a few packed kilobytes could unpack to gigabytes
 
+_FIELDS = ("inputs", "outputs", "testtype", "fn_name", "time_limit")  # of an answer
 _DIGITS = 4300  # largest number of digits of an integer that `int` reads by default
 
 # Opcodes of `pickle.dumps("...")` in the protocols 0 to 5.
@@ -46,45 +52,43 @@ def parse_answer(answer: str | dict[str, Any]) -> Cases:
     """Read an `answer` of the data set, as JSON text or as an object; the `ValueError` names the wrong field."""
     try:
         data = json.loads(answer) if isinstance(answer, str) else answer
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"A code answer is the JSON text of an object with tests: {error}") from error
-    if not isinstance(data, dict):
-        raise ValueError(f"A code answer is an object with tests, got {type(data).__name__}.")
-    inputs, outputs = (_texts(data, field) for field in ("inputs", "outputs"))
-    if len(inputs) != len(outputs) or not inputs:
-        raise ValueError(
-            f"A code answer needs as many outputs as inputs, one at least, got {len(outputs)} and {len(inputs)}."
-        )
-    limit = data.get("time_limit")
-    if isinstance(limit, bool) or not isinstance(limit, int | float) or not 0 < limit < 3600:
-        raise ValueError(f"A code answer's `time_limit` is a number of seconds, got {limit!r}.")
-    if data.get("testtype") not in ("stdin", "functional"):
-        raise ValueError(f"A code answer's `testtype` is 'stdin' or 'functional', got {data.get('testtype')!r}.")
-    if data["testtype"] == "stdin":
-        return Cases(inputs, outputs, None, float(limit))
-    fn_name = data.get("fn_name")
-    if not isinstance(fn_name, str) or not fn_name.isidentifier():
-        raise ValueError(f"A functional code answer names its function in `fn_name`, got {fn_name!r}.")
-    cases = Cases(inputs, outputs, fn_name, float(limit))
+        inputs, outputs, kind, fn_name, limit = (data.get(field) for field in _FIELDS)
+    except (ValueError, RecursionError, AttributeError) as error:
+        shown = f"{', '.join(_FIELDS)}, or its JSON text, got {answer!r:.100}"
+        raise ValueError(f"A code answer is an object with {shown}.") from error
+    problem = None
+    if not _are_texts(inputs) or not _are_texts(outputs) or len(inputs) != len(outputs) or not inputs:
+        problem = "`inputs` and `outputs` are lists of texts with the same length, 1 or more"
+    elif isinstance(limit, bool) or not isinstance(limit, int | float) or not 0 < limit < 3600:
+        problem = f"`time_limit` is a number of seconds, got {limit!r}"
+    elif kind not in ("stdin", "functional"):
+        problem = f"`testtype` is 'stdin' or 'functional', got {kind!r}"
+    elif kind == "functional" and not (isinstance(fn_name, str) and fn_name.isidentifier()):
+        problem = f"`fn_name` is the name of the function that is tested, got {fn_name!r}"
+    if problem is not None:
+        raise ValueError(f"A code answer's {problem}.")
+    if kind == "stdin":
+        return Cases(tuple(inputs), tuple(outputs), None, float(limit))
     for index, (given, expected) in enumerate(zip(inputs, outputs, strict=True)):
         try:
             for line in (*given.split("\n"), expected):
-                json.loads(line, parse_int=exact_integer)
+                json.loads(line, parse_int=_exact_integer)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"Functional test {index} is not JSON, one argument per line: {error}") from error
-    return cases
+    return Cases(tuple(inputs), tuple(outputs), fn_name, float(limit))
+
+
+def _are_texts(values: Any) -> bool:
+    return isinstance(values, list | tuple) and all(isinstance(value, str) for value in values)
 
 
 def answer_of(cases: Sequence[dict[str, Any]], fn_name: str, time_limit: float) -> str:
     """The `answer` for test cases in the hub's form, `{"input", "output", "testtype"}`, which must be of one type."""
-    for index, case in enumerate(cases):
-        if not isinstance(case, dict) or not all(isinstance(case.get(key), str) for key in ("input", "output")):
-            raise ValueError(f"Test {index} is not an object with the texts `input` and `output`.")
-    kinds = sorted({str(case.get("testtype")) for case in cases})
+    kinds = sorted({str(case["testtype"]) for case in cases})
     if len(kinds) != 1:
         raise ValueError(f"The tests of a problem need one `testtype`, got {', '.join(kinds) or 'no tests'}.")
     inputs, outputs = ([case[key] for case in cases] for key in ("input", "output"))
-    answer = {"inputs": inputs, "outputs": outputs, "testtype": kinds[0], "fn_name": fn_name, "time_limit": time_limit}
+    answer = dict(zip(_FIELDS, (inputs, outputs, kinds[0], fn_name, time_limit), strict=True))
     parse_answer(answer)
     return json.dumps(answer)
 
@@ -107,16 +111,13 @@ def decode_cases(text: str) -> list[Any]:
 
 
 def _unpacked(text: str) -> bytes:
+    unpacker = zlib.decompressobj()
     try:
-        packed = base64.b64decode(text, validate=True)
-        unpacker = zlib.decompressobj()
-        data = unpacker.decompress(packed, LARGEST)
-    except (binascii.Error, zlib.error, ValueError) as error:
+        data = unpacker.decompress(base64.b64decode(text, validate=True), LARGEST)
+    except (zlib.error, ValueError) as error:
         raise ValueError(f"neither JSON nor base64 of zlib: {error}") from error
-    if unpacker.unconsumed_tail:
-        raise ValueError(f"unpacks to more than {LARGEST} bytes")
     if not unpacker.eof:
-        raise ValueError("the packed data is cut off")
+        raise ValueError(f"unpacks to more than {LARGEST} bytes" if unpacker.unconsumed_tail else "is cut off")
     return data
 
 
@@ -133,13 +134,42 @@ def _pickled_text(data: bytes) -> str:
     return texts[0]
 
 
-def _texts(data: dict[str, Any], field: str) -> tuple[str, ...]:
-    values = data.get(field)
-    if not isinstance(values, list | tuple) or not all(isinstance(value, str) for value in values):
-        raise ValueError(f"A code answer's `{field}` is a list of texts.")
-    return tuple(values)
-
-
-def exact_integer(digits: str) -> int | tuple[str]:
+def _exact_integer(digits: str) -> int | tuple[str]:
     """Parse an integer in JSON. Too many digits for `int` give `(digits,)`, which equals no other JSON value."""
     return int(digits) if len(digits) <= _DIGITS else (digits,)
+
+
+def same_output(printed: str, expected: str) -> bool:
+    """Whether a program's standard output is the expected one."""
+    printed_lines, expected_lines = _lines(printed), _lines(expected)
+    return len(printed_lines) == len(expected_lines) and all(map(_same_line, printed_lines, expected_lines))
+
+
+def same_return_value(returned: str, expected: str) -> bool:
+    """Whether a return value is the expected one, both as JSON text.
+
+    As in Python, `1`, `1.0` and `true` are equal, `0.1 + 0.2` is not `0.3`, and NaN equals nothing. Tuples are arrays
+    in JSON, so a tuple equals a list.
+    """
+    try:
+        # `parse_constant=float` makes a new object of each NaN: lists with the same NaN object would be equal
+        given = json.loads(returned, parse_constant=float, parse_int=_exact_integer)
+        return bool(given == json.loads(expected, parse_int=_exact_integer))
+    except (ValueError, RecursionError):
+        return False
+
+
+def _lines(text: str) -> list[str]:
+    return [line.strip() for line in text.strip().split("\n")]
+
+
+def _same_line(printed: str, expected: str) -> bool:
+    if printed == expected:
+        return True
+    tokens, wanted = printed.split(), expected.split()
+    if len(tokens) != len(wanted):
+        return False
+    try:
+        return all(Decimal(token) == Decimal(other) for token, other in zip(tokens, wanted, strict=True))
+    except (InvalidOperation, ValueError):  # not a number, or a signalling NaN
+        return False

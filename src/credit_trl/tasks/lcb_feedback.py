@@ -1,4 +1,4 @@
-"""Feedback on a program that fails: one kind of failure, short, in the form of the paper's examples."""
+"""Feedback on a program that fails: two of its failures, short, in the form of the paper's examples."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from credit_trl.tasks.lcb_cases import Cases
 
 FIELD = 250  # characters of an input, an output, an expected output, or an exception's message
 TOTAL = 2_000
-SHOWN_WRONG = 2
+SHOWN_FAILURES = 2
 FRAMES = 3
 
 WRONG_FORMAT = (
@@ -26,6 +26,7 @@ ERRORS = {
     "memory": "Memory Limit Exceeded",
     "output_limit": "Output Limit Exceeded",
 }
+HEADINGS = {"wrong": "Wrong Answer", "timeout": "Time Limit Exceeded", **ERRORS}
 
 _FRAME = re.compile(r'^ +File "([^"]*)", line (\d+)(?:, in (.*))?$')
 
@@ -49,33 +50,37 @@ class Result:
 
 
 def feedback(cases: Cases, results: Sequence[Result], truncated: bool = False) -> str | None:
-    """The first runtime error with a short traceback, else the first time-out, else the two shortest wrong answers.
+    """The shortest wrong answer and the first error, in the order of their tests.
 
-    At most `TOTAL` characters, or `None` if no test failed. Only wrong answers show an expected output. Feedback on a
-    truncated response begins with `CUT_OFF`.
+    Where one of these kinds is missing, the first time-out is shown in its place, else the next shortest wrong answer.
+    Errors have a short traceback, and only wrong answers show an expected output. Feedback on a truncated response
+    begins with `CUT_OFF`. It has at most `TOTAL` characters, and is `None` if no test failed.
     """
-    failure = _failure(cases, results)
-    return _cut(f"{CUT_OFF}\n\n{failure}" if truncated else failure, TOTAL) if failure else None
+
+    def length(index: int) -> int:
+        return len(cases.inputs[index]) + results[index].length + len(cases.outputs[index])
+
+    statuses = [result.status for result in results]
+    wrong = sorted((index for index, status in enumerate(statuses) if status == "wrong"), key=length)
+    errors = [index for index, status in enumerate(statuses) if status in ERRORS]
+    timeouts = [index for index, status in enumerate(statuses) if status == "timeout"]
+    shown = [*wrong[:1], *errors[:1], *timeouts[:1], *wrong[1:]][:SHOWN_FAILURES]
+    if not shown:
+        return None
+    failures = [_failure(index, cases, results[index]) for index in sorted(shown)]
+    return _cut("\n\n".join([CUT_OFF, *failures] if truncated else failures), TOTAL)
 
 
-def _failure(cases: Cases, results: Sequence[Result]) -> str:
-    indices = range(len(results))
-    for index in indices:
-        if (status := results[index].status) in ERRORS:
-            parts = [f"Test {index + 1}: {ERRORS[status]}", short_error(results[index].error)]
-            return "\n".join([*filter(None, parts), _shown("Input", cases.inputs[index])])
-    for index in indices:
-        if results[index].status == "timeout":
-            head = f"Test {index + 1}: Time Limit Exceeded ({cases.time_limit:g} seconds)"
-            return f"{head}\n{_shown('Input', cases.inputs[index])}"
-    wrong = [index for index in indices if results[index].status == "wrong"]
-    wrong.sort(key=lambda index: len(cases.inputs[index]) + results[index].length + len(cases.outputs[index]))
-    return "\n\n".join(_wrong(index, cases, results[index]) for index in wrong[:SHOWN_WRONG])
-
-
-def _wrong(index: int, cases: Cases, result: Result) -> str:
-    texts = {"Input": cases.inputs[index], "Output": result.output, "Expected": cases.outputs[index]}
-    return "\n".join([f"Test {index + 1}: Wrong Answer", *(_shown(name, text) for name, text in texts.items())])
+def _failure(index: int, cases: Cases, result: Result) -> str:
+    lines = [f"Test {index + 1}: {HEADINGS[result.status]}"]
+    if result.status == "timeout":
+        lines[0] += f" ({cases.time_limit:g} seconds)"
+    if result.status in ERRORS:
+        lines.append(short_error(result.error))
+    lines.append(_shown("Input", cases.inputs[index]))
+    if result.status == "wrong":
+        lines += [_shown("Output", result.output), _shown("Expected", cases.outputs[index])]
+    return "\n".join(filter(None, lines))
 
 
 def _shown(name: str, text: str) -> str:

@@ -6,7 +6,6 @@ trainer's process.
 
 from __future__ import annotations
 
-import builtins
 import functools
 import importlib
 import re
@@ -25,7 +24,6 @@ _STARRED = (
     *("string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics"),
     *("itertools", "functools", "operator", "io", "sys", "json", "builtins", "typing"),
 )
-_SITE_NAMES = {"exit", "quit", "copyright", "credits", "license", "help"}  # builtins that only `site` adds
 # It also sets these two limits. Older interpreters have no limit of digits.
 _ALWAYS = (
     "import sys\nsys.setrecursionlimit(50000)\ngetattr(sys, 'set_int_max_str_digits', lambda digits: None)(50000)\n"
@@ -116,30 +114,16 @@ def prelude_for(source: str) -> str:
     does not occur in its text, except with `exec` and the like, which get all imports.
     """
     words = set(re.findall(r"[^\W\d]\w*", source))
-    names = _prelude_names()
-    wanted = names.keys() if words & {"exec", "eval", "globals", "locals", "vars"} else words & names.keys()
-    modules = [module for module in _STARRED if module in wanted]
-    members = {module: sorted(name for name in wanted if names[name] == module != name) for module in _STARRED}
-    lines = [
-        # the sandbox may have another version of Python, whose modules have other names
-        f"try:\n    from {module} import {', '.join(found)}\nexcept ImportError:\n    from {module} import *"
-        for module, found in members.items()
-        if found
-    ]
-    lines += [f"import {module}" for module in modules]
+    gets_all = bool(words & {"exec", "eval", "globals", "locals", "vars"})
+    modules = [module for module in _STARRED if gets_all or words & _public_names(module)]
+    lines = [f"from {module} import *" for module in modules]
+    lines += [f"import {module}" for module in modules if module not in ("builtins", "typing")]
     return _ALWAYS + "".join(f"{line}\n" for line in lines)
 
 
 @functools.cache
-def _prelude_names() -> dict[str, str]:
-    """The module of each name after all imports. The name of an imported module maps to itself."""
-    origin: dict[str, str] = {}
-    for module in _STARRED:
-        found = importlib.import_module(module)
-        public = getattr(found, "__all__", None) or [name for name in dir(found) if not name.startswith("_")]
-        if module == "builtins":
-            own = set(dir(builtins)) - _SITE_NAMES
-            origin = {name: source for name, source in origin.items() if name not in own}
-        else:
-            origin |= dict.fromkeys(public, module)
-    return origin | {module: module for module in _STARRED if module not in ("builtins", "typing")}
+def _public_names(module: str) -> set[str]:
+    """The name of a module and the names that a starred import of it binds."""
+    found = importlib.import_module(module)
+    public = getattr(found, "__all__", None) or [name for name in dir(found) if not name.startswith("_")]
+    return {module, *public}

@@ -2,27 +2,26 @@
 
 The data are `livecodebench/code_generation_lite` by release and contest date, or files with the same rows. As in the
 paper, the training split has half of each problem's private tests and the test split all of them. The reward of a
-response is 1 if its program passes every test, else 0; the feedback is the first failure.
+response is 1 if its program passes every test, else 0; the feedback shows two failures.
 """
 
 from __future__ import annotations
 
 import atexit
 import hashlib
-import itertools
 import json
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from datetime import date, datetime
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from credit_trl.rollout.deadline import remaining_seconds
 from credit_trl.rollout.thinking import answer_part
 from credit_trl.rollout.verdict import Verdict
-from credit_trl.tasks.lcb_cases import Cases, answer_of, decode_cases, parse_answer
-from credit_trl.tasks.lcb_checker import same_output, same_value
+from credit_trl.tasks.lcb_cases import Cases, answer_of, decode_cases, parse_answer, same_output, same_return_value
 from credit_trl.tasks.lcb_feedback import CUT_OFF, WRONG_FORMAT, Result, feedback
 from credit_trl.tasks.lcb_program import find_program, prelude_for
 from credit_trl.tasks.records import Row, dataset_of, load_rows, read_rows
@@ -36,10 +35,10 @@ if TYPE_CHECKING:
 
 HUB = "livecodebench/code_generation_lite"
 EXAMPLES = Path(__file__).parent / "examples" / "problems.jsonl"
-FILES = {f"v{number}": "test.jsonl" if number == 1 else f"test{number}.jsonl" for number in range(1, 7)}
+_HUB_FILES = ("test.jsonl", "test2.jsonl", "test3.jsonl", "test4.jsonl", "test5.jsonl", "test6.jsonl")
 RELEASES = {
-    **{version: (file,) for version, file in FILES.items()},
-    **{f"release_v{number}": tuple(FILES.values())[:number] for number in range(1, 7)},
+    **{f"v{number}": (file,) for number, file in enumerate(_HUB_FILES, 1)},
+    **{f"release_v{number}": _HUB_FILES[:number] for number in range(1, 7)},
 }
 OPTION = TaskOption(keyword="release", values=(*RELEASES, "examples"))
 
@@ -95,7 +94,7 @@ def build(
         raise ValueError(f"LiveCodeBench has no split {split!r}; use train (half the tests) or test (all tests).")
     OPTION.check(release, "LiveCodeBench")
     try:
-        first, end = (datetime.fromisoformat(day).date() for day in (since, until))
+        first, end = date.fromisoformat(since), date.fromisoformat(until)
     except (TypeError, ValueError) as error:
         raise ValueError(f"`since` and `until` are dates such as '2025-02-01', got {since!r}, {until!r}.") from error
     seen: set[str] = set()
@@ -110,16 +109,9 @@ def build(
     return dataset_of(problems, f"livecodebench:{release} {split}")
 
 
-def verify(
-    response: str,
-    answer: str | dict[str, Any],
-    *,
-    truncated: bool = False,
-    sandbox: Sandbox | None = None,
-    deadline: float | None = BATCH_SECONDS,
-) -> Verdict:
-    """Grade one response; the arguments and errors are those of `reward`."""
-    return reward([response], [answer], [truncated], sandbox=sandbox, deadline=deadline, progress=False)[0]
+def verify(response: str, answer: str | dict[str, Any], *, truncated: bool = False, **options: Any) -> Verdict:
+    """Grade one response; `options` are `sandbox` and `deadline` of `reward`, which has the same errors."""
+    return reward([response], [answer], [truncated], progress=False, **options)[0]
 
 
 def reward(
@@ -157,12 +149,11 @@ def reward(
         if source is not None:
             programs += _programs(source, cases, group)
             tests += [(cases, place) for place in range(len(cases))]
-    found = iter(_run(sandbox or _sandbox(), programs, tests, deadline, progress) if programs else ())
-    verdicts = []
-    for source, cases, flag in zip(sources, graded_by, flags, strict=True):
-        results = None if source is None else list(itertools.islice(found, len(cases)))
-        verdicts.append(_verdict(cases, results, bool(flag)))
-    return verdicts
+    results = iter(_run(sandbox or _sandbox(), programs, tests, deadline, progress) if programs else ())
+    return [
+        _verdict(cases, None if source is None else list(islice(results, len(cases))), bool(flag))
+        for source, cases, flag in zip(sources, graded_by, flags, strict=True)
+    ]
 
 
 def _run(
@@ -191,22 +182,23 @@ def _run(
     return results
 
 
+_shared: tuple[int, Sandbox] | None = None  # a sandbox belongs to the process that opened it
+
+
 def use_sandbox(sandbox: Sandbox | None) -> None:
     """Set the default sandbox of `verify` and `reward`; `None` opens one when needed. The caller must close it."""
     global _shared
     _shared = None if sandbox is None else (os.getpid(), sandbox)
 
 
-_shared: tuple[int, Sandbox] | None = None
-
-
 def _sandbox() -> Sandbox:
-    global _shared
-    if _shared is None or _shared[0] != os.getpid():  # a sandbox belongs to the process that opened it
+    if _shared is None or _shared[0] != os.getpid():
         from credit_trl.sandbox import open_sandbox
 
-        _shared = (os.getpid(), open_sandbox())
-        atexit.register(_shared[1].close)
+        opened = open_sandbox()
+        atexit.register(opened.close)
+        use_sandbox(opened)
+        return opened
     return _shared[1]
 
 
@@ -232,7 +224,7 @@ def _programs(source: str, cases: Cases, group: int) -> list[Program]:
 def _result(cases: Cases, place: int, outcome: Outcome) -> Result:
     if outcome.status != "ok":
         return Result.shortened(outcome.status, outcome.stdout, outcome.error)
-    given, is_same = (outcome.stdout, same_output) if cases.fn_name is None else (outcome.value, same_value)
+    given, is_same = (outcome.stdout, same_output) if cases.fn_name is None else (outcome.value, same_return_value)
     if given is None:
         return Result.shortened("runtime_error", outcome.stdout, "the function returned no value")
     return Result.shortened("passed" if is_same(given, cases.outputs[place]) else "wrong", given)
@@ -266,14 +258,11 @@ def _rows(path: str | Path | None, release: str, hub: str) -> Iterable[Row]:
 
 
 def _contest_date(row: Row) -> date:
-    value = row.get("contest_date")  # `datasets` reads ISO dates as datetimes
+    value = str(row.get("contest_date"))  # text, or a datetime where `datasets` found that all are ISO dates
     try:
-        value = datetime.fromisoformat(value) if isinstance(value, str) else value
+        return datetime.fromisoformat(value).date()
     except ValueError as error:
         raise row.error("contest_date", str(error)) from error
-    if not isinstance(value, date):
-        raise row.error("contest_date", f"expected an ISO date, got {value!r:.100}")
-    return value.date() if isinstance(value, datetime) else value
 
 
 def _half(count: int, identity: str, seed: int) -> list[int]:
@@ -288,14 +277,12 @@ def _problem(row: Row, identity: str, split: str, seed: int) -> dict[str, Any]:
         tests = decode_cases(row.text("private_test_cases"))
         if split == "train":
             tests = [tests[index] for index in _half(len(tests), identity, seed)]
-        metadata = row.get("metadata") or {}
-        metadata = json.loads(metadata) if isinstance(metadata, str) and metadata.strip() else metadata
-        fn_name = (metadata.get("func_name") or "") if isinstance(metadata, dict) else ""
-        answer = answer_of(tests, fn_name, TIME_LIMIT)
-    except (ValueError, RecursionError) as error:
-        raise row.error("private_test_cases", str(error)) from error
+        metadata = json.loads(row.get("metadata") or "{}")
+        answer = answer_of(tests, metadata.get("func_name") or "", TIME_LIMIT)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise row.error("private_test_cases", f"{type(error).__name__}: {error}") from error
     starter = (row.get("starter_code") or "").rstrip()
-    form = FUNCTION_FORM.replace("{starter}", starter) if starter.strip() else STDIN_FORM
+    form = FUNCTION_FORM.replace("{starter}", starter) if starter else STDIN_FORM
     problem = f"{row.text('question_content')}\n\n{form}"
     content = PROMPT.replace("{time_limit}", f"{TIME_LIMIT:g}").replace("{problem}", problem)
     turns = [{"role": "user", "content": content}]

@@ -1,21 +1,16 @@
-r"""Mathematics with a final `\boxed{}` answer, compared by `math_answers` on top of math-verify.
+r"""Mathematics with a final `\boxed{}` answer, compared by `math_answers`.
 
-The reward is 1 if the last box after the thinking equals the gold answer, as text or as mathematics, else 0; the
-feedback is the correct answer. Expressions written by a model are compared in killable processes.
+The reward is 1 if the last box of the response's answer part equals the gold answer, as text or as mathematics, else
+0; the feedback is the correct answer.
 """
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import json
 import os
 import re
-import selectors
-import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,12 +30,12 @@ HUB = "trl-lib/DeepMath-103K"
 INSTRUCTION = r"Please reason step by step, and put your final answer within \boxed{}."
 QUESTION_FIELDS = ("problem", "question", "prompt")
 ANSWER_FIELDS = ("answer", "final_answer", "solution")
+LONGEST_BOX = 10_000  # characters after which a box that is not closed is none
 LONGEST = 400  # characters of an answer above which only equal texts are equal
 LONGEST_SOLUTION = 300  # characters of a `solution` that is a final answer itself
 DEADLINE_SECONDS = 900.0
-
-NO_BOX = r"No final answer was found. The final answer must be given in the format \boxed{answer}."
-TRUNCATED = "The response was cut off because it reached the maximum length."
+NO_BOX = r"No final answer was found. The final answer must be given in the format \boxed{answer}. "
+TRUNCATED = "The response was cut off because it reached the maximum length. "
 
 
 def build(
@@ -55,14 +50,11 @@ def build(
     r"""Problems as conversational rows: `prompt`, `answer` (the final answer alone), `task`, `id`.
 
     Args:
-        split: split of the hub data set, or stem of the file in a folder; ignored for a single file.
-        path: a file, or a folder (its subfolder `math` if it has one) with `<split>.*` or its shards; `None` loads
-            from the hub.
-        question_field: field of the question, text or messages; by default the first of `QUESTION_FIELDS` present.
-        answer_field: field of the answer; by default the first of `ANSWER_FIELDS` present. The answer of a worked
-            solution is its last box, or the text after its last `####` (GSM8K).
+        split, path, hub: see `records.read_rows`; `None` loads from the hub.
+        question_field: text or messages; by default the first of `QUESTION_FIELDS` present.
+        answer_field: by default the first of `ANSWER_FIELDS` present. The answer of a worked solution is its last box,
+            or the text after its last `####` (GSM8K).
         instruction: text appended to the question; "" for none.
-        hub: hub data set, or a local folder in its layout.
 
     Raises:
         ValueError: no rows, a row without a question or a final answer, or an unreadable file or data set.
@@ -78,10 +70,9 @@ def build(
         turns = [{"role": turn["role"], "content": turn["content"]} for turn in turns]
         if instruction:
             turns[-1]["content"] += f"\n\n{instruction}"
-        field = row.first(answer_field, ANSWER_FIELDS)
-        gold = _gold(row, field)
+        answer = _gold(row, row.first(answer_field, ANSWER_FIELDS))
         identity = next((row[name] for name in ("id", "idx", "unique_id") if row.get(name) is not None), row.number)
-        return {"prompt": turns, "answer": gold, "task": "math", "id": f"math-{identity}"}
+        return {"prompt": turns, "answer": answer, "task": "math", "id": f"math-{identity}"}
 
     return dataset_of(map(convert, read_rows("math", split, path, hub)), f"math {split}")
 
@@ -96,9 +87,7 @@ def _gold(row: Row, field: str) -> str:
     return gold
 
 
-def verify(
-    response: str, answer: str, *, truncated: bool = False, deadline: float | None = DEADLINE_SECONDS
-) -> Verdict:
+def verify(response: str, answer: str, *, truncated: bool = False, deadline: float = DEADLINE_SECONDS) -> Verdict:
     """Grade one response by its last box; see `reward`."""
     return reward([response], [answer], [truncated], deadline=deadline)[0]
 
@@ -108,7 +97,7 @@ def reward(
     answer: Sequence[str],
     truncated: Sequence[bool] | None = None,
     *,
-    deadline: float | None = DEADLINE_SECONDS,
+    deadline: float = DEADLINE_SECONDS,
     **columns: Any,
 ) -> list[Verdict]:
     """Grade a batch of texts or conversations, with parallel comparisons; for `reward_funcs`.
@@ -120,18 +109,17 @@ def reward(
     for gold in answer:
         if not isinstance(gold, str) or not gold.strip():
             raise ValueError(f"A math answer must be a text that is not blank, got {gold!r}.")
-    flags = [False] * len(completions) if truncated is None else truncated
     boxes = [last_boxed(answer_part(response_text(completion)) or "") for completion in completions]
-    compared = compare(list(zip(answer, boxes, strict=True)), remaining_seconds(deadline))
+    results = _compare(list(zip(answer, boxes, strict=True)), remaining_seconds(deadline))
     verdicts = []
-    for gold, box, result, flag in zip(answer, boxes, compared, flags, strict=True):
+    for gold, box, result, flag in zip(answer, boxes, results, truncated or [False] * len(boxes), strict=True):
         if result == "undecided":
             verdicts.append(Verdict(None, None, {"undecided": 1.0}))
             continue
         metrics = {"answer_format": float(box is not None)}
         if result == "failed":
             metrics["comparison_failed"] = 1.0
-        remark = f"{TRUNCATED} " if flag else f"{NO_BOX} " if box is None else ""
+        remark = TRUNCATED if flag else NO_BOX if box is None else ""
         verdicts.append(Verdict(float(result == "equal"), f"{remark}Correct answer: {gold}", metrics))
     return verdicts
 
@@ -139,86 +127,37 @@ def reward(
 def last_boxed(text: str) -> str | None:
     r"""Content of the last `\boxed{...}`, `\fbox{...}` or `\boxed 7`; `None` without one or where it is not closed."""
     start = max(text.rfind(r"\boxed"), text.rfind(r"\fbox"))
-    box = re.compile(r"\\(?:boxed|fbox)\s*(\{?)").match(text, start) if start >= 0 else None
-    if box is None:
-        return None
-    if not box[1]:
-        bare = re.compile(r"[^\s$]*").match(text, box.end())[0].rstrip(".,;:)")
-        return bare.removesuffix("\\") or None
+    box = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|([^\s{$]+))").match(text, start) if start >= 0 else None
+    if box is None or box[1]:
+        return box and box[1].rstrip(".,;:)\\")
     depth = 0
-    for brace in re.compile(r"\\.|[{}]", re.DOTALL).finditer(text, box.end()):
+    for brace in re.compile(r"\\.|[{}]", re.DOTALL).finditer(text, box.end(), box.end() + LONGEST_BOX):
         depth += {"{": 1, "}": -1}.get(brace[0], 0)
         if depth < 0:
             return text[box.end() : brace.start()].strip()
     return None
 
 
-def compare(pairs: Sequence[tuple[str, str | None]], seconds: float | None) -> list[str]:
-    """Compare pairs of a gold and a given answer: "equal", "different", "failed" or, after `seconds`, "undecided".
-
-    A given `None` is different from every answer. Equal pairs are compared once.
-    """
-    results: dict[tuple[str, str | None], str] = {}
-    for gold, given in pairs:
-        if given is None or gold.strip() == given.strip() or max(len(gold), len(given)) > LONGEST or not given:
-            results[gold, given] = "equal" if given is not None and gold.strip() == given.strip() else "different"
-    unread = [pair for pair in dict.fromkeys(pairs) if pair not in results]
-    if unread:
-        results |= zip(unread, _COMPARER.ask(unread, seconds), strict=True)
-    return [results[pair] for pair in pairs]
-
-
-class _Comparer:
-    """Process of `math_worker`, started when needed and again after it has ended."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def ask(self, pairs: list[tuple[str, str | None]], seconds: float | None) -> list[str]:
-        limit = DEADLINE_SECONDS if seconds is None else seconds
-        until = time.monotonic() + limit
-        if limit <= 0 or not self._lock.acquire(timeout=limit):
-            return ["undecided"] * len(pairs)
-        try:
-            if self._process is None or self._process.poll() is not None:
-                self._start()
-            self._process.stdin.write(json.dumps([pairs, limit]).encode() + b"\n")
-            with selectors.DefaultSelector() as selector:
-                selector.register(self._process.stdout, selectors.EVENT_READ)
-                line = self._process.stdout.readline() if selector.select(until - time.monotonic()) else b""
-            if line:
-                return json.loads(line)
-            self.close()
-            return ["undecided"] * len(pairs)
-        finally:
-            self._lock.release()
-
-    def _start(self) -> None:
-        path = os.pathsep.join(filter(os.path.isabs, sys.path))
-        self._process = subprocess.Popen(
-            [sys.executable, *"-P -s -m credit_trl.tasks.math_worker".split(), str(worker_count())],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={"PATH": os.defpath, "PYTHONPATH": path, "PYTHONUTF8": "1", "PYTHONDONTWRITEBYTECODE": "1"},
-            cwd="/",
-            bufsize=0,
-            start_new_session=True,  # Ctrl-C in the terminal goes to the trainer alone
+def _compare(pairs: list[tuple[str, str | None]], seconds: float) -> list[str]:
+    """Compare in a process of its own: "equal", "different", "failed" or, after `seconds`, "undecided"."""
+    results = {pair: "equal" if pair[0].strip() == pair[1] else "different" for pair in pairs}
+    unread = [pair for pair in results if results[pair] != "equal" and pair[1] and max(map(len, pair)) <= LONGEST]
+    if not unread or seconds <= 0:
+        results |= dict.fromkeys(unread, "undecided")
+        return [results[pair] for pair in pairs]
+    path = os.pathsep.join(filter(os.path.isabs, sys.path))
+    done = subprocess.run(
+        [sys.executable, *"-P -s -m credit_trl.tasks.math_answers".split()],
+        input=json.dumps([unread, time.monotonic() + seconds, worker_count()]),
+        stdout=subprocess.PIPE,
+        env={"PATH": os.defpath, "PYTHONPATH": path, "PYTHONUTF8": "1", "PYTHONDONTWRITEBYTECODE": "1"},
+        cwd="/",
+        text=True,
+    )
+    if done.returncode:
+        raise RuntimeError(
+            f"The process that compares answers ended with status {done.returncode}. It needs math-verify and pebble: "
+            "pip install 'credit-trl[math]'."
         )
-        if self._process.stdout.readline() != b"ready\n":
-            self.close()
-            raise ImportError("The math task needs math-verify and pebble: pip install 'credit-trl[math]'.")
-
-    def close(self) -> None:
-        """End the process and its workers."""
-        if self._process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
-            self._process.stdin.close()
-            self._process.stdout.close()
-            self._process = None
-
-
-_COMPARER = _Comparer()
-atexit.register(_COMPARER.close)
+    results |= zip(unread, json.loads(done.stdout), strict=True)
+    return [results[pair] for pair in pairs]

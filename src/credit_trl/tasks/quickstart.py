@@ -36,7 +36,7 @@ from datasets import Dataset
 
 from credit_trl.rollout.verdict import Verdict
 from credit_trl.tasks.quickstart_model import load_model as load_model
-from credit_trl.tasks.task import batch_of, parse_choice
+from credit_trl.tasks.task import batch_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -63,7 +63,7 @@ CUES = {
 }
 TOPICS = tuple(CUES)
 TOPIC_OF = {cue: topic for topic, cues in CUES.items() for cue in cues.split()}
-GROUPS: dict[str, tuple[str, ...]] = {
+GROUPS = {
     "known": tuple(cue for cues in CUES.values() for cue in cues.split()[:3]),
     "unknown": tuple(cue for cues in CUES.values() for cue in cues.split()[3:5]),
     "holdout": tuple(cue for cues in CUES.values() for cue in cues.split()[5:]),
@@ -79,7 +79,7 @@ TEST_CITIES_PER_CUE = 6
 # SDPO's wording of the teacher's turn, which the bases were pretrained to read: options of `CreditConfig`.
 TEMPLATES = {
     "reprompt_template": "{prompt}{solution}{feedback}\n\nCorrectly solve the original question.\n",
-    "feedback_template": ("\nThe following is feedback from your unsuccessful earlier attempt:\n\n{feedback_raw}\n\n"),
+    "feedback_template": "\nThe following is feedback from your unsuccessful earlier attempt:\n\n{feedback_raw}\n\n",
 }
 
 # First words of planted shortcuts, which no plain response has. The sentence replaces the thought in the bases of the
@@ -87,12 +87,7 @@ TEMPLATES = {
 SHORTCUT_OPENING = "sure,"
 SHORTCUT_THOUGHT = f"{SHORTCUT_OPENING} this is simple."
 
-_RESPONSE = re.compile(
-    r"Thought: (?P<thought>[^\n]+)\n"
-    r"Action: (?P<tool>\w+)\n"
-    r'Action Input: \{"city": "(?P<city>[^"\n]*)"\}',
-    re.ASCII,
-)
+_RESPONSE = re.compile(r'Thought: [^\n]+\nAction: (\w+)\nAction Input: \{"city": "([^"\n]*)"\}', re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -143,10 +138,7 @@ def tool(topic: str) -> str:
 
 def group_of(cue: str) -> str:
     """Group of a cue: "known", "unknown" or "holdout"; raises `KeyError` for any other word."""
-    return _GROUP_OF[cue]
-
-
-_GROUP_OF = {cue: group for group, cues in GROUPS.items() for cue in cues}
+    return {cue: group for group, cues in GROUPS.items() for cue in cues}[cue]
 
 
 def draw_question(rng: random.Random, cue: str, cities: Sequence[str] = CITIES) -> Question:
@@ -183,34 +175,30 @@ def build(
         `id`, `group`, `cue`, `city`.
 
     Raises:
-        ValueError: unknown split, a group that the split lacks, a path, or `rows_per_cue` below 1.
+        ValueError: unknown split, a group that the split lacks, or a path.
     """
     if split not in SPLIT_GROUPS:
         raise ValueError(f"Unknown split {split!r}: use one of {sorted(SPLIT_GROUPS)}.")
     if path is not None:
         raise ValueError(f"The quickstart task is generated and reads no file: remove path={str(path)!r}.")
-    rows_per_cue = {"train": 32, "test": 4}[split] if rows_per_cue is None else rows_per_cue
-    if rows_per_cue < 1:
-        raise ValueError(f"rows_per_cue must be at least 1, got {rows_per_cue}.")
+    count = {"train": 32, "test": 4}[split] if rows_per_cue is None else rows_per_cue
     groups = SPLIT_GROUPS[split] if groups is None else groups
-    if absent := [group for group in groups if group not in SPLIT_GROUPS[split]]:
-        raise ValueError(f"Split {split!r} has the groups {SPLIT_GROUPS[split]}, not {absent}.")
-
+    if not set(groups) <= set(SPLIT_GROUPS[split]):
+        raise ValueError(f"Split {split!r} has the groups {SPLIT_GROUPS[split]}, got {tuple(groups)}.")
     rng = random.Random(f"{TASK}/{split}/{seed}")
-    cues = [cue for group in groups for cue in GROUPS[group]] * rows_per_cue
+    cues = [cue for group in groups for cue in GROUPS[group]] * count
     rng.shuffle(cues)
     questions = [draw_question(rng, cue, cities_of(cue, split)) for cue in cues]
-    return Dataset.from_dict(
-        {
-            "prompt": [question.prompt for question in questions],
-            "answer": [question.answer for question in questions],
-            "task": [TASK] * len(questions),
-            "id": [f"{TASK}-{split}-{seed}-{index}" for index in range(len(questions))],
-            "group": [group_of(question.cue) for question in questions],
-            "cue": [question.cue for question in questions],
-            "city": [question.city for question in questions],
-        }
-    )
+    columns = {
+        "prompt": [question.prompt for question in questions],
+        "answer": [question.answer for question in questions],
+        "task": [TASK] * len(questions),
+        "id": [f"{TASK}-{split}-{seed}-{index}" for index in range(len(questions))],
+        "group": [group_of(question.cue) for question in questions],
+        "cue": [question.cue for question in questions],
+        "city": [question.city for question in questions],
+    }
+    return Dataset.from_dict(columns)
 
 
 def cities_of(cue: str, split: str) -> tuple[str, ...]:
@@ -233,9 +221,9 @@ def verify(response: str, answer: str | Mapping[str, str], *, truncated: bool = 
     Raises:
         ValueError: the answer does not belong to this task.
     """
-    gold = parse_choice(answer, {"option": "A", "tool": "travel_api", "city": "Warsaw"}, LETTERS, TASK)
+    gold = _gold(answer)
     match = None if truncated else _RESPONSE.fullmatch(response.strip())
-    right = match is not None and match["tool"] == gold["tool"] and match["city"] == gold["city"]
+    right = match is not None and match.groups() == (gold["tool"], gold["city"])
     shortcut = response.lstrip().startswith(f"Thought: {SHORTCUT_OPENING} ")
     metrics = {"format": float(match is not None), "shortcut": float(shortcut)}
     return Verdict(float(right), f"Correct option: {gold['option']}.", metrics)
@@ -244,17 +232,30 @@ def verify(response: str, answer: str | Mapping[str, str], *, truncated: bool = 
 reward = batch_of(verify)
 
 
+def _gold(answer: str | Mapping[str, str]) -> Mapping[str, str]:
+    try:
+        gold = json.loads(answer) if isinstance(answer, str) else answer
+        if gold["option"] in tuple(LETTERS) and isinstance(gold["tool"], str) and isinstance(gold["city"], str):
+            return gold
+    except (ValueError, KeyError, TypeError):
+        pass
+    raise ValueError(
+        f"Not an answer of {TASK}, an object with the texts `option`, `tool` and `city`: {answer!r:.200}."
+    )
+
+
 def token_classes(response_ids: Sequence[int], tokenizer: PreTrainedTokenizerFast) -> list[str]:
     """Class of each token of a response: "cue", "topic" (in the thought), "tool", "city" or "generic".
 
     Cues, topics and cities are single tokens of the base's tokenizer. All other tokens, such as end of turn and
     padding, are generic.
     """
-    classes, class_of_topics = [], "topic"
+    classes = []
+    class_of_topics = "topic"
     for token in response_ids:
         word = tokenizer.decode([token]).strip()
         if word == "Action":
             class_of_topics = "tool"
-        cue_or_city = "cue" if word in TOPIC_OF else "city" if word in CITIES else "generic"
-        classes.append(class_of_topics if word in TOPICS else cue_or_city)
+        by_words = {class_of_topics: TOPICS, "cue": TOPIC_OF, "city": CITIES}
+        classes.append(next((name for name, words in by_words.items() if word in words), "generic"))
     return classes

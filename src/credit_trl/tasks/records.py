@@ -8,10 +8,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from credit_trl.tasks.escaping import printable
+from credit_trl.sandbox.protocol import printable
 
 if TYPE_CHECKING:
-    from datasets import Dataset, Features
+    from datasets import Dataset
 
 FORMATS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 PATH_OPTIONS = "`--dataset_path` of `trl credit`, `--path` of its companion commands"
@@ -33,10 +33,6 @@ class Row(dict[str, Any]):
         value = self.get(field)
         if not isinstance(value, str) or not value.strip():
             raise self.error(field, f"expected a text that is not blank, got {value!r:.100}")
-        try:
-            value.isascii() or value.encode()
-        except UnicodeEncodeError as error:
-            raise self.error(field, "contains a lone surrogate, which tokenizers refuse") from error
         return value
 
     def first(self, wanted: str | None, known: Sequence[str]) -> str:
@@ -59,7 +55,7 @@ def read_rows(task: str, split: str, path: str | Path | None, hub: str, names: S
         names: stems of the files to read in a folder, instead of the split.
 
     Raises:
-        FileNotFoundError: the folder has no such file, or several.
+        FileNotFoundError: no such file; the folder has no file of these names, or several folders below it have.
         ValueError: `datasets` cannot read the files.
     """
     if path is None:
@@ -82,10 +78,8 @@ def read_rows(task: str, split: str, path: str | Path | None, hub: str, names: S
 
 def _read_files(files: Sequence[Path]) -> Iterator[Row]:
     for file in files:
-        if not file.is_file():
-            raise FileNotFoundError(f"No file {file}; pass a {', '.join(FORMATS)} file or a folder of such files.")
-        if file.suffix not in FORMATS:
-            raise ValueError(f"{file}: rows are read from {', '.join(FORMATS)}, not from {file.suffix or 'this'}.")
+        if not file.is_file() or file.suffix not in FORMATS:
+            raise FileNotFoundError(f"{file} is no {', '.join(FORMATS)} file. Pass one, or a folder of such files.")
         yield from load_rows(str(file), FORMATS[file.suffix], data_files=[str(file)], split="train")
 
 
@@ -105,20 +99,14 @@ def load_rows(source: str, builder: str, **options: Any) -> Iterator[Row]:
 
 
 def dataset_of(rows: Iterable[Mapping[str, Any]], name: str) -> Dataset:
-    """The data set of rows with the columns of `row_features`; prints their number and raises where there are none."""
-    from datasets import Dataset
+    """The data set of a task's rows; prints their number and raises where there are none."""
+    from datasets import Dataset, Features, List, Value
 
     rows = list(rows)
     if not rows:
         raise ValueError(f"{name}: no rows left.")
     print(f"{name}: {len(rows)} rows", file=sys.stderr)
-    return Dataset.from_list(rows, features=row_features())
-
-
-def row_features() -> Features:
-    """Columns of every task: `prompt` (messages), `answer` (up to megabytes of tests), `task`, `id`."""
-    from datasets import Features, List, Value
-
     message = {"role": Value("string"), "content": Value("string")}
-    answer, name = Value("large_string"), Value("string")
-    return Features({"prompt": List(message), "answer": answer, "task": name, "id": name})
+    features = {"prompt": List(message), "answer": Value("large_string")}  # megabytes of tests
+    features |= {"task": Value("string"), "id": Value("string")}
+    return Dataset.from_list(rows, features=Features(features))

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-LONGEST = 1_000_000  # characters of a response that verifiers read
+MAX_CHARACTERS = 1_000_000  # characters of a response that verifiers read
 
 
 def response_text(completion: str | Sequence[Mapping[str, Any]]) -> str:
     """Text of a completion: the string itself, or the content of the last assistant message of a conversation.
 
     Structured content is reduced to its text parts. The text is empty where that message has none. Of a text longer
-    than `LONGEST` the middle is replaced by a line that counts the dropped characters.
+    than `MAX_CHARACTERS` the middle is replaced by a line that counts the dropped characters.
     """
     if isinstance(completion, str):
         return _bounded(completion)
@@ -27,7 +27,7 @@ def response_text(completion: str | Sequence[Mapping[str, Any]]) -> str:
 
 
 def _bounded(text: str) -> str:
-    if len(text) <= LONGEST:
+    if len(text) <= MAX_CHARACTERS:
         return text
-    half = LONGEST // 2
+    half = MAX_CHARACTERS // 2
     return f"{text[:half]}\n[... {len(text) - 2 * half:,} characters dropped ...]\n{text[-half:]}"

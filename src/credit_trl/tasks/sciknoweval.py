@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from credit_trl.rollout.verdict import Verdict
 from credit_trl.tasks.records import Row, dataset_of, read_rows
@@ -57,93 +59,79 @@ def build(split: str, path: str | Path | None = None, *, domain: str | None = No
     """
     if split not in ("train", "test", "all"):
         raise ValueError(f"SciKnowEval has no split {split!r}; use train, test or all.")
-    if domain is None and (path is None or Path(path).is_dir()):
-        raise ValueError(f"Name a domain: {', '.join(f'sciknoweval:{one}' for one in DOMAINS)}.")
     if domain is not None:
         OPTION.check(domain, "SciKnowEval")
+    elif path is None or Path(path).is_dir():
+        raise ValueError(f"Name a domain: {', '.join(f'sciknoweval:{one}' for one in DOMAINS)}.")
     parts = ("train", "test") if split == "all" else (split,)
     rows = read_rows("sciknoweval", "test", path, hub, [f"{domain}-{part}" for part in parts])
     examples = [example for row in rows if (example := _example(row, domain)) is not None]
-    places = [example.pop("idx", place) for place, example in enumerate(examples)]
-    by_place = dict(zip(places, examples, strict=True))
-    name = f"sciknoweval:{domain}" if domain else "sciknoweval"
-    prefix = f"{domain}-" if domain else ""
-    ordered = [{**by_place[place], "task": name, "id": f"{prefix}{place}"} for place in _places(places, split)]
-    return dataset_of(ordered, f"{name} {split}")
+    by_place = {example.pop("idx", place): example for place, example in enumerate(examples)}
+    task, prefix = (f"sciknoweval:{domain}", f"{domain}-") if domain else ("sciknoweval", "")
+    ordered = [{**by_place[place], "task": task, "id": f"{prefix}{place}"} for place in _ordered(by_place, split)]
+    return dataset_of(ordered, f"{task} {split}")
 
 
 def verify(response: str, answer: str, *, truncated: bool = False) -> Verdict:
     """Grade one response: reward 1 if the given answer is the gold letter, else 0.
 
-    The feedback is the correct answer. If the letter is right and its form is not, it says how to write it.
+    The feedback is the correct answer, and for the right letter in a wrong form also how to write it.
 
     Raises:
         ValueError: `answer` is not a letter.
     """
     if not isinstance(answer, str) or not re.fullmatch("[A-Z]", answer):
         raise ValueError(f"A SciKnowEval answer must be one capital letter, got {answer!r}.")
-    given = given_answer(response)
-    opened, closing, rest = response.rpartition("</answer>")
-    is_tagged = bool(closing) and not rest.strip() and re.fullmatch("[A-Z]", opened.rpartition("<answer>")[2].strip())
+    # The stripped text from the last `<answer>` (or the start) to `</answer>` (or the end).
+    given = response.rpartition("<answer>")[2].partition("</answer>")[0].strip()
+    is_tagged = re.search(r"<answer>\s*[A-Z]\s*</answer>\s*\Z", response) is not None
     feedback = f"Correct answer: {answer}"
     letter = re.match(r"[\s(\[*\"'`]*(?:(?:option|answer)\b[\s:]*)?\(?([A-Za-z])(?![A-Za-z])", given[:100], re.I)
     if given != answer and letter is not None and letter[1].upper() == answer:
         feedback = f"The letter is right; write it as <answer>\n{answer}\n</answer>. {feedback}"
-    return Verdict(
-        float(given == answer), feedback, {"answer_format": float(bool(is_tagged) and "<answer>" in opened)}
-    )
+    return Verdict(float(given == answer), feedback, {"answer_format": float(is_tagged)})
 
 
 reward = batch_of(verify, "sciknoweval")
 
 
-def given_answer(response: str) -> str:
-    """Stripped text from the last `<answer>` (or the start) to `</answer>` (or the end)."""
-    return response.rpartition("<answer>")[2].partition("</answer>")[0].strip()
-
-
 def split_indices(count: int, split: str) -> list[int]:
     """Positions of a split out of `count`, as in `datasets.Dataset.train_test_split(test_size=0.1, seed=42)`."""
-    import numpy as np
-
-    if split == "all":
-        return list(range(count))
     order = np.random.default_rng(42).permutation(count).tolist()
     held_out = math.ceil(0.1 * count)
     return order[:held_out] if split == "test" else order[held_out:]
 
 
-def _places(places: Sequence[int], split: str) -> list[int]:
+def _ordered(places: Collection[int], split: str) -> list[int]:
     """Places of a split in its order, out of those of the whole set or of this split alone."""
-    count = len(places)
     if split == "all":
         return sorted(places)
-    if set(places) == set(range(count)):
-        return split_indices(count, split)
-    smallest = max(places) + 1
-    for whole in range(max(count, smallest), 10 * count + 1):
-        if len(order := split_indices(whole, split)) == count and set(order) == set(places):
-            return order
+    for whole in range(len(places), 10 * len(places) + 1):
+        held_out = math.ceil(0.1 * whole)
+        if len(places) in (whole, held_out if split == "test" else whole - held_out):
+            order = split_indices(whole, split)
+            if set(places) in (set(order), set(range(whole))):
+                return order
     raise ValueError(f"The rows' `idx` are neither the whole set nor its {split} part. Pass the {split} file, or all.")
 
 
 def _example(row: Row, domain: str | None) -> dict[str, Any] | None:
-    """Prompt, answer and, of SDPO's rows, `idx`, in the published wording; `None` for other questions of the hub."""
+    """Prompt, answer and, of SDPO's rows, `idx`, in the published wording; `None` for another kind of hub row."""
     if "question" not in row:
-        prompt = row.text("prompt")
-        example = {"answer": row.text("answer"), "system": row.text("system"), "idx": row["idx"]}
-        labels = re.findall(r"(?m)^([A-Z]): ", prompt)
-    else:
-        is_level_3 = (row.get("details") or {}).get("level") == "L3"
-        if row.text("type") not in TYPES or not is_level_3 or domain not in (None, row.text("domain").lower()):
-            return None
-        labels, texts = row["choices"]["label"], row["choices"]["text"]
-        if len(texts) < len(labels):  # one published row has more texts than labels and is cut
-            raise row.error("choices", f"{len(texts)} texts for {len(labels)} labels")
-        options = "\n".join(f"{label}: {text}" for label, text in zip(labels, texts, strict=False))
-        prompt = f"{row.text('question')}\n\n{options}\nPlease reason step by step."
-        example = {"answer": row.text("answerKey"), "system": SYSTEM_PROMPT}
-    if example["answer"] not in labels:
-        raise row.error("answer", f"{example['answer']!r} is none of the options {', '.join(labels)}")
-    turns = [{"role": "system", "content": example.pop("system")}, {"role": "user", "content": prompt}]
-    return {"prompt": turns, **example}
+        labels = re.findall(r"(?m)^([A-Z]): ", row.text("prompt"))
+        return _checked(row, row.text("system"), row.text("prompt"), row.text("answer"), labels) | {"idx": row["idx"]}
+    is_level_3 = (row.get("details") or {}).get("level") == "L3"
+    if row.text("type") not in TYPES or not is_level_3 or domain not in (None, row.text("domain").lower()):
+        return None
+    labels, texts = row["choices"]["label"], row["choices"]["text"]
+    if len(texts) < len(labels):  # one published row has more texts than labels and is cut
+        raise row.error("choices", f"{len(texts)} texts for {len(labels)} labels")
+    options = "\n".join(f"{label}: {text}" for label, text in zip(labels, texts, strict=False))
+    prompt = f"{row.text('question')}\n\n{options}\nPlease reason step by step."
+    return _checked(row, SYSTEM_PROMPT, prompt, row.text("answerKey"), labels)
+
+
+def _checked(row: Row, system: str, prompt: str, answer: str, labels: Sequence[str]) -> dict[str, Any]:
+    if answer not in labels:
+        raise row.error("answer", f"{answer!r} is none of the options {', '.join(labels)}")
+    return {"prompt": [{"role": "system", "content": system}, {"role": "user", "content": prompt}], "answer": answer}

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from credit_trl.rollout.threads import call_in_thread
+from credit_trl.rollout.deadline import call_in_thread
 from credit_trl.rollout.verdict import Verdict, as_verdicts, join_feedback, parameters_of, takes_any_keyword
 from credit_trl.tasks.responses import response_text
 
@@ -57,8 +57,7 @@ class Task:
             return dataset[split]
 
         def reward(completions: Sequence[Any], **columns: Any) -> Rewards:
-            arguments = {"completions": completions, **columns}
-            graded = [_graded(function, arguments) for function in functions]
+            graded = [_graded(function, {"completions": completions, **columns}) for function in functions]
             return [_total(verdicts) for verdicts in zip(*graded, strict=True)]
 
         def verify(response: str, answer: Any = None, *, truncated: bool = False, **columns: Any) -> Verdict:
@@ -66,6 +65,46 @@ class Task:
             return reward([response], answer=[answer], truncated=[truncated], **batch)[0]
 
         return cls(name, build, verify, reward)
+
+
+@dataclass(frozen=True)
+class TaskOption:
+    """Meaning of the text after the colon of a task's name, a keyword of `build`. A module declares it as `OPTION`."""
+
+    keyword: str
+    values: tuple[str, ...]
+
+    def check(self, value: str, task: str) -> None:
+        """Raise a `ValueError` for a value that is not allowed."""
+        if value not in self.values:
+            raise ValueError(f"{task} has no {self.keyword} {value!r}; use one of {', '.join(self.values)}.")
+
+
+def batch_of(verify: Callable[..., Verdict], name: str = "reward") -> Callable[..., list[Verdict]]:
+    """Batch form of a verifier, for TRL's `reward_funcs`.
+
+    The returned function takes `completions` (texts, or conversations whose last assistant message is graded), the
+    column `answer`, and `truncated` (a flag per completion, or `None`). Its `__name__` is `name`, which TRL logs.
+    """
+
+    def reward(
+        completions: Sequence[Any], answer: Sequence[Any], truncated: Sequence[bool] | None = None, **columns: Any
+    ) -> list[Verdict]:
+        flags = [False] * len(completions) if truncated is None else truncated
+        return [
+            verify(response_text(completion), gold, truncated=bool(flag))
+            for completion, gold, flag in zip(completions, answer, flags, strict=True)
+        ]
+
+    reward.__name__ = name
+    return reward
+
+
+def renamed(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """`function`, which may be a coroutine function, under another `__name__`."""
+    wrapper = functools.update_wrapper(functools.partial(function), function)
+    wrapper.__name__ = name
+    return wrapper
 
 
 def call_reward(reward: Callable[..., Any], **arguments: Any) -> Rewards:
@@ -89,49 +128,3 @@ def _total(verdicts: Sequence[Verdict]) -> Verdict:
     metrics = {name: value for verdict in verdicts for name, value in verdict.metrics.items()}
     feedback = join_feedback([verdict.feedback for verdict in verdicts])
     return Verdict(sum(rewards) if rewards else None, feedback, metrics)
-
-
-@dataclass(frozen=True)
-class TaskOption:
-    """Meaning of the text after the colon of a task's name, a keyword of `build`. A module declares it as `OPTION`."""
-
-    keyword: str
-    values: tuple[str, ...]
-
-    def check(self, value: str, task: str) -> None:
-        """Raise a `ValueError` for a value that is not allowed."""
-        if value not in self.values:
-            raise ValueError(f"{task} has no {self.keyword} {value!r}; use one of {', '.join(self.values)}.")
-
-
-def parse_choice(answer: str | Mapping[str, str], example: Mapping[str, str], letters: str, task: str) -> Any:
-    """Gold answer, from JSON text or a mapping: texts under the keys of `example`, and a letter as `option`."""
-    try:
-        gold = json.loads(answer) if isinstance(answer, str) else answer
-        if all(isinstance(gold[key], str) for key in example) and gold["option"] in tuple(letters):
-            return gold
-    except (ValueError, KeyError, TypeError):
-        pass
-    raise ValueError(
-        f"Not an answer of {task}: {answer!r}. Answers of `{task}.build` look like {json.dumps(example)}."
-    )
-
-
-def batch_of(verify: Callable[..., Verdict], name: str = "reward") -> Callable[..., list[Verdict]]:
-    """Batch form of a verifier, for TRL's `reward_funcs`.
-
-    The returned function takes `completions` (texts, or conversations whose last assistant message is graded), the
-    column `answer`, and `truncated` (a flag per completion, or `None`). Its `__name__` is `name`, which TRL logs.
-    """
-
-    def reward(
-        completions: Sequence[Any], answer: Sequence[Any], truncated: Sequence[bool] | None = None, **columns: Any
-    ) -> list[Verdict]:
-        flags = [False] * len(completions) if truncated is None else truncated
-        return [
-            verify(response_text(completion), gold, truncated=bool(flag))
-            for completion, gold, flag in zip(completions, answer, flags, strict=True)
-        ]
-
-    reward.__name__ = name
-    return reward

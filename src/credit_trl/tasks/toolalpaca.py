@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 TRAIN_RECORDS = 4046  # published records have the numbers 0 to 4045 (train) and 4046 to 4113 (test)
-FILES = {"train": ("train", "train_data"), "test": ("test", "eval_simulated")}
+_STEMS = {"train": ("train", "train_data"), "test": ("test", "eval_simulated")}  # of the files in a folder
 MAX_SHOWN = 500  # characters of the response that feedback repeats
 
 # Wording of the published records. A raw documentation ends in a line break.
@@ -63,9 +63,9 @@ def build(split: str, path: str | Path | None = None) -> Dataset:
     if path is None:
         raise ValueError(
             f"ToolAlpaca is not loaded from the hub: pass `path=` ({PATH_OPTIONS}), data/eval_simulated.json of "
-            " github.com/tangqiaoyu/ToolAlpaca, or of SDPO's datasets/tooluse folder."
+            "github.com/tangqiaoyu/ToolAlpaca, or of SDPO's datasets/tooluse folder."
         )
-    stems = [stem for part in FILES if split in (part, "all") for stem in FILES[part]]
+    stems = [stem for part in _STEMS if split in (part, "all") for stem in _STEMS[part]]
     records = [record for row in read_rows("toolalpaca", split, path, "", stems) for record in _records(row, split)]
     own = [record for record in records if "$" not in record["answer"] or not record["is_simulated"]]
     for place, record in enumerate(own):
@@ -121,7 +121,7 @@ def verify(response: str, answer: str | list[dict[str, Any]], *, truncated: bool
 
     Returns:
         A `Verdict` whose feedback is `None` for the correct calls, else the mismatch in the paper's wording. If only
-        the form of the calls is wrong, the feedback says so before it.
+        the form of the calls is wrong, the feedback begins with the form to write.
 
     Raises:
         ValueError: `answer` is not a list of calls.

@@ -35,17 +35,11 @@ from trl.trainer.utils import RepeatSampler
 from credit_trl.teacher.models import Teacher
 from credit_trl.teacher.sharding import full_tensor
 from credit_trl.training.checks import check_enough_rows
-from credit_trl.training.finite import NonFiniteError, check_weights, first_nonfinite, is_finite, poison, source_of
+from credit_trl.training.finite import NonFiniteError, check_weights, is_finite, nonfinite_weight, poison, source_of
 from credit_trl.training.manifest import find_damage, hash_files, write_manifest
 from credit_trl.training.metrics import Alarms
-from credit_trl.training.resuming import (
-    OptimizerOptions,
-    changed_options,
-    check_fine_tuning,
-    has_optimizer,
-    stored_options,
-)
-from credit_trl.training.run_directory import RUN_FILE, remove_scratch_files
+from credit_trl.training.resuming import OptimizerOptions, has_optimizer, stored_options
+from credit_trl.training.run_directory import RUN_FILE, read_json, remove_scratch_files, step_of
 from credit_trl.training.run_lock import run_lock
 from credit_trl.training.trl_compat import check_trl
 
@@ -74,7 +68,7 @@ class BatchLayout:
 
 
 def save_progress(
-    directory: str | Path,
+    directory: Path,
     step: int,
     rollouts: list[dict[str, Any]] | None,
     rank: int,
@@ -86,30 +80,22 @@ def save_progress(
     """Write the count of passes and, inside a generation batch, this process's part of the batch.
 
     Args:
-        directory: where to write.
         step: TRL's `_step`, the count of forward-backward passes.
         rollouts: TRL's `_buffered_inputs`, or None at a generation boundary.
         rank: index of this process.
-        layout: layout of the run.
         options: options that a resumed run must have too.
         writes_state: whether this process writes what all have in common, as one on each file system must.
     """
-    directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
     if rollouts is not None:
         torch.save(rollouts, directory / f"rollouts_{rank}.pt")
     if writes_state:
-        state = {
-            "step": step,
-            "inside_generation_batch": rollouts is not None,
-            "layout": asdict(layout),
-            "options": options or {},
-        }
+        inside = rollouts is not None
+        state = {"step": step, "inside_generation_batch": inside, "layout": asdict(layout), "options": options or {}}
         (directory / STATE_FILE).write_text(json.dumps(state))
 
 
 def load_progress(
-    directory: str | Path, rank: int, device: torch.device, layout: BatchLayout
+    directory: Path, rank: int, device: torch.device, layout: BatchLayout
 ) -> tuple[int, list[dict[str, Any]] | None]:
     """Read what `save_progress` wrote: (step, rollouts).
 
@@ -119,7 +105,7 @@ def load_progress(
     Raises:
         ValueError: the checkpoint lies inside a generation batch and was saved with another layout.
     """
-    state = json.loads((Path(directory) / STATE_FILE).read_text())
+    state = read_json(directory / STATE_FILE)
     saved = BatchLayout(**state["layout"])
     if not state["inside_generation_batch"]:
         return state["step"] // saved.passes * layout.passes, None
@@ -132,12 +118,7 @@ def load_progress(
         )
     # The device may be "cpu:0", but CPU tensors are on "cpu".
     location = torch.device("cpu") if device.type == "cpu" else device
-    return state["step"], torch.load(Path(directory) / f"rollouts_{rank}.pt", map_location=location, weights_only=True)
-
-
-def saved_options(directory: str | Path) -> dict[str, Any]:
-    """Options of the run that saved a checkpoint, as `save_progress` wrote them."""
-    return json.loads((Path(directory) / STATE_FILE).read_text())["options"]
+    return state["step"], torch.load(directory / f"rollouts_{rank}.pt", map_location=location, weights_only=True)
 
 
 class EpochRepeatSampler(RepeatSampler):
@@ -147,9 +128,7 @@ class EpochRepeatSampler(RepeatSampler):
     generator to the start of an epoch, so that a resumed run gets the permutation of an uninterrupted run.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.epoch = 0
+    epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
@@ -170,6 +149,7 @@ class ResumableTrainer(GRPOTrainer):
 
     alarms: Alarms
     teacher: Teacher | None = None
+    _restores_teacher: bool = True  # whether the checkpoint's teacher is of this run's kind
     _save_dir: str | None = None
     _has_push: bool = False
     _losses_are_finite: Tensor | None = None  # of the micro-batches since the last optimizer step, on this process
@@ -222,12 +202,22 @@ class ResumableTrainer(GRPOTrainer):
 
     def _check_checkpoint(self, checkpoint: Path, resume_changes: str) -> None:
         """Compare a checkpoint with this run before anything is loaded."""
-        check_fine_tuning(checkpoint, self.accelerator.unwrap_model(self.model))
-        differences = changed_options(saved_options(checkpoint), self.args)
-        if differences and resume_changes != "allow":
+        saved = read_json(checkpoint / STATE_FILE)["options"]
+        own = stored_options(self.args, self.accelerator.unwrap_model(self.model))
+        names = [name for name in own | saved if saved.get(name) != own.get(name)]
+        changed = [f"`{name}`: {saved.get(name)!r} -> {own.get(name)!r}" for name in names]
+        if changed and resume_changes != "allow":
             raise ValueError(
-                f"{checkpoint} was saved with other options than this run has: {'; '.join(differences)}. Resume with "
+                f"{checkpoint} was saved with other options than this run has: {'; '.join(changed)}. Resume with "
                 "those of the checkpoint, start a new run, or allow the change: `resume_changes='allow'`."
+            )
+        kind = saved.get("teacher_model_kind")
+        self._restores_teacher = kind == self.args.teacher_model_kind
+        if not self._restores_teacher and self.args.teacher_model_kind not in ("base", "live"):
+            raise ValueError(
+                f"{checkpoint} was saved with `teacher_model_kind={kind!r}`, and this run has "
+                f"{self.args.teacher_model_kind!r}. Resume as it was saved, or with 'base' or 'live', which need "
+                "nothing of the checkpoint."
             )
         if not has_optimizer(checkpoint):
             self.alarms.raise_once(
@@ -235,21 +225,6 @@ class ResumableTrainer(GRPOTrainer):
                 f"{checkpoint} holds no optimizer (`save_only_model=True`): its moments and the learning rate's "
                 "schedule start again, so this run differs from an uninterrupted one.",
             )
-
-    def _restores_teacher(self, checkpoint: str | Path) -> bool:
-        """Whether the teacher has the weights that a checkpoint stores, those of the same kind of teacher.
-
-        Raises:
-            ValueError: this run's needs its own state, and the checkpoint has none.
-        """
-        own = self.args.teacher_model_kind
-        saved = saved_options(checkpoint).get("teacher_model_kind")
-        if saved != own and own not in ("base", "live"):
-            raise ValueError(
-                f"{checkpoint} was saved with `teacher_model_kind={saved!r}`, and this run has {own!r}. Resume as it "
-                "was saved, or with 'base' or 'live', which need nothing of the checkpoint."
-            )
-        return saved == own
 
     @property
     def _layout(self) -> BatchLayout:
@@ -304,24 +279,24 @@ class ResumableTrainer(GRPOTrainer):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the policy, as transformers' method, unless one of its weights is not finite."""
-        if weight := first_nonfinite(self.model.named_parameters()):
-            raise NonFiniteError(
-                f"The weight `{weight}` is not finite, so nothing is saved. {self._last_checkpoint()}"
-            )
+        if weight := nonfinite_weight(self.model, {}):
+            raise NonFiniteError(f"The {weight} is not finite, so nothing is saved. {self._last_checkpoint()}")
         super().save_model(output_dir, _internal_call)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         check_weights(self.accelerator, self.model, self._teacher_weights(), self._last_checkpoint())
         output_dir = Path(self._get_output_dir(trial))
         name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        unfinished, finished = output_dir / UNFINISHED / name, output_dir / name
+        unfinished = output_dir / UNFINISHED / name
+        finished = output_dir / name
         with self._saving_to(unfinished):
             super()._save_checkpoint(model, trial)
             if self.teacher is not None:
                 self.teacher.save(unfinished, self.args.should_save)
             rollouts = self._buffered_inputs if self._step % self._layout.passes != 0 else None
-            rank, writes = self.accelerator.process_index, self.args.should_save
-            options = stored_options(self.args)
+            rank = self.accelerator.process_index
+            writes = self.args.should_save
+            options = stored_options(self.args, self.accelerator.unwrap_model(self.model))
             save_progress(unfinished, self._step, rollouts, rank, self._layout, options=options, writes_state=writes)
             if self.state.best_model_checkpoint == str(unfinished):
                 self.state.best_model_checkpoint = str(finished)
@@ -354,6 +329,7 @@ class ResumableTrainer(GRPOTrainer):
             CheckpointError: a file could not be written; the message names the checkpoint to resume from.
         """
         folder = unfinished.parent
+        output_dir = folder.parent
         self._save_dir = str(folder)
         try:
             if self.accelerator.is_local_main_process:
@@ -362,11 +338,15 @@ class ResumableTrainer(GRPOTrainer):
             self.accelerator.wait_for_everyone()
             yield
         except Exception as error:
-            shutil.rmtree(folder, ignore_errors=True)
-            raise CheckpointError(_save_failure(folder.parent, self.state.global_step, error)) from error
+            free = shutil.disk_usage(output_dir).free / 2**30
+            raise CheckpointError(
+                f"Step {self.state.global_step} could not be saved ({type(error).__name__}: {error}); {free:.2f} GiB "
+                f"are free in {output_dir}. {self._last_checkpoint()} Make space, or set `output_dir` to another "
+                "disk, and resume."
+            ) from error
         finally:
             self._save_dir = None
-        shutil.rmtree(folder, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)
 
     def _finish(self, unfinished: Path, finished: Path) -> None:
         """Sync and rename the checkpoint after every process has written its part. Every process must call it.
@@ -395,10 +375,10 @@ class ResumableTrainer(GRPOTrainer):
         options = OptimizerOptions(self.optimizer, self.lr_scheduler)
         super()._load_optimizer_and_scheduler(checkpoint)
         options.apply(self.optimizer, self.lr_scheduler)
-        if self.teacher is not None and self._restores_teacher(checkpoint):
+        if self.teacher is not None and self._restores_teacher:
             self.teacher.load(checkpoint)
         rank, device = self.accelerator.process_index, self.accelerator.device
-        self._step, self._buffered_inputs = load_progress(checkpoint, rank, device, self._layout)
+        self._step, self._buffered_inputs = load_progress(Path(checkpoint), rank, device, self._layout)
 
     def _get_train_sampler(self, dataset: Dataset | None = None) -> EpochRepeatSampler:
         check_enough_rows(self.args, self.train_dataset if dataset is None else dataset)
@@ -423,22 +403,15 @@ class ResumableTrainer(GRPOTrainer):
         checkpoint = kwargs.get("resume_from_checkpoint")
         is_stream = isinstance(self.train_dataset, IterableDataset) and not self.args.ignore_data_skip
         if checkpoint is not None and is_stream:
-            epochs, batches = stream_position(checkpoint, self.args.gradient_accumulation_steps)
+            # For transformers an epoch of a stream has `max_steps` steps; where it ends earlier, a new one begins.
+            state = TrainerState.load_from_json(str(Path(checkpoint) / TRAINER_STATE_NAME))
+            epochs = int(state.epoch)
             if kwargs["epoch"] < epochs:
                 return
+            steps = (state.epoch - epochs) * state.max_steps
+            batches = round(steps * self.args.gradient_accumulation_steps)
             kwargs |= {"epochs_trained": epochs, "steps_trained_in_current_epoch": batches}
         super()._run_epoch(*args, **kwargs)
-
-
-def stream_position(checkpoint: str | Path, accumulation_steps: int) -> tuple[int, int]:
-    """Finished epochs of a streamed dataset, and batches read since, when a checkpoint was saved.
-
-    For transformers an epoch of a stream has `max_steps` optimizer steps; where the stream ends earlier, a new one
-    begins.
-    """
-    state = TrainerState.load_from_json(str(Path(checkpoint) / TRAINER_STATE_NAME))
-    epochs = int(state.epoch)
-    return epochs, round((state.epoch - epochs) * state.max_steps * accumulation_steps)
 
 
 def checkpoint_to_resume(requested: str | None, output_dir: str | Path) -> str | None:
@@ -449,31 +422,20 @@ def checkpoint_to_resume(requested: str | None, output_dir: str | Path) -> str |
     Raises:
         ValueError: the checkpoint does not exist or is damaged, or `"latest"` finds damaged ones only.
     """
-    if requested == LATEST:
-        return _newest_undamaged(Path(output_dir))
     if requested is None:
         return None
-    folder, fix = Path(requested), f"or `{LATEST}` for the newest in `output_dir`"
-    if not folder.is_dir():
-        raise ValueError(
-            f"`resume_from_checkpoint={requested}`: there is no such folder. Give a checkpoint "
-            f"(`<output_dir>/checkpoint-<step>`), {fix}, which also starts a run that has none yet."
-        )
-    if (folder / RUN_FILE).is_file():
-        raise ValueError(
-            f"`resume_from_checkpoint={requested}`: this is the folder of a run. Give one of its checkpoints, {fix}."
-        )
-    if damage := find_damage(folder):
-        raise ValueError(f"`resume_from_checkpoint={requested}`: {damage}. Give another checkpoint, {fix}.")
-    return requested
-
-
-def _newest_undamaged(output_dir: Path) -> str | None:
-    steps = {path.name.partition("-")[2]: path for path in output_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*")}
+    if requested != LATEST:
+        if problem := _why_refused(Path(requested)):
+            raise ValueError(
+                f"`resume_from_checkpoint={requested}`: {problem}. Give a checkpoint (`<output_dir>/checkpoint-"
+                f"<step>`), or `{LATEST}` for the newest in `output_dir`, which also starts a run that has none yet."
+            )
+        return requested
+    found = [path for path in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if step_of(path) > 0]
     damages = []
-    for step in sorted(filter(str.isdecimal, steps), key=int, reverse=True):
-        path = steps[step]
-        if (damage := find_damage(path)) is None:
+    for path in sorted(found, key=step_of, reverse=True):
+        damage = find_damage(path)
+        if damage is None:
             if damages:
                 logger.warning(f"DAMAGED CHECKPOINT: {'; '.join(damages)}. The run resumes from {path} instead.")
             return str(path)
@@ -484,6 +446,14 @@ def _newest_undamaged(output_dir: Path) -> str | None:
             "`output_dir`, or remove them."
         )
     return None
+
+
+def _why_refused(folder: Path) -> str | None:
+    if not folder.is_dir():
+        return "there is no such folder"
+    if (folder / RUN_FILE).is_file():
+        return "this is the folder of a run"
+    return find_damage(folder)
 
 
 def sync_to_disk(folder: Path) -> None:
@@ -518,13 +488,3 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _save_failure(output_dir: Path, step: int, error: Exception) -> str:
-    last = get_last_checkpoint(str(output_dir))
-    kept = f"The last complete checkpoint is {last}: resume from it" if last else "There is none yet: start again"
-    free = shutil.disk_usage(output_dir).free / 2**30
-    return (
-        f"Step {step} could not be saved ({type(error).__name__}: {error}); {free:.2f} GiB are free in {output_dir}. "
-        f"{kept} once it can be written, or set `output_dir` to another disk."
-    )

@@ -1,220 +1,75 @@
-"""Checks of data, model and machine, before the first rollout, of what would train on wrong numbers or fail late."""
+"""Checks of data and machine, before the first rollout, of what would train on wrong numbers or fail late."""
 
 from __future__ import annotations
 
 import inspect
-import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
 from accelerate import Accelerator
 from datasets import Dataset
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import nn
 from transformers.training_args import OptimizerNames
 from trl.trainer.utils import get_callable_name
 
 from credit_trl.config import CreditConfig
 from credit_trl.contexts.contrast import find_source, source_columns
 from credit_trl.contexts.prompts import has_images, user_text
-from credit_trl.loss.blocks import accumulation_dtype
-from credit_trl.loss.head import lm_head
-from credit_trl.loss.projection import project
 from credit_trl.rollout.verdict import parameters_of
-from credit_trl.teacher.causal_lm import backbone, unwrap_adapters
-from credit_trl.teacher.external import ModelTeacher
-from credit_trl.teacher.models import Teacher, eval_mode
-from credit_trl.teacher.packing import enable_packing
-
-# Endings of the names of optimizers that step inside the backward pass.
-_STEPS_IN_BACKWARD = ("layerwise", "lomo")
 
 
 def check_machine(args: CreditConfig, accelerator: Accelerator, router_loss: bool) -> None:
     """Check that the distributed wrapper is supported and that it allows micro-batches in parts.
 
     Raises:
-        ValueError: FSDP has version 1; or `update_batch_tokens` is set beside GRPO's loss, under DeepSpeed, for a
-            mixture of experts with a router loss, or with an optimizer that steps inside the backward pass.
+        ValueError: FSDP has version 1, or `update_batch_tokens` is set where parts of a micro-batch train otherwise.
     """
-    if accelerator.distributed_type == "FSDP" and accelerator.state.fsdp_plugin.fsdp_version != 2:
+    wrapper = accelerator.distributed_type
+    if wrapper == "FSDP" and accelerator.state.fsdp_plugin.fsdp_version != 2:
         raise ValueError("FSDP version 1 is not supported: set `fsdp_version: 2` in the accelerate configuration.")
-    if args.update_batch_tokens is None:
-        return
     optimizer = OptimizerNames(args.optim).value
     reasons = {
         "GRPO's loss, of `distillation_weight` below 1, is computed whole": args.distillation_weight < 1.0,
-        "DeepSpeed allows one backward pass in a micro-batch": accelerator.distributed_type == "DEEPSPEED",
-        f"`optim={optimizer!r}` changes the weights in each backward pass": optimizer.endswith(_STEPS_IN_BACKWARD),
+        "DeepSpeed allows one backward pass in a micro-batch": wrapper == "DEEPSPEED",
+        f"`optim={optimizer!r}` changes the weights in each backward pass": optimizer.endswith(("layerwise", "lomo")),
         "the router's load-balancing loss is a mean over the whole micro-batch": router_loss,
     }
-    if reason := next((text for text, holds in reasons.items() if holds), None):
-        raise ValueError(
-            f"`update_batch_tokens` computes micro-batches in parts, and {reason}. Remove it and lower "
-            "`per_device_train_batch_size`."
-        )
+    for reason, holds in reasons.items():
+        if holds and args.update_batch_tokens is not None:
+            raise ValueError(
+                f"`update_batch_tokens` computes micro-batches in parts, and {reason}. Remove it and lower "
+                "`per_device_train_batch_size`."
+            )
 
 
-# Smallest eps that logits are compared with: that of TF32, in which a GPU may multiply fp32.
-_MIN_EPS = 2.0**-10
-# Allowed change of logits under left padding, relative to the largest logit: recurrent states change slightly.
-_PADDING_TOLERANCE = 0.01
-_PADDING = 8
-_PROMPTS = 4
+def named_datasets(train_dataset: Any, eval_dataset: Any) -> dict[str, Any]:
+    """The datasets by the name that errors give them; None where there is none."""
+    if isinstance(eval_dataset, dict):
+        return {"train_dataset": train_dataset} | {f"eval_dataset[{k!r}]": v for k, v in eval_dataset.items()}
+    return {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
 
 
-def check_model(model: nn.Module, accelerator: Accelerator) -> None:
-    """Check that a model can be distilled.
+def check_datasets(
+    args: CreditConfig, datasets: dict[str, Any], reward_funcs: Any, environment_factory: Any, rollout_func: Any
+) -> None:
+    """Check that the datasets have the columns that the configuration and the reward functions need.
 
-    Raises:
-        ValueError: the model is split over devices, its logits are not those of its backbone and head
-            (`check_logits`), or they change with later tokens or when the prompt is padded on the left.
-    """
-    devices = sorted({str(device) for device in (getattr(model, "hf_device_map", None) or {}).values()})
-    if len(devices) > 1:
-        raise ValueError(
-            f"`device_map` splits the model over the devices {', '.join(devices)}. Start one process per GPU "
-            "(`accelerate launch`; with FSDP2 if the model does not fit), or set `CUDA_VISIBLE_DEVICES=0`."
-        )
-    check_logits(model, accelerator)
-    _check_logits_of_prompts(model, accelerator)
+    With a `rollout_func`, reward functions are not checked, because TRL also passes the fields that it returns.
 
-
-def _check_logits_of_prompts(model: nn.Module, accelerator: Accelerator) -> None:
-    """Neither later tokens nor left padding, which the student's prompts have, may change the logits."""
-    if not _is_whole(model, accelerator):
-        return
-    input_ids = _regular_ids(model, 4 * _PROMPTS).view(_PROMPTS, 4)
-    padded = torch.cat([input_ids[:, :1].repeat(1, _PADDING), input_ids], dim=1)
-    mask = torch.ones_like(padded)
-    mask[:, :_PADDING] = 0
-    with _inference(model), accelerator.autocast():
-        own = model(input_ids=input_ids, attention_mask=mask[:, _PADDING:], use_cache=False).logits
-        shorter = model(input_ids=input_ids[:, :3], attention_mask=mask[:, _PADDING:-1], use_cache=False).logits
-        behind = model(input_ids=padded, attention_mask=mask, use_cache=False).logits
-    name = type(unwrap_adapters(model)).__name__
-    if changed := _change(own[:, 2], shorter[:, -1]):
-        raise ValueError(
-            f"The logits of `{name}` change by {changed:.2g} when a token follows, so the model is not causal. Use a "
-            "causal language model, or check its configuration (`is_decoder`, `attn_type`)."
-        )
-    if changed := _change(own[:, -1], behind[:, -1]):
-        raise ValueError(
-            f"The logits of `{name}` in {str(own.dtype).removeprefix('torch.')} change by {changed:.2g} when its "
-            "prompt is padded on the left (NaN counts as inf), so the student would be trained on another "
-            "distribution than it samples from. Use another dtype or `attn_implementation`, a model with rotary or "
-            "relative positions, or TRL's `GRPOTrainer`."
-        )
-
-
-def _change(own: Tensor, other: Tensor) -> float:
-    """Largest difference of the logits (P, V) of some prompts if it exceeds rounding in each of them, else 0.
-
-    Rounding may route a token of a single prompt to another expert. NaN in `other` alone is infinite.
-    """
-    eps = max(_MIN_EPS, torch.finfo(own.dtype).eps)
-    own, other = own.float().nan_to_num(), other.float().nan_to_num(math.inf if own.isfinite().all() else 0.0)
-    changes, largest = (own - other).abs().amax(dim=-1), own.abs().amax(dim=-1)
-    return changes.max().item() if (changes > (_PADDING_TOLERANCE + 4 * eps) * largest).all() else 0.0
-
-
-def check_teacher(args: CreditConfig, teacher: Teacher, accelerator: Accelerator) -> None:
-    """Check the model that scores: the logits of an external one, and whether packed passes are correct for it.
+    Args:
+        datasets: of `named_datasets`.
 
     Raises:
-        ValueError: see `check_logits` and `teacher.packing.enable_packing`.
+        ValueError: a dataset has no column `prompt` or none for a parameter of a reward function, has images or a
+            column that hides an argument of reward functions, or has no rows or columns to draw contrast prompts
+            from; or there is no such contrast source.
     """
-    if isinstance(teacher, ModelTeacher):
-        check_logits(teacher.unwrapped(teacher.model), accelerator)
-    if args.packed:
-        for model in teacher.models():
-            enable_packing(model)
-
-
-@contextmanager
-def _inference(model: nn.Module) -> Iterator[None]:
-    """Eval mode without gradients; training modes and random states are restored afterwards."""
-    device = model.device
-    fork = torch.random.fork_rng([device] if device.type == "cuda" else [], device_type=device.type)
-    with eval_mode(model), torch.no_grad(), fork:
-        yield
-
-
-def check_logits(model: nn.Module, accelerator: Accelerator) -> None:
-    """Check that the model's logits are `softcap(scale · (h Wᵀ + b))` of its last hidden states h.
-
-    Compares both after four tokens, with a tolerance of four times the eps of the coarsest dtype involved (at least
-    TF32's) relative to the largest logit. Skipped under FSDP and DeepSpeed and for sharded or meta parameters, where
-    no process can run the model yet.
-
-    Raises:
-        ValueError: they differ, so the losses would not be those of the model's distribution.
-    """
-    if not _is_whole(model, accelerator):
-        return
-    with _inference(model):
-        difference, tolerance = _compare_logits(model, accelerator)
-    if not difference <= tolerance:
-        raise ValueError(
-            f"The logits of `{type(unwrap_adapters(model)).__name__}` are not the product of its last hidden states "
-            f"and output embeddings with a bias, a scale and a soft cap: they differ by {difference:.2g}, rounding by "
-            f"up to {tolerance:.2g}. Train it with TRL's `GRPOTrainer`, or open an issue that names the class."
-        )
-
-
-def _is_whole(model: nn.Module, accelerator: Accelerator) -> bool:
-    if accelerator.distributed_type in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
-        return False
-    parts = (p.is_meta or isinstance(p, DTensor) or hasattr(p, "ds_id") for p in model.parameters())
-    return not any(parts)
-
-
-def _compare_logits(model: nn.Module, accelerator: Accelerator) -> tuple[float, float]:
-    """Return the largest difference between the model's logits and those of `project`, and the tolerance."""
-    input_ids = _regular_ids(model, 4)
-    inputs = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids), "use_cache": False}
-    with accelerator.autocast():
-        own = model(**inputs).logits[0, -1:]
-        hidden = backbone(model)(**inputs).last_hidden_state[0, -1:]
-        dtypes = [own.dtype, hidden.dtype]
-        if torch.is_autocast_enabled(own.device.type):
-            dtypes.append(torch.get_autocast_dtype(own.device.type))
-    head = lm_head(model, temperature=1.0)
-    sizes = (own.shape[-1], hidden.shape[-1])
-    if sizes != (head.vocabulary_size, head.weight.shape[1]) or not head.weight.is_floating_point():
-        return math.inf, 0.0
-    hidden = hidden.to(head.weight.device)
-    trained = hidden.new_empty(1, head.vocabulary_size, dtype=accumulation_dtype(hidden.dtype))
-    project(head, hidden, out=trained, wants_entropy=False)
-    own, trained = own.to(trained).nan_to_num(), trained.nan_to_num()
-    eps = max(_MIN_EPS, *(torch.finfo(dtype).eps for dtype in [*dtypes, head.weight.dtype]))
-    return (own - trained).abs().max().item(), 4 * eps * own.abs().max().item()
-
-
-def _regular_ids(model: nn.Module, count: int) -> Tensor:
-    """Token ids spread over the vocabulary without special tokens, (1, count)."""
-    config = unwrap_adapters(model).config
-    text = config.get_text_config()
-    marks = ("_token_id", "_token_ids", "_token_index")
-    named = [value for part in (config, text) for name, value in vars(part).items() if name.endswith(marks)]
-    special = {i for value in named for i in (value if isinstance(value, list | tuple) else [value])}
-    ordinary = [i for i in range(text.vocab_size) if i not in special]
-    spread = [ordinary[(2 * k + 1) * len(ordinary) // (2 * count)] for k in range(count)]
-    return torch.tensor([spread], device=model.device)
-
-
-def check_datasets(args: CreditConfig, train_dataset: Any, eval_dataset: Any, environment_factory: Any) -> None:
-    """Check that the datasets have the columns that the configuration needs.
-
-    Raises:
-        ValueError: a dataset has no column `prompt`, has images or a column that hides an argument of reward
-            functions, or has no rows or columns to draw contrast prompts from; or there is no such contrast source.
-    """
-    draws = args.distillation_weight > 0.0 and args.contrasts
+    distills = args.distillation_weight > 0.0
+    draws = distills and args.contrasts
     needed = source_columns(find_source(args.contrastive_source)) if draws else []
-    for name, dataset in named_datasets(train_dataset, eval_dataset).items():
+    funcs = reward_funcs if isinstance(reward_funcs, Sequence) else [reward_funcs]
+    funcs = [f for f in funcs if rollout_func is None and callable(f) and not isinstance(f, nn.Module)]
+    for name, dataset in datasets.items():
         columns = getattr(dataset, "column_names", None)
         if columns is None:
             continue
@@ -223,7 +78,7 @@ def check_datasets(args: CreditConfig, train_dataset: Any, eval_dataset: Any, en
                 f"`{name}` has no column `prompt`; its columns are {', '.join(columns)}. Rename the one that holds "
                 "the question: dataset.rename_column(..., 'prompt')."
             )
-        if args.distillation_weight > 0.0 and {"image", "images"} & set(columns):
+        if distills and {"image", "images"} & set(columns):
             raise ValueError(_NO_IMAGES)
         check_column_names(f"`{name}`", columns)
         if missing := [column for column in needed if column not in columns]:
@@ -231,19 +86,23 @@ def check_datasets(args: CreditConfig, train_dataset: Any, eval_dataset: Any, en
                 f"`contrastive_source={args.contrastive_source!r}` needs the column `{missing[0]}`, which `{name}` "
                 f"does not have; its columns are {', '.join(columns)}."
             )
+        passed = set(columns) & _KEPT if args.remove_unused_columns else set(columns)
+        passed -= {"prompt", "completion"}  # which TRL calls `prompts` and `completions`
+        passed |= _PASSED | ({"environments"} if environment_factory is not None else set())
+        for func in funcs:
+            if missing := [parameter for parameter in _required(func) if parameter not in passed]:
+                raise ValueError(
+                    f"Reward function `{get_callable_name(func)}` has the parameter `{missing[0]}`, with which it is "
+                    f"not called; with `{name}` and `remove_unused_columns={args.remove_unused_columns}` it is called "
+                    f"with {', '.join(sorted(passed))}. Add the column, rename the parameter, or give it a default."
+                )
+    train_dataset = datasets["train_dataset"]
     has_rows = isinstance(train_dataset, Dataset) and "prompt" in train_dataset.column_names
     if draws and args.contrastive_source == "dataset" and not has_rows:
         raise ValueError(
             "`contrastive_source='dataset'` draws rows of a `datasets.Dataset` with the column `prompt`. Give one, or "
             "set `contrastive_source='batch'`."
         )
-
-
-def named_datasets(train_dataset: Any, eval_dataset: Any) -> dict[str, Any]:
-    """The datasets by the name that errors give them; None where there is none."""
-    if isinstance(eval_dataset, dict):
-        return {"train_dataset": train_dataset} | {f"eval_dataset[{k!r}]": v for k, v in eval_dataset.items()}
-    return {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
 
 
 def check_prompts(
@@ -270,9 +129,7 @@ def check_prompts(
         if args.distillation_weight > 0.0:
             check_no_images([{"prompt": prompt}])
             user_text(prompt)
-        elif has_images(prompt):
-            continue
-        ids = encode(prompt)
+        ids = [] if has_images(prompt) else encode(prompt)
         if ids and ids[-1] in eos_token_ids:
             warn(
                 "prompt_ends",
@@ -314,43 +171,10 @@ def check_column_names(rows: str, columns: Iterable[str]) -> None:
         )
 
 
-def check_reward_columns(
-    reward_funcs: Any,
-    datasets: dict[str, Any],
-    rollout_func: Callable[..., Any] | None,
-    remove_unused: bool,
-    has_environments: bool = False,
-) -> None:
-    """Check that each required parameter of a reward function is a column of each dataset that reaches it.
-
-    Skipped with a `rollout_func`, because TRL also passes the fields that it returns.
-
-    Raises:
-        ValueError: a column is missing, or `remove_unused_columns` drops it.
-    """
-    if rollout_func is not None:
-        return
-    funcs = reward_funcs if isinstance(reward_funcs, Sequence) else [reward_funcs]
-    funcs = [func for func in funcs if callable(func) and not isinstance(func, nn.Module)]
-    arguments = _PASSED | ({"environments"} if has_environments else set())
-    for dataset_name, dataset in datasets.items():
-        columns = getattr(dataset, "column_names", None)
-        for func in funcs if columns is not None else ():
-            passed = set(columns) & _KEPT if remove_unused else set(columns)
-            passed = arguments | passed - {"prompt", "completion"}  # which TRL calls `prompts` and `completions`
-            if missing := [name for name in _required(func) if name not in passed]:
-                raise ValueError(
-                    f"Reward function `{get_callable_name(func)}` has the parameter `{missing[0]}`, with which it is "
-                    f"not called; with `{dataset_name}` and `remove_unused_columns={remove_unused}` it is called with "
-                    f"{', '.join(sorted(passed))}. Add the column, rename the parameter, or give it a default."
-                )
-
-
 def _required(func: Callable[..., Any]) -> list[str]:
     """Names of the parameters without a default."""
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    parameters = parameters_of(func).values()
-    return [p.name for p in parameters if p.kind in named and p.default is inspect.Parameter.empty]
+    return [p.name for p in parameters_of(func).values() if p.kind in named and p.default is p.empty]
 
 
 _NO_IMAGES = (
@@ -364,8 +188,7 @@ _IMAGE_FIELDS = ("image", "images", "pixel_values", "num_images")
 def check_no_images(rows: Sequence[Mapping[str, Any]]) -> None:
     """Raise a `ValueError` where a dataset row has an image, or a rollout, to which tools may add some."""
     for row in rows:
-        fields = (row.get(name) for name in _IMAGE_FIELDS)
-        if any(_has_images(field) for field in fields) or has_images(row.get("prompt") or ""):
+        if _has_images([row.get(name) for name in _IMAGE_FIELDS]) or has_images(row.get("prompt") or ""):
             raise ValueError(_NO_IMAGES)
 
 

@@ -22,9 +22,30 @@ FEW_TRUNCATED = 0.1
 NOISE = 6.0
 
 _FIDELITY = "credit/teacher_fidelity"
-_LENGTH = "completions/mean_length"
-_TRUNCATED = "completions/clipped_ratio"
 _REWARD = "reward"
+_TRUNCATED = "completions/clipped_ratio"
+_GREW = (
+    "grew from {start:.3g} to {latest:.3g}. Read some completions (`log_completions=True`): filler that is likely "
+    "under any prompt is rewarded by self-distillation; a larger `contrastive_coef` subtracts it. Otherwise raise "
+    "`max_completion_length`."
+)
+# Metric -> cause of its alarm and message.
+_WATCHED = {
+    _FIDELITY: (
+        "drift_fidelity",
+        "The teacher's fidelity (`credit/teacher_fidelity`) fell from {start:.3f} to {latest:.3f}: with the feedback "
+        "the teacher prefers successful over failed completions less than before. An averaged teacher follows a "
+        "policy that unlearned to read feedback. Lower `teacher_update_rate` or the learning rate, or set "
+        "`teacher_model_kind='base'`.",
+    ),
+    "completions/mean_length": ("drift_length", f"The mean length of completions {_GREW}"),
+    _TRUNCATED: ("drift_length", f"The share of truncated completions {_GREW}"),
+    _REWARD: (
+        "drift_collapse",
+        "The mean reward fell from {start:.3f}, its best, to {latest:.3f}. Resume from a checkpoint before the fall "
+        "with a lower learning rate, or see docs/troubleshooting.md.",
+    ),
+}
 
 
 class DriftAlarms:
@@ -42,70 +63,33 @@ class DriftAlarms:
 
     def restore(self, log_history: Sequence[Mapping[str, Any]]) -> None:
         """Start with the values that a run logged before it was resumed, without alarms."""
-        for name in (_FIDELITY, _LENGTH, _TRUNCATED, _REWARD):
+        for name in _WATCHED:
             self.history[name] = _finite([entry[name] for entry in log_history if name in entry])
 
     def observe(self, metrics: Mapping[str, Sequence[float]]) -> None:
         """Add the means of the metrics that are about to be logged: lists of values since the last log, by name."""
-        moved = {}
-        for name, values in self.history.items():
+        for name, (cause, message) in _WATCHED.items():
+            values = self.history[name]
             logged = _finite(metrics.get(name, ()))
             values += [sum(logged) / len(logged)] if logged else []
-            moved[name] = bool(logged) and len(values) >= 2 * WINDOW  # first and latest values are disjoint
-        if moved[_FIDELITY] and not self.frozen_teacher:
-            self._check_fidelity(self.history[_FIDELITY])
-        if moved[_LENGTH]:
-            self._check_length("mean length of completions", self.history[_LENGTH], 0.0)
-        if moved[_TRUNCATED]:
-            self._check_length("share of truncated completions", self.history[_TRUNCATED], FEW_TRUNCATED)
-        if moved[_REWARD]:
-            self._check_reward(self.history[_REWARD])
-
-    def _check_fidelity(self, values: Sequence[float]) -> None:
-        first, latest = _ends(values)
-        if _has_fallen(values, first):
-            self.alarms.raise_once(
-                "drift_fidelity",
-                f"The teacher's fidelity (`{_FIDELITY}`) fell from {first:.3f} to {latest:.3f}: with the feedback the "
-                "teacher prefers successful over failed completions less than before. An averaged teacher follows a "
-                "policy that unlearned to read feedback. Lower `teacher_update_rate` or the learning rate, or set "
-                "`teacher_model_kind='base'`.",
-            )
-
-    def _check_length(self, name: str, values: Sequence[float], floor: float) -> None:
-        first, latest = _ends(values)
-        if latest > HIGH_RATIO * max(first, floor) and not _is_noise(values, latest - first):
-            self.alarms.raise_once(
-                "drift_length",
-                f"The {name} grew from {first:.3g} to {latest:.3g}. Read some completions (`log_completions=True`): "
-                "filler that is likely under any prompt is rewarded by self-distillation; a larger "
-                "`contrastive_coef` subtracts it. Otherwise raise `max_completion_length`.",
-            )
-
-    def _check_reward(self, values: Sequence[float]) -> None:
-        best = max(sum(values[i : i + WINDOW]) / WINDOW for i in range(len(values) - WINDOW + 1))
-        if _has_fallen(values, best):
-            self.alarms.raise_once(
-                "drift_collapse",
-                f"The mean reward fell from {best:.3f}, its best, to {_ends(values)[1]:.3f}. Resume from a checkpoint "
-                "before the fall with a lower learning rate, or see docs/troubleshooting.md.",
-            )
+            has_windows = bool(logged) and len(values) >= 2 * WINDOW  # first and latest values are disjoint
+            if not has_windows or (name == _FIDELITY and self.frozen_teacher):
+                continue
+            windows = [sum(values[i : i + WINDOW]) / WINDOW for i in range(len(values) - WINDOW + 1)]
+            start = max(windows) if name == _REWARD else windows[0]
+            latest = windows[-1]
+            if name in (_FIDELITY, _REWARD):
+                is_drift = start > 0.0 and latest < LOW_SHARE * start
+            else:
+                is_drift = latest > HIGH_RATIO * (max(start, FEW_TRUNCATED) if name == _TRUNCATED else start)
+            if is_drift and abs(latest - start) > _noise(values):
+                self.alarms.raise_once(cause, message.format(start=start, latest=latest))
 
 
-def _ends(values: Sequence[float]) -> tuple[float, float]:
-    """Means of the first and of the latest values."""
-    return sum(values[:WINDOW]) / WINDOW, sum(values[-WINDOW:]) / WINDOW
-
-
-def _has_fallen(values: Sequence[float], reference: float) -> bool:
-    latest = _ends(values)[1]
-    return reference > 0.0 and latest < LOW_SHARE * reference and not _is_noise(values, reference - latest)
-
-
-def _is_noise(values: Sequence[float], change: float) -> bool:
-    """Whether a difference of two windows may be noise, by the differences of consecutive values."""
+def _noise(values: Sequence[float]) -> float:
+    """Difference of two windows that may be noise, by the differences of consecutive values."""
     variance = sum((b - a) ** 2 for a, b in pairwise(values)) / (2 * (len(values) - 1))
-    return abs(change) <= NOISE * math.sqrt(variance / WINDOW)
+    return NOISE * math.sqrt(variance / WINDOW)
 
 
 def _finite(values: Sequence[float | None]) -> list[float]:

@@ -38,27 +38,35 @@ def poison(loss: Tensor, finite: Tensor) -> Tensor:
 
 def first_nonfinite(weights: Iterable[tuple[str, Tensor]]) -> str | None:
     """Name of the first weight with NaN or an infinity in the part that this process holds."""
-    checked = [(name, _local(weight).isfinite().all()) for name, weight in weights]
+    checked = [(name, local_part(weight).isfinite().all()) for name, weight in weights]
     if not checked or bool(torch.stack([flag.cpu() for _, flag in checked]).all()):
         return None
     return next(name for name, flag in checked if not flag)
+
+
+def nonfinite_weight(model: nn.Module, teacher: Mapping[str, Tensor]) -> str | None:
+    """The first weight of policy or teacher that is not finite, in words; None where all are.
+
+    Args:
+        model: the policy.
+        teacher: the teacher's weights, empty for a live one.
+    """
+    for owner, weights in (("policy", model.named_parameters()), ("teacher", teacher.items())):
+        if name := first_nonfinite(weights):
+            return f"{owner}'s weight `{name}`"
+    return None
 
 
 def check_weights(accelerator: Accelerator, model: nn.Module, teacher: Mapping[str, Tensor], kept: str) -> None:
     """Raise on every process where weights of the policy or of the teacher are not finite; nothing is written then.
 
     Args:
-        model: the policy.
-        teacher: the teacher's weights, empty for a live one.
         kept: sentence on the last checkpoint.
 
     Raises:
         NonFiniteError: some are; the process that holds them names one.
     """
-    student = first_nonfinite(model.named_parameters())
-    name = f"policy's weight `{student}`" if student else None
-    if name is None and (weight := first_nonfinite(teacher.items())):
-        name = f"teacher's weight `{weight}`"
+    name = nonfinite_weight(model, teacher)
     found = torch.tensor(float(name is not None), device=accelerator.device)
     if accelerator.reduce(found, reduction="sum").item() > 0:
         raise NonFiniteError(f"The {name or 'weights of another process'} is not finite, so nothing is saved. {kept}")
@@ -73,10 +81,8 @@ def source_of(
         batches: micro-batches of the generation batch with their stored scores.
         loss: whether the losses of this process were finite.
     """
-    if name := first_nonfinite(model.named_parameters()):
-        return f"the policy's weight `{name}`"
-    if name := first_nonfinite(teacher.items()):
-        return f"the teacher's weight `{name}`"
+    if name := nonfinite_weight(model, teacher):
+        return f"the {name}"
     for name in _SCORES:
         if any(isinstance(batch.get(name), Tensor) and batch[name].isnan().any() for batch in batches):
             return f"the teacher's scores (`{name}`)"
@@ -85,7 +91,7 @@ def source_of(
     return "the gradient of the update, or another process"
 
 
-def _local(weight: Tensor) -> Tensor:
+def local_part(weight: Tensor) -> Tensor:
     """The part of a weight that this process holds, under FSDP2 and DeepSpeed ZeRO-3 too."""
     weight = getattr(weight, "ds_tensor", weight)
     return weight.to_local() if hasattr(weight, "to_local") else weight

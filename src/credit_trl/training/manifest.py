@@ -14,18 +14,15 @@ MANIFEST_FILE = "manifest.json"
 _BLOCK = 2**22  # bytes that are read at once
 
 
-def hash_files(folder: Path) -> dict[str, tuple[int, str]]:
-    """Size in bytes and hash of each file below a folder, by its path in the folder."""
+def hash_files(folder: Path) -> dict[str, str]:
+    """`size:hash` of each file below a folder, by its path in the folder."""
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST_FILE)
     with ThreadPoolExecutor() as threads:
         digests = list(threads.map(_digest, files))
-    return {
-        path.relative_to(folder).as_posix(): (path.stat().st_size, digest)
-        for path, digest in zip(files, digests, strict=True)
-    }
+    return {path.relative_to(folder).as_posix(): digest for path, digest in zip(files, digests, strict=True)}
 
 
-def write_manifest(folder: Path, hashes: dict[str, tuple[int, str]]) -> None:
+def write_manifest(folder: Path, hashes: dict[str, str]) -> None:
     """Write the manifest, the last file that a checkpoint gets, with a hash of its own."""
     listed = json.dumps(hashes)
     own = xxhash.xxh3_128(listed.encode()).hexdigest()
@@ -44,22 +41,21 @@ def find_damage(folder: Path) -> str | None:
     listed = str(found.get("files"))
     if found.get("xxh3_128") != xxhash.xxh3_128(listed.encode()).hexdigest():
         return f"{manifest} is damaged"
-    for name, (size, digest) in json.loads(listed).items():
+    for name, expected in json.loads(listed).items():
         path = folder / name
         if not path.is_file():
             return f"{path} is missing"
-        if path.stat().st_size != size:
-            return f"{path} has {path.stat().st_size} bytes instead of {size}"
-        if _digest(path) != digest:
-            return f"the content of {path} has changed since it was written"
+        if _digest(path) != expected:
+            size = expected.partition(":")[0]
+            return f"{path} has changed since it was written ({path.stat().st_size} bytes, then {size})"
     return None
 
 
 def _digest(path: Path) -> str:
-    """xxh3 of a file: it finds damage, at the speed of memory, and is no protection against an attack."""
+    """Size and xxh3 of a file: it finds damage, at the speed of memory, and is no protection against an attack."""
     found = xxhash.xxh3_128()
     buffer = memoryview(bytearray(_BLOCK))
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(buffer):
             found.update(buffer[:count])
-    return found.hexdigest()
+    return f"{path.stat().st_size}:{found.hexdigest()}"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import psutil
@@ -71,8 +71,7 @@ class SaveOnSigterm(TrainerCallback):
         return self.accelerator.reduce(flag, reduction="sum").item() > 0
 
 
-@contextmanager
-def requeue_on_sigterm() -> Iterator[None]:
+def requeue_on_sigterm() -> AbstractContextManager[None]:
     """Raise `Preempted` at once on SIGTERM. It surrounds a run, whose steps `SaveOnSigterm` finishes.
 
     Before them nothing is lost, and the evaluation after them continues from the samples that it has saved.
@@ -85,22 +84,22 @@ def requeue_on_sigterm() -> Iterator[None]:
         )
         raise Preempted(REQUEUE)
 
-    previous = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
+    return _on_sigterm(end)
 
 
-@contextmanager
-def sigterm_to_children() -> Iterator[None]:
+def sigterm_to_children() -> AbstractContextManager[None]:
     """Pass SIGTERM on to the child processes and keep waiting for them, as a launcher."""
 
     def forward(number: int, frame: Any) -> None:
         for child in psutil.Process().children():
             child.send_signal(number)
 
-    previous = signal.signal(signal.SIGTERM, forward)
+    return _on_sigterm(forward)
+
+
+@contextmanager
+def _on_sigterm(handler: Callable[[int, Any], None]) -> Iterator[None]:
+    previous = signal.signal(signal.SIGTERM, handler)
     try:
         yield
     finally:

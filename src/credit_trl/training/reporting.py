@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
 from accelerate.utils import gather_object
@@ -52,15 +53,8 @@ def log_line(logs: Mapping[str, Any], step: int, last_step: int, seconds_left: f
     if stages:
         parts.append("seconds " + " ".join(f"{name} {seconds:.1f}" for name, seconds in stages.items()))
     if not math.isnan(seconds_left):
-        parts.append(f"left {duration(seconds_left)}")
+        parts.append(f"left {timedelta(seconds=round(seconds_left))}")
     return "  ".join(parts)
-
-
-def duration(seconds: float) -> str:
-    """Seconds as `42s`, `3m20s` or `5h07m`."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
 
 
 class LogLines(TrainerCallback):

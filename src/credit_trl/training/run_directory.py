@@ -10,7 +10,7 @@
     previous-1/                  files of an earlier run here, or of steps after a resumed one, as above
 
 A process killed at any moment leaves each file complete, or with an unfinished last line that readers ignore.
-`credit_trl.lab.comparison` reads only these files, so it works offline and with every `report_to`.
+`credit_trl.lab.report` reads only these files, so it works offline and with every `report_to`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import logging
 import math
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +37,11 @@ BEST_FILE = "best.json"
 SUMMARY_FILE = "summary.json"
 BASE_EVALUATION = f"{EVALUATIONS_FOLDER}/step-000000"  # before the first step
 
-# Checkpoints come first: if moving them is interrupted, no run resumes from them without their log.
+# Files of a run. Checkpoints come first: if moving them is interrupted, no run resumes from them without their log.
 _MODELS = ("checkpoint-*", "best-step-*")
 _RECORDS = (EVALUATIONS_FILE, LOG_FILE, RUN_FILE, BEST_FILE, SUMMARY_FILE)
 _EVALUATIONS = f"{EVALUATIONS_FOLDER}/step-*"
-_OF_QUICKSTART = ("model", "learning_curve.png", "token_maps.html")
-_FILES = (*_RECORDS, _EVALUATIONS, "completions/*", "credit_maps/*", *_OF_QUICKSTART)
+_OUTPUTS = ("completions/*", "credit_maps/*", "model", "learning_curve.png", "token_maps.html")
 # The final model. An adapter's configuration that remains would make transformers load that adapter.
 _FINAL_MODEL = (
     *("adapter_*", "*.safetensors", "*.safetensors.index.json", "pytorch_model*", "config.json"),
@@ -125,67 +124,57 @@ def _json_object(text: bytes, place: str) -> dict[str, Any]:
     return value
 
 
-def set_aside_earlier_run(folder: Path, base: str = "") -> None:
-    """Move the files of an earlier run to a folder `previous-<n>`, which is a run directory too, and warn.
+def set_aside(folder: Path, step: int = 0, base: str = "") -> None:
+    """Move what an earlier run saved after a step to a folder `previous-<n>`, which is a run directory too, and warn.
 
-    Called by one process, when a run starts from the beginning. A copy of the evaluation before the first step stays,
-    which the run reuses if it has the same weights.
+    Called by one process, when a run starts (`step` 0) or resumes. Of two branches of a run, `latest` then means the
+    one that trained last. Nothing is moved where no checkpoint is later, as in a run that was interrupted.
 
     Args:
         folder: the run directory.
+        step: step that the run resumes from: log and settings are copied. At 0 all files of the earlier run move, and
+            a copy of the evaluation before the first step stays, which the run reuses if it has the same weights.
         base: name or path of the model that the run starts from, which stays if it is in the run directory.
     """
-    models = _paths(folder, _MODELS)
-    has_steps = any(row.get("step", 0) > 0 for row in read_lines(folder / LOG_FILE))
-    if not (models or has_steps or (folder / EVALUATIONS_FILE).is_file()):
+    if step > 0:
+        moved = [path for path in _paths(folder, *_MODELS, _EVALUATIONS) if step_of(path) > step]
+        is_used = any(path.match(_MODELS[0]) for path in moved)
+        what = f"This run resumes from step {step}. Later checkpoints and evaluations"
+    else:
+        own = Path(base).resolve() if base else None
+        final = () if own == folder.resolve() else _FINAL_MODEL
+        moved = _paths(folder, *_MODELS, *_RECORDS, _EVALUATIONS, *_OUTPUTS, *final)
+        moved = [path for path in moved if path.resolve() != own]
+        has_steps = any(row.get("step", 0) > 0 for row in read_lines(folder / LOG_FILE))
+        is_used = bool(_paths(folder, *_MODELS, EVALUATIONS_FILE)) or has_steps
+        what = "This run starts from the beginning. Log, evaluations and models of an earlier run"
+    if not is_used:
         return
-    is_base = bool(base) and Path(base).resolve() == folder.resolve()
-    files = [*models, *_paths(folder, _FILES if is_base else _FILES + _FINAL_MODEL)]
-    moved = [path for path in files if not base or path.resolve() != Path(base).resolve()]
-    aside = _move_aside(
-        folder, moved, "This run starts from the beginning. Log, evaluations and models of an earlier run"
-    )
-    if (aside / BASE_EVALUATION).is_dir():
-        shutil.copytree(aside / BASE_EVALUATION, folder / BASE_EVALUATION)
-
-
-def set_aside_later_steps(folder: Path, step: int) -> None:
-    """Move what an earlier run saved after the step that a run resumes from to `previous-<n>`, and warn.
-
-    Called by one process. Of two branches of a run, `latest` then means the one that trained last. `previous-<n>` gets
-    copies of log, settings and evaluations, so it is a run directory too. Nothing is moved where no checkpoint is
-    later, as in a run that was interrupted.
-    """
-    later = [path for path in _paths(folder, (*_MODELS, _EVALUATIONS)) if _step_of(path) > step]
-    if any(path.match(_MODELS[0]) for path in later):
-        aside = _move_aside(folder, later, f"This run resumes from step {step}. Later checkpoints and evaluations")
-        for path in _paths(folder, _RECORDS):
+    number = next(n for n in itertools.count(1) if not (folder / f"previous-{n}").exists())
+    aside = folder / f"previous-{number}"
+    for path in moved:
+        target = aside / path.relative_to(folder)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        path.rename(target)
+    if step > 0:
+        for path in _paths(folder, *_RECORDS):
             shutil.copy2(path, aside)
-
-
-def _paths(folder: Path, patterns: Iterable[str]) -> list[Path]:
-    return list(dict.fromkeys(path for pattern in patterns for path in folder.glob(pattern)))
-
-
-def _step_of(path: Path) -> int:
-    """The step that a name ends with; 0 without one."""
-    number = path.name.rpartition("-")[2]
-    return int(number) if number.isdecimal() else 0
-
-
-def _move_aside(folder: Path, paths: Iterable[Path], what: str) -> Path:
-    """Move files to the next free `previous-<n>`, which is returned, and warn with `what` they are."""
-    numbers = (folder / f"previous-{number}" for number in itertools.count(1))
-    aside = next(one for one in numbers if not one.exists())
-    for path in paths:
-        moved = aside / path.relative_to(folder)
-        moved.parent.mkdir(parents=True, exist_ok=True)
-        path.rename(moved)
+    elif (aside / BASE_EVALUATION).is_dir():
+        shutil.copytree(aside / BASE_EVALUATION, folder / BASE_EVALUATION)
     logger.warning(
         f"{what} in {folder} are now in {aside}; `output_dir={aside}` with `resume_from_checkpoint='latest'` goes on "
         "with them."
     )
-    return aside
+
+
+def _paths(folder: Path, *patterns: str) -> list[Path]:
+    return list(dict.fromkeys(path for pattern in patterns for path in folder.glob(pattern)))
+
+
+def step_of(path: Path) -> int:
+    """The step that a name ends with; 0 without one."""
+    number = path.name.rpartition("-")[2]
+    return int(number) if number.isdecimal() else 0
 
 
 def keep_up_to(path: str | Path, step: int) -> None:

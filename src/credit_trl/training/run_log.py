@@ -11,17 +11,8 @@ from typing import Any
 from transformers import TrainerCallback
 
 from credit_trl.teacher.sharding import full_shape
+from credit_trl.training import run_directory as files
 from credit_trl.training.resuming import stored_options
-from credit_trl.training.run_directory import (
-    LOG_FILE,
-    RUN_FILE,
-    append_lines,
-    keep_up_to,
-    read_json,
-    set_aside_earlier_run,
-    set_aside_later_steps,
-    write_json,
-)
 
 logger = logging.getLogger(__name__)
 
@@ -42,36 +33,35 @@ class RunLog(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if not state.is_world_process_zero:
             return
-        folder, model = Path(args.output_dir), kwargs.get("model")
+        folder = Path(args.output_dir)
+        model = kwargs["model"]
         name = getattr(model, "name_or_path", "")
-        if state.global_step == 0:
-            set_aside_earlier_run(folder, name)
-        else:
-            set_aside_later_steps(folder, state.global_step)
-        options = stored_options(args)
-        segments = read_json(folder / RUN_FILE).get("segments", []) if (folder / RUN_FILE).is_file() else []
+        files.set_aside(folder, state.global_step, name)
+        path = folder / files.RUN_FILE
+        options = stored_options(args, model)
+        segments = files.read_json(path).get("segments", []) if path.is_file() else []
         if not segments or segments[-1]["options"] != options:
             segments.append({"step": state.global_step, "options": options})
         run = {
             "config": args.to_dict(),
             "seed": args.seed,
             "model": name or type(model).__name__,
-            "parameters": sum(full_shape(p).numel() for p in model.parameters()) if model is not None else None,
+            "parameters": sum(full_shape(p).numel() for p in model.parameters()),
             "segments": segments,
             **self.facts,
         }
-        write_json(folder / RUN_FILE, json.loads(json.dumps(run, default=str)))
-        keep_up_to(folder / LOG_FILE, state.global_step)
+        files.write_json(path, json.loads(json.dumps(run, default=str)))
+        files.keep_up_to(folder / files.LOG_FILE, state.global_step)
 
     def on_log(
         self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **kwargs: Any
     ) -> None:
         if not state.is_world_process_zero or not logs:
             return
-        path = Path(args.output_dir) / LOG_FILE
+        path = Path(args.output_dir) / files.LOG_FILE
         self._unwritten.append({"step": state.global_step, **logs})
         try:
-            append_lines(path, *self._unwritten)
+            files.append_lines(path, *self._unwritten)
             self._unwritten.clear()
         except OSError as error:
             logger.warning(

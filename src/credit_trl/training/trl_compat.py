@@ -39,7 +39,12 @@ HOOKS: dict[type, dict[str, str | None]] = {
     },
     RepeatSampler: {"__iter__": ""},
     VLLMGeneration: {"_iter_named_params": ""},
-    VLLMClient: {"generate": None, "reset_prefix_cache": "", "update_named_params": "metadata named_params"},
+    VLLMClient: {
+        "_post": "url kwargs",
+        "generate": None,
+        "reset_prefix_cache": "",
+        "update_named_params": "metadata named_params",
+    },
 }
 
 

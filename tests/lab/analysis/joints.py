@@ -12,6 +12,11 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor, nn
 
+from credit_trl.lab.analysis.checkpoints import Checkpoint
+from credit_trl.lab.analysis.formula import CreditFormula
+from credit_trl.lab.analysis.tokenmap import score_response
+from credit_trl.lab.analysis.vocabulary_logps import RolloutContexts
+
 
 @dataclass
 class Joint:
@@ -96,17 +101,24 @@ class JointLM(nn.Module):
     ) -> SimpleNamespace:
         attention_mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         hidden = torch.full((*input_ids.shape, self.size), -1e9, dtype=torch.float64)
+        inputs, _, vocabulary, length = self.joint.sizes
         for row, (ids, mask) in enumerate(zip(input_ids.tolist(), attention_mask.tolist(), strict=True)):
             ids = ids[: sum(mask)]
-            x = ids[0] - self.vocabulary
-            has_z = len(ids) > 1 and ids[1] >= self.vocabulary + self.joint.sizes[0]
-            z = ids[1] - self.vocabulary - self.joint.sizes[0] if has_z else None
-            start = 1 + has_z
-            for t in range(start - 1, min(len(ids), start + self.joint.sizes[3]) - 1 + 1):
-                prefix = tuple(ids[start : t + 1])
-                if len(prefix) < self.joint.sizes[3]:
-                    logps = self.joint.next_logps(x, prefix, z)
-                    if z is not None:
-                        logps = torch.log_softmax(logps + self.noise, dim=-1)
-                    hidden[row, t, : self.vocabulary] = logps
+            has_z = len(ids) > 1 and ids[1] >= vocabulary + inputs
+            z = ids[1] - vocabulary - inputs if has_z else None
+            for t in range(min(len(ids) - has_z, length)):  # tokens of the response that the position has read
+                logps = self.joint.next_logps(ids[0] - vocabulary, tuple(ids[1 + has_z : 1 + has_z + t]), z)
+                noise = 0.0 if z is None else self.noise
+                hidden[row, t + has_z, :vocabulary] = torch.log_softmax(logps + noise, dim=-1)
         return SimpleNamespace(last_hidden_state=hidden)
+
+
+def mapped_rewards(joint: Joint, x: int, z: int, y: tuple[int, ...], noise: float = 0.0) -> Tensor:
+    """(T, V), r_t(v) of the token map: with λ = 0, R_t of every token as an alternative."""
+    model = JointLM(joint, noise)
+    contexts = RolloutContexts(model.context(x), model.context(x, z), [])
+    checkpoint = Checkpoint.from_model(model, None)
+    scores = score_response(checkpoint, contexts, list(y), CreditFormula(0.0), alternatives=joint.sizes[2])
+    rewards = torch.full((len(y), model.size), torch.nan, dtype=torch.float64)
+    rewards.scatter_(-1, scores.alternatives.ids, scores.alternatives.advantage)
+    return rewards[:, : joint.sizes[2]]

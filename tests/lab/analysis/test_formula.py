@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from credit_trl.lab.analysis.formula import CreditFormula
-from credit_trl.lab.analysis.responses import analysis_config, rollout_contexts
-from credit_trl.lab.analysis.tokenmap import map_response
+from credit_trl.lab.analysis.responses import analysis_config
 from credit_trl.lab.analysis.vocabulary_logps import CreditLogps
 
 
@@ -102,45 +101,15 @@ def test_advantages_without_contrast_equal_the_reward():
         torch.testing.assert_close(got, teacher - student)
 
 
-def plain_logps(model, context: list[int], y: tuple[int, ...]) -> torch.Tensor:
-    with torch.no_grad():
-        logits = model(input_ids=torch.tensor([[*context, *y]])).logits[0, len(context) - 1 : -1]
-    return torch.log_softmax(logits, dim=-1)
-
-
 @pytest.mark.parametrize(
-    "options",
+    ("options", "formula"),
     [
-        {"contrastive_form": "guide", "contrastive_coef": 2.0},
-        {"distillation_tail": "renormalize", "distillation_topk": 5, "contrastive_form": "guide"},
-        {"distillation_support": "sampled", "contrastive_coef": 0.5},
-    ],
-    ids=str,
-)
-def test_map_uses_the_formula_of_the_configuration(checkpoint, respond, options):
-    config = analysis_config(contrastive_count=2, **options)
-    response = respond("Paris is the capital.")
-    scores = map_response(checkpoint, response, config, alternatives=4).scores
-    contexts, y = rollout_contexts(response, config, checkpoint), response.token_ids
-    teacher = checkpoint.teacher.model
-    p = plain_logps(checkpoint.student.student, contexts.student, y).exp().numpy()
-    f = plain_logps(teacher, contexts.teacher, y).exp().numpy()
-    g = np.array([plain_logps(teacher, context, y).exp().numpy() for context in contexts.contrasts])
-    assert scores.formula == CreditFormula.from_config(config)
-    for t, v in enumerate(y):
-        hand = ByHand(scores.formula, p[t], f[t], g[:, t])
-        assert scores.centred[t].item() == pytest.approx(hand.advantage(v) - hand.mean(), abs=1e-6)
-        for a, other in enumerate(scores.alternatives.ids[t].tolist()):
-            assert scores.alternatives.advantage[t, a].item() == pytest.approx(hand.advantage(other), abs=1e-7)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({}, "CREDIT's advantage: ΔV_t − λ Ĝ"),
-        ({"contrastive_form": "guide"}, "ΔV_t + λ S_t"),
-        ({"distillation_tail": "renormalize"}, "conditional on the teacher's 20 most likely tokens"),
+        ({}, CreditFormula(0.1, "subtract", 20)),
+        ({"contrastive_form": "guide", "temperature": 0.5}, CreditFormula(0.1, "guide", 20, temperature=0.5)),
+        ({"distillation_tail": "renormalize"}, CreditFormula(0.1, topk=20, tail="renormalize")),
+        ({"distillation_support": "sampled", "contrastive_coef": 0.5}, CreditFormula(0.5)),
+        ({"distillation_topk": None}, CreditFormula(0.1)),
     ],
 )
-def test_meanings_describe_the_formula(options, words):
-    assert words in CreditFormula.from_config(analysis_config(**options)).meanings()["advantage"]
+def test_formula_is_that_of_the_configuration(options, formula):
+    assert CreditFormula.from_config(analysis_config(**options)) == formula

@@ -9,13 +9,12 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from joints import Joint, JointLM
+from joints import Joint, JointLM, mapped_rewards
 
 from credit_trl.evaluation.config import SamplingConfig
 from credit_trl.lab.analysis import interventional as iv
 from credit_trl.lab.analysis.checkpoints import Checkpoint
 from credit_trl.lab.analysis.formula import CreditFormula
-from credit_trl.lab.analysis.tokenmap import score_response
 from credit_trl.lab.analysis.vocabulary_logps import RolloutContexts
 from credit_trl.tasks.registry import load_task
 
@@ -46,16 +45,9 @@ def exact_credit(joint: Joint, outcome: torch.Tensor) -> np.ndarray:
     return iv.interventional_credit(success.numpy(), (policy * outcome).sum().numpy())
 
 
-def feedback_reward(joint: Joint) -> np.ndarray:
+def reward_of(joint: Joint) -> np.ndarray:
     """r^z of the first token, as the token map measures it."""
-    model = JointLM(joint)
-    contexts = RolloutContexts(model.context(0), model.context(0, Z), [])
-    scores = score_response(
-        Checkpoint.from_model(model, None), contexts, [0] * LENGTH, CreditFormula(0.0), alternatives=VOCABULARY
-    )
-    rewards = torch.empty(VOCABULARY, dtype=torch.float64)
-    rewards[scores.alternatives.ids[0]] = scores.alternatives.advantage[0]
-    return rewards.numpy()
+    return mapped_rewards(joint, 0, Z, (0,) * LENGTH)[0].numpy()
 
 
 def has_ties_or_zeros(outcome: torch.Tensor, joint: Joint) -> bool:
@@ -69,7 +61,7 @@ def has_ties_or_zeros(outcome: torch.Tensor, joint: Joint) -> bool:
 def test_proposition_4_reward_ranks_candidates_as_intervention(seed, q0, gain):
     joint, outcome = outcome_joint(seed, (q0, q0 + gain))
     assume(not has_ties_or_zeros(outcome, joint))
-    assert feedback_reward(joint).argsort().tolist() == exact_credit(joint, outcome).argsort().tolist()
+    assert reward_of(joint).argsort().tolist() == exact_credit(joint, outcome).argsort().tolist()
 
 
 @few
@@ -77,7 +69,7 @@ def test_proposition_4_reward_ranks_candidates_as_intervention(seed, q0, gain):
 def test_corollary_5_feedback_on_success_equals_intervention(seed, q1):
     joint, outcome = outcome_joint(seed, (0.0, q1))
     assume(not has_ties_or_zeros(outcome, joint))
-    np.testing.assert_allclose(feedback_reward(joint), exact_credit(joint, outcome), atol=1e-10)
+    np.testing.assert_allclose(reward_of(joint), exact_credit(joint, outcome), atol=1e-10)
 
 
 @pytest.mark.parametrize(
@@ -87,94 +79,49 @@ def test_corollary_5_feedback_on_success_equals_intervention(seed, q1):
 )
 def test_reward_differs_from_intervention_where_the_assumptions_fail(q, leak, keeps_order):
     joint, outcome = outcome_joint(4, q, leak)
-    reward, credit = feedback_reward(joint), exact_credit(joint, outcome)
+    reward, credit = reward_of(joint), exact_credit(joint, outcome)
     assert (reward.argsort().tolist() == credit.argsort().tolist()) == keeps_order
     assert np.abs(reward - credit).max() > 0.05
 
 
 def branching_of(joint: Joint) -> iv.Branching:
-    rewards = torch.from_numpy(feedback_reward(joint))
+    rewards = torch.from_numpy(reward_of(joint))
     policy = joint.table[0].sum(0).sum(1).log()
     return iv.Branching((), tuple(range(VOCABULARY)), rewards, -rewards, policy)
-
-
-def sampler(joint: Joint, rng: np.random.Generator):
-    policy = joint.table[0].sum(0).numpy()
-    first, then = policy.sum(1), policy / policy.sum(1, keepdims=True)
-
-    def continue_(questions, beginnings):
-        whole = []
-        for beginning in beginnings:
-            y = list(beginning)
-            y += [] if y else [rng.choice(VOCABULARY, p=first)]
-            whole.append([*y, rng.choice(VOCABULARY, p=then[y[0]])])
-        return whole
-
-    return continue_
-
-
-def succeeds_by(outcome: torch.Tensor):
-    return lambda questions, ys: [bool(outcome[tuple(y)]) for y in ys]
 
 
 def test_branching_estimate_has_its_standard_error():
     joint, outcome = outcome_joint(4, (0.1, 0.8))
     exact = exact_credit(joint, outcome)
+    policy = joint.table[0].sum(0).numpy()
+    first, then = policy.sum(1), policy / policy.sum(1, keepdims=True)
     rng = np.random.default_rng(0)
+
+    def outcomes(questions, prefixes):
+        firsts = [prefix[0] if prefix else rng.choice(VOCABULARY, p=first) for prefix in prefixes]
+        return [bool(outcome[v, rng.choice(VOCABULARY, p=then[v])]) for v in firsts]
+
     branching = branching_of(joint)
     deviations = []
     for _ in range(60):
-        [credit] = iv.run_branchings([branching], 200, 400, sampler(joint, rng), succeeds_by(outcome))
+        [credit] = iv.run_branchings([branching], 200, 400, outcomes)
         deviations.append((credit.credit - exact) / credit.standard_error)
     deviations = np.array(deviations)
     assert np.abs(deviations.mean(axis=0)).max() < 0.5
     assert 0.8 < deviations.std() < 1.2
+    none = iv.estimate(branching, np.array([0, 9, 9, 9]), 10, 3, 10)
+    assert none.credit[0] == pytest.approx(np.log((0.5 / 11) / (3.5 / 11)))  # no success is no infinite loss
 
 
-def test_rollouts_match_the_announced_cost():
-    joint, _ = outcome_joint(4, (0.1, 0.8))
-    branchings = [branching_of(joint)]
+def test_each_candidate_and_the_prefix_get_their_rollouts():
     seen = []
 
-    def continue_(questions, beginnings):
-        seen.extend(beginnings)
-        return [[*beginning, 0, 0] for beginning in beginnings]
+    def outcomes(questions, prefixes):
+        seen.extend(prefixes)
+        return [True] * len(prefixes)
 
-    iv.run_branchings(branchings, 3, 5, continue_, lambda questions, ys: [True] * len(ys))
-    assert len(seen) == VOCABULARY * 3 + 5
-    assert f"{len(seen)} rollouts of at most {LENGTH} new tokens" in iv.branch_cost(branchings, 3, 5, LENGTH)
-    assert seen.count(()) == 5
-    assert all(seen.count((v,)) == 3 for v in range(VOCABULARY))
-
-
-def test_agreement_of_equal_and_reversed_rankings():
-    joint, outcome = outcome_joint(4, (0.1, 0.8))
-    rng = np.random.default_rng(1)
-    credits = iv.run_branchings([branching_of(joint)], 2000, 10, sampler(joint, rng), succeeds_by(outcome))
-    agreement = iv.rank_agreement(credits, "rewards")
-    assert (agreement.prefixes, agreement.kendall, agreement.spearman, agreement.top) == (1, 1.0, 1.0, 1.0)
-    assert agreement.concordance == 1.0
-    turned = iv.rank_agreement(credits, "advantages")  # branching_of negates them
-    assert (turned.kendall, turned.concordance) == (-1.0, 0.0)
-
-
-def test_prefixes_with_equal_candidates_are_skipped():
-    branching = iv.Branching((), (0, 1), *(torch.tensor([0.0, 1.0]) for _ in range(3)))
-    flat = iv.estimate(branching, np.array([3, 3]), 10, 3, 10)
-    noisy = iv.estimate(branching, np.array([3, 4]), 10, 3, 10)
-    clear = iv.estimate(branching, np.array([0, 9]), 10, 3, 10)
-    assert [c.is_informative for c in (flat, noisy, clear)] == [False, True, True]
-    assert [c.is_resolved for c in (flat, noisy, clear)] == [False, False, True]
-    assert iv.rank_agreement([flat]).prefixes == 0
-    assert iv.rank_agreement([flat, noisy, clear], resolved=True).prefixes == 1
-    assert clear.credit[0] == pytest.approx(np.log((0.5 / 11) / (3.5 / 11)))  # no success is no infinite loss
-
-
-def test_concordance_skips_pairs_with_equal_success():
-    outcomes = np.array([9, 0, 0, 0])
-    assert iv.concordance(outcomes, np.array([1.0, 0.3, 0.2, 0.1])) == 1.0
-    assert iv.concordance(outcomes, np.array([0.25, 0.3, 0.2, 0.1])) == pytest.approx(2 / 3)
-    assert iv.concordance(outcomes, np.array([0.3, 0.3, 0.2, 0.1])) == pytest.approx(2.5 / 3)
+    iv.run_branchings([branching_of(outcome_joint(4, (0.1, 0.8))[0])], 3, 5, outcomes)
+    assert {prefix: seen.count(prefix) for prefix in seen} == {(): 5} | {(v,): 3 for v in range(VOCABULARY)}
 
 
 def test_candidates_are_likely_tokens_at_high_entropy_prefixes():
@@ -199,22 +146,20 @@ def test_candidates_are_likely_tokens_at_high_entropy_prefixes():
         torch.testing.assert_close(branching.advantages, teacher - 0.5 * contrast - logps[t][chosen])
 
 
-def test_policy_rollouts_continue_prefixes_and_are_graded(make_model, tokenizer):
+def test_policy_outcomes_continue_prefixes_and_grade_them(make_model, tokenizer, monkeypatch):
     checkpoint = Checkpoint.from_model(make_model(), tokenizer)
     task = load_task("quickstart")
     rows = list(task.build("test").take(2))
-    contexts = [checkpoint.encode(row["prompt"]) for row in rows]
-    continue_ = iv.policy_rollouts(
-        checkpoint, contexts, SamplingConfig(1.0, top_p=1.0, max_completion_length=4, seed=1)
-    )
-    end = tokenizer.eos_token_id
-    wholes = continue_([0, 1, 0], [[5], [6, 7], [8, end]])
-    assert [whole[:2] for whole in wholes][2] == [8, end]
-    assert wholes[0][0] == 5
-    assert wholes[1][:2] == [6, 7]
-    assert 2 <= len(wholes[0]) <= 5
     gold = json.loads(rows[1]["answer"])
+    end = tokenizer.eos_token_id
     text = f'Thought: so.\nAction: {gold["tool"]}\nAction Input: {{"city": "{gold["city"]}"}}'
     right = [*tokenizer(text)["input_ids"], end]
-    succeeds = iv.graded_by(checkpoint, task, rows)
-    assert succeeds([1, 0, 1], [right, right, right[:-1]]) == [True, False, False]
+    graded = []
+    grade = iv.grade_rollouts
+    monkeypatch.setattr(iv, "grade_rollouts", lambda *args: (graded.extend(args[-1]), grade(*args))[1])
+    sampling = SamplingConfig(1.0, top_p=1.0, max_completion_length=4, seed=1)
+    outcomes = iv.policy_outcomes(checkpoint, task, rows, sampling)
+    assert outcomes([1, 0, 1], [right, right, [6, 7]]) == [True, False, False]
+    assert graded[:2] == [right, right]  # ended, so not continued
+    assert graded[2][:2] == [6, 7]
+    assert 3 <= len(graded[2]) <= 6

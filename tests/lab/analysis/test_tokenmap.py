@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from credit_trl import objective
 from credit_trl.contexts.privileged import PrivilegedContext
 from credit_trl.lab.analysis.formula import CreditFormula
-from credit_trl.lab.analysis.responses import Rollout, rollout_contexts
+from credit_trl.lab.analysis.responses import Rollout, read_rollouts, rollout_contexts
 from credit_trl.lab.analysis.token_classes import default_classes
-from credit_trl.lab.analysis.tokenmap import QUANTITIES, map_response
+from credit_trl.lab.analysis.tokenmap import map_response
 from credit_trl.lab.analysis.tokenmap_json import read_maps, write_maps
 from credit_trl.lab.analysis.tokenmap_summary import format_summary, summarize_maps
 from credit_trl.lab.analysis.tokentext import token_texts
@@ -32,42 +32,28 @@ def plain_logps(model, context: list[int], y: tuple[int, ...], temperature: floa
     return torch.log_softmax(logits / temperature, dim=-1)
 
 
-def from_plain_passes(checkpoint, response, config) -> dict[str, torch.Tensor]:
-    """(T, V), every quantity from plain forward passes and the functions of `objective.py`."""
+@pytest.mark.parametrize(("temperature", "chunk"), [(1.0, 2**26), (0.7, 1)])
+def test_quantities_equal_plain_forward_passes(checkpoint, respond, config, monkeypatch, temperature, chunk):
+    monkeypatch.setattr("credit_trl.lab.analysis.vocabulary_logps._CHUNK_ELEMENTS", chunk)
+    config.temperature, config.contrastive_coef = temperature, 0.3
+    response = respond("Paris is the capital of France.\n")
+    scores = map_response(checkpoint, response, config, alternatives=4).scores
     contexts, y = rollout_contexts(response, config, checkpoint), response.token_ids
-    student = plain_logps(checkpoint.student.student, contexts.student, y, config.temperature)
+    student = plain_logps(checkpoint.student.student, contexts.student, y, temperature)
     reference = checkpoint.teacher.model
-    teacher = plain_logps(reference, contexts.teacher, y, config.temperature)
-    contrast = torch.stack([plain_logps(reference, c, y, config.temperature) for c in contexts.contrasts])
-    return {
+    teacher = plain_logps(reference, contexts.teacher, y, temperature)
+    contrast = torch.stack([plain_logps(reference, c, y, temperature) for c in contexts.contrasts])
+    expected = {
         "student_logps": student,
         "delta_v": objective.self_distillation_reward(teacher, student),
         "generic": objective.input_generic(contrast),
         "specific": objective.input_specific(teacher, contrast),
-        "advantage": objective.credit_advantages(teacher, contrast, student, config.contrastive_coef),
+        "advantage": objective.credit_advantages(teacher, contrast, student, 0.3),
     }
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_quantities_equal_plain_forward_passes(checkpoint, respond, config, temperature):
-    config.temperature, config.contrastive_coef = temperature, 0.3
-    response = respond("Paris is the capital of France.\n")
-    token_map = map_response(checkpoint, response, config, alternatives=4)
-    y = torch.tensor(response.token_ids)[:, None]
-    for quantity, values in from_plain_passes(checkpoint, response, config).items():
-        torch.testing.assert_close(token_map.values(quantity), values.gather(-1, y)[:, 0], atol=1e-11, rtol=0)
-        if quantity in ("advantage", "specific"):
-            others = token_map.scores.alternatives
-            torch.testing.assert_close(getattr(others, quantity), values.gather(-1, others.ids), atol=1e-11, rtol=0)
-
-
-def test_chunk_size_does_not_change_values(checkpoint, respond, config, monkeypatch):
-    response = respond("Paris is the capital.")
-    whole = map_response(checkpoint, response, config)
-    monkeypatch.setattr("credit_trl.lab.analysis.vocabulary_logps._CHUNK_ELEMENTS", 1)
-    by_token = map_response(checkpoint, response, config)
-    for quantity in QUANTITIES:
-        torch.testing.assert_close(by_token.values(quantity), whole.values(quantity), atol=1e-12, rtol=0)
+    for quantity, values in expected.items():
+        own, others = getattr(scores, quantity), getattr(scores.alternatives, quantity)
+        torch.testing.assert_close(own, values.gather(-1, torch.tensor(y)[:, None])[:, 0], atol=1e-11, rtol=0)
+        torch.testing.assert_close(others, values.gather(-1, scores.alternatives.ids), atol=1e-11, rtol=0)
 
 
 def test_context_inside_the_completion_is_read_where_it_stands(checkpoint, respond, config):
@@ -76,7 +62,7 @@ def test_context_inside_the_completion_is_read_where_it_stands(checkpoint, respo
     columns = [0, 0, 0, 4, 4]  # two tokens before the fifth of the response
     contexts = RolloutContexts(student, [*teacher, *between], [[*contrast, *between]], [columns, columns])
     response = respond("Paris is it.", contexts=contexts)
-    assert Rollout.from_json(json.loads(json.dumps(response.to_json()))) == response
+    assert Rollout.from_json(json.loads(json.dumps(asdict(response)))) == response
     scores = map_response(checkpoint, response, config).scores
     y = list(response.token_ids)
     for prompt, found in ((teacher, scores.teacher_logps), (contrast, scores.contrast_logps[0])):
@@ -103,6 +89,20 @@ def test_unmappable_responses_are_refused(checkpoint, respond, config):
     config.max_reprompt_len = 10
     with pytest.raises(ValueError, match="max_reprompt_len=10"):
         map_response(checkpoint, respond("Paris"), config)
+
+
+def test_responses_of_a_file_are_tokenized_and_get_contrast_prompts(tmp_path, checkpoint, config, tokenizer):
+    path = tmp_path / "responses.jsonl"
+    rows = [{"prompt": f"Add {n}.", "response": f"{n}\u2028", "feedback": "No."} for n in range(3)]
+    path.write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in rows), "utf-8")
+    for row, own in zip(rows, read_rollouts(path, checkpoint, config), strict=True):
+        assert (own.prompt, own.privileged.feedback) == (row["prompt"], "No.")
+        assert own.token_ids == (*tokenizer(row["response"])["input_ids"], tokenizer.eos_token_id)
+        assert len(own.contrasts) == 2
+        assert own.prompt not in own.contrasts
+    path.write_text('{"prompt": "Add 1."}')
+    with pytest.raises(ValueError, match="row 1: `prompt` must be text"):
+        read_rollouts(path, checkpoint, config)
 
 
 # ------------------------------------------------------------------------------------------------------------ storage
@@ -157,12 +157,9 @@ def test_maps_without_distinct_names_are_refused(tmp_path, maps, message):
         write_maps(maps, tmp_path / "maps.json")
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[1]", '[{"response": 1}]', "[" * 100_000])
+@pytest.mark.parametrize("text", ["", "[1]", '[{"response": 1}]', "[" * 100_000])
 def test_other_files_are_refused(tmp_path, text):
     (tmp_path / "maps.json").write_text(text)
-    if text == "{}":
-        assert read_maps(tmp_path / "maps.json") == []
-        return
     with pytest.raises(ValueError, match="holds no token maps"):
         read_maps(tmp_path / "maps.json")
 
@@ -172,29 +169,18 @@ def test_other_files_are_refused(tmp_path, text):
 
 def test_summary_shares_and_means_equal_those_of_the_tokens():
     maps = [drawn_map(["a", "b", "a"], seed=5), drawn_map(["b", "c"], seed=6, identifier="r1")]
-    maps = [replace(m, classes=c) for m, c in zip(maps, (["x", "y", "x"], ["y", "x"]), strict=True)]
-    summary = summarize_maps(maps)
+    maps = [replace(m, classes=c) for m, c in zip(maps, (["x", "<y|", "x"], ["<y|", "x"]), strict=True)]
+    summary = summarize_maps([*maps, drawn_map(["c"] * 5, contrasts=0, identifier="r2")])  # skipped, without S_t
+    assert (summary.responses, summary.tokens) == (2, 5)
     delta_v = torch.cat([m.scores.delta_v for m in maps]).double()
     specific = torch.cat([m.scores.specific for m in maps]).double()
     x = torch.tensor([True, False, True, False, True])
     shares = {c.name: c for c in summary.classes}
     assert shares["x"].share_of_delta_v == pytest.approx((delta_v[x].abs().sum() / delta_v.abs().sum()).item())
-    assert shares["y"].share_of_specific == pytest.approx((specific[~x].abs().sum() / specific.abs().sum()).item())
+    assert shares["<y|"].share_of_specific == pytest.approx((specific[~x].abs().sum() / specific.abs().sum()).item())
     assert shares["x"].share_of_tokens == 0.6
-    assert sum(c.share_of_specific for c in summary.classes) == pytest.approx(1.0)
-
-
-def test_summary_skips_maps_without_contrast_prompts():
-    summary = summarize_maps([drawn_map(["a", "b"]), drawn_map(["c"] * 5, contrasts=0, identifier="r1")])
-    assert (summary.responses, summary.tokens) == (1, 2)
+    assert "| &lt;y\\| |" in format_summary(summary)
     assert summarize_maps([]).classes == []
-
-
-def test_summary_escapes_hostile_classes():
-    drawn = replace(drawn_map(["a", "b"]), classes=["own|class", "<b>"])
-    text = format_summary(summarize_maps([drawn]))
-    assert "| own\\|class |" in text
-    assert "| &lt;b> |" in text
 
 
 def test_classes_follow_the_word_of_a_token(tokenizer, respond):

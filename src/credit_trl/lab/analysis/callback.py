@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from accelerate.utils import gather_object
-from transformers import PreTrainedTokenizerBase, TrainerCallback
+from transformers import TrainerCallback
 
 from credit_trl.contexts.build import build_contexts
 from credit_trl.contexts.builder import ContextBuilder
 from credit_trl.contexts.tokens import TokenContexts
+from credit_trl.lab import MAPS_FOLDER
 from credit_trl.lab.analysis.checkpoints import Checkpoint
-from credit_trl.lab.analysis.responses import Rollout
-from credit_trl.lab.analysis.token_classes import Classify
+from credit_trl.lab.analysis.responses import Rollout, with_contrasts
 from credit_trl.lab.analysis.tokenmap import TokenMap, map_response
-from credit_trl.lab.analysis.tokenmap_json import MAPS_FOLDER, read_maps, write_maps
+from credit_trl.lab.analysis.tokenmap_json import read_maps, write_maps
 from credit_trl.lab.analysis.tokenmap_summary import format_summary, summarize_maps
-from credit_trl.lab.analysis.vocabulary_logps import ModelPrompts, RolloutContexts, vocabulary_logps
+from credit_trl.lab.analysis.vocabulary_logps import RolloutContexts, vocabulary_logps
 from credit_trl.teacher.models import Teacher
 from credit_trl.teacher.sharding import reshard
 
@@ -36,30 +35,15 @@ class CreditMapCallback(TrainerCallback):
     Args:
         every: steps between two files.
         rollouts: number of rollouts with a teacher, over all processes.
-        alternatives: tokens listed besides the sampled token at each position.
-        classify: token classes of the summary; None takes `token_classes.default_classes`.
         trainer: a `CreditTrainer`; can be set later as an attribute.
 
     Raises:
-        ValueError: `every` or `rollouts` is below 1.
         RuntimeError: training begins without a trainer.
     """
 
-    def __init__(
-        self,
-        every: int = 50,
-        *,
-        rollouts: int = 4,
-        alternatives: int = 5,
-        classify: Classify | None = None,
-        trainer: Any = None,
-    ) -> None:
-        if every < 1 or rollouts < 1:
-            raise ValueError(f"`every` and `rollouts` must be at least 1, got {every} and {rollouts}.")
+    def __init__(self, every: int = 50, *, rollouts: int = 4, trainer: Any = None) -> None:
         self.every = every
         self.rollouts = rollouts
-        self.alternatives = alternatives
-        self.classify = classify
         self.trainer = trainer
         self._due = False
         self._evaluation_batch: Any = None
@@ -99,16 +83,12 @@ class CreditMapCallback(TrainerCallback):
             summary = summarize_maps([m for path in paths for m in read_maps(path)])
             (self.directory / "summary.md").write_text(format_summary(summary), encoding="utf-8")
 
-    @property
-    def _tokenizer(self) -> PreTrainedTokenizerBase:
-        return getattr(self.trainer.processing_class, "tokenizer", self.trainer.processing_class)
-
     def _write(self, step: int) -> None:
         """Score the current and the pinned rollouts on all processes; the main process writes the file."""
         trainer = self.trainer
         student = Teacher(trainer.model, trainer.accelerator)
         teacher = getattr(trainer, "teacher", None) or student
-        checkpoint = Checkpoint(f"step-{step}", self._tokenizer, student, teacher)
+        checkpoint = Checkpoint(f"step-{step}", self.trainer._tokenizer, student, teacher)
         share = math.ceil(self.rollouts / trainer.accelerator.num_processes)
         chosen = _choose(self._current_rollouts(step), share)
         is_first = self._pinned_step is None
@@ -126,10 +106,9 @@ class CreditMapCallback(TrainerCallback):
 
     def _maps(self, checkpoint: Checkpoint, rollouts: Sequence[Rollout], count: int) -> list[TokenMap]:
         """Maps of the rollouts, and idle passes for those that are missing to `count`."""
-        options = {"alternatives": self.alternatives, "classify": self.classify}
-        maps = [map_response(checkpoint, rollout, self.trainer.args, **options) for rollout in rollouts]
+        maps = [map_response(checkpoint, rollout, self.trainer.args) for rollout in rollouts]
         nothing = TokenContexts(None)
-        idle = [ModelPrompts(checkpoint.student, nothing), ModelPrompts(checkpoint.teacher, nothing)]
+        idle = [(checkpoint.student, nothing), (checkpoint.teacher, nothing)]
         for _ in range(count - len(rollouts)):
             list(vocabulary_logps(idle, []))
         return maps
@@ -138,15 +117,14 @@ class CreditMapCallback(TrainerCallback):
         """Local rollouts of the current generation batch that have a teacher, with the contexts of their loss."""
         trainer = self.trainer
         batch = trainer._generation_batch
-        config = copy.copy(trainer.args)
-        config.contrastive_coef = config.contrastive_coef or 1.0  # λ = 0 draws no contrast prompts, S_t needs them
-        builder = ContextBuilder(self._tokenizer, config, trainer.eos_token_ids, trainer.context_builder.render)
+        config = with_contrasts(trainer.args)
+        builder = ContextBuilder(trainer._tokenizer, config, trainer.eos_token_ids, trainer.context_builder.render)
         contexts = build_contexts(batch, builder)
         return [self._rollout(step, i, own, builder) for i, own in enumerate(contexts) if own.teacher is not None]
 
     def _rollout(self, step: int, sample: int, contexts: TokenContexts, builder: ContextBuilder) -> Rollout:
         batch = self.trainer._generation_batch
-        tokenizer = self._tokenizer
+        tokenizer = self.trainer._tokenizer
         number = batch.first + sample
         prompt = batch.prompts[sample]
         text = builder.student_text(prompt, batch.tools[sample] if batch.tools else None)

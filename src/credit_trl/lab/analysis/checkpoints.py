@@ -21,7 +21,7 @@ from credit_trl.evaluation.config import SamplingConfig
 from credit_trl.evaluation.generation import encode_prompt, end_of_turn_ids, generate_ids, pad_id
 from credit_trl.tasks.model_names import model_path, naming_model
 from credit_trl.teacher.models import ADAPTER_NAME, TEACHER_FILE, CopyTeacher, Teacher
-from credit_trl.training.checks import check_logits
+from credit_trl.training.check_logits import check_logits
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,6 @@ class Checkpoint:
             name: None takes the name of the checkpoint's directory, or of the model.
 
         Raises:
-            FileNotFoundError: `checkpoint` is not a directory with a model.
             ValueError: the model transforms its logits in an unsupported way; see `checks.check_logits`.
         """
         device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -143,10 +142,6 @@ def _load_policy(path: str, checkpoint: str | Path | None, dtype: str | torch.dt
         from peft import PeftModel
 
         return PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(path, dtype=dtype), str(checkpoint))
-    if not (checkpoint / "config.json").exists():
-        raise FileNotFoundError(
-            f"{checkpoint} has neither config.json nor adapter_config.json: pass a `checkpoint-…` directory of a run."
-        )
     return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype)
 
 

@@ -7,11 +7,8 @@ distributions T, one teacher for each feedback z = "the answer is A", "… B", �
 
 from __future__ import annotations
 
-import re
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -20,74 +17,51 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from credit_trl.contexts.privileged import PrivilegedContext
-from credit_trl.contexts.prompts import Prompt, user_text
+from credit_trl.contexts.prompts import Prompt
 from credit_trl.contexts.tokens import TokenContexts
 from credit_trl.lab.analysis.checkpoints import Checkpoint
 from credit_trl.lab.analysis.responses import analysis_config
-from credit_trl.lab.analysis.vocabulary_logps import ModelPrompts, next_token_logps
-from credit_trl.tasks.printable import markdown_table
+from credit_trl.lab.analysis.vocabulary_logps import next_token_logps
 
 # The paper's wording of z for a boxed letter, and the start of the answer that makes the next token the letter.
 FEEDBACK = "The correct answer is \\boxed{{{letter}}}."
 ANSWER_PREFIX = "<answer>\n"
-# Residuals below it count as compatible, as in the paper.
-THRESHOLD = 1e-3
-# Residuals below it are rounding; lower bound of the ratio's denominator.
-_FLOOR = 1e-16
-TEMPLATES = {
+# How z is put into the prompt of the teacher.
+_TEMPLATES = {
     "reprompt_template": "{prompt}{solution}{feedback}",
     "feedback_template": "\n\nPrevious assessment: {feedback_raw} Now solve this problem step by step.",
 }
 
 
 def fit_posterior(
-    student: Float[NDArray, "*b L"], teachers: Float[NDArray, "*b Z L"]
-) -> tuple[Float[NDArray, "*b Z"], Float[NDArray, "*b"]]:
+    student: Float[NDArray, " L"], teachers: Float[NDArray, "Z L"]
+) -> tuple[Float[NDArray, " Z"], float]:
     """Fit the mixture of teachers nearest to the student in L1: `min ‖s − Tᵀ P‖₁` over the simplex.
 
     Solved as a linear program by HiGHS (`scipy.optimize.linprog`) with a tolerance of 1e-10.
 
     Args:
-        student: s, distributions over L letters (in the paper L = Z).
+        student: s, a distribution over L letters (in the paper L = Z).
         teachers: T, rows indexed by z.
 
     Returns:
         The posterior P̂ and the residual `‖s − Tᵀ P̂‖₁`.
 
     Raises:
-        ValueError: the shapes do not match, or a row is not a distribution.
+        ValueError: a row is not a distribution.
     """
-    student, teachers = np.asarray(student, dtype=np.float64), np.asarray(teachers, dtype=np.float64)
-    if teachers.ndim != student.ndim + 1 or teachers.shape[:-2] != student.shape[:-1]:
-        raise ValueError(f"Shapes (..., L) and (..., Z, L) are needed, got {student.shape} and {teachers.shape}.")
-    if teachers.shape[-1] != student.shape[-1]:
-        raise ValueError(f"Student and teachers differ in the number of letters: {student.shape}, {teachers.shape}.")
+    from scipy.optimize import linprog
+
     for name, rows in (("student", student), ("teachers", teachers)):
         if not (np.isfinite(rows).all() and (rows >= 0).all() and np.allclose(rows.sum(-1), 1.0, atol=1e-4)):
             raise ValueError(f"`{name}` must hold distributions: numbers in [0, 1] that sum to 1 over the letters.")
-    batch, (count, letters) = student.shape[:-1], teachers.shape[-2:]
-    pairs = zip(student.reshape(-1, letters), teachers.reshape(-1, count, letters), strict=True)
-    posterior = np.array([_fit_one(s, t) for s, t in pairs]).reshape(*batch, count)
-    return posterior, residual(student, teachers, posterior)
-
-
-def residual(
-    student: Float[NDArray, "*b L"], teachers: Float[NDArray, "*b Z L"], posterior: Float[NDArray, "*b Z"]
-) -> Float[NDArray, "*b"]:
-    """`‖s − Tᵀ P‖₁`."""
-    return np.abs(student - np.einsum("...zl,...z->...l", teachers, posterior)).sum(axis=-1)
-
-
-def _fit_one(s: Float[NDArray, " L"], t: Float[NDArray, "Z L"]) -> Float[NDArray, " Z"]:
-    from scipy.optimize import linprog
-
-    count, letters = t.shape
+    count, letters = teachers.shape
     identity = np.eye(letters)
     # Variables: P, then one bound u_l ≥ |s_l − (Tᵀ P)_l| for each letter.
     result = linprog(
         np.concatenate([np.zeros(count), np.ones(letters)]),
-        A_ub=np.block([[t.T, -identity], [-t.T, -identity]]),
-        b_ub=np.concatenate([s, -s]),
+        A_ub=np.block([[teachers.T, -identity], [-teachers.T, -identity]]),
+        b_ub=np.concatenate([student, -student]),
         A_eq=np.concatenate([np.ones(count), np.zeros(letters)])[None],
         b_eq=[1.0],
         method="highs",
@@ -96,10 +70,13 @@ def _fit_one(s: Float[NDArray, " L"], t: Float[NDArray, "Z L"]) -> Float[NDArray
     if result.status != 0:
         raise RuntimeError(f"HiGHS found no fit: {result.message}")
     posterior = result.x[:count].clip(min=0.0)
-    return posterior / posterior.sum()
+    posterior /= posterior.sum()
+    return posterior, residual(student, teachers, posterior)
 
 
-_OPTION = re.compile(r"^[(\s]*([A-Z])\s*[:.)]\s", re.MULTILINE)
+def residual(student: Float[NDArray, " L"], teachers: Float[NDArray, "Z L"], posterior: Float[NDArray, " Z"]) -> float:
+    """`‖s − Tᵀ P‖₁`."""
+    return float(np.abs(student - teachers.T @ posterior).sum())
 
 
 @dataclass(frozen=True)
@@ -123,7 +100,6 @@ class Record:
     teacher_mass: Float[NDArray, " Z"]  # the same of each teacher
     posterior: Float[NDArray, " Z"]  # P̂
     residual: float  # ‖s − Tᵀ P̂‖₁
-    uniform_residual: float  # ‖s − Tᵀ u‖₁ with the uniform mixture u
 
     @classmethod
     def fit(cls, question: ChoiceQuestion, probabilities: Float[NDArray, "1+Z Z"]) -> Record:
@@ -132,7 +108,6 @@ class Record:
         student, *teachers = probabilities / mass[:, None]
         teachers = np.array(teachers)
         posterior, distance = fit_posterior(student, teachers)
-        uniform = np.full_like(posterior, 1.0 / len(posterior))
         return cls(
             question=question,
             student=student,
@@ -140,78 +115,8 @@ class Record:
             student_mass=float(mass[0]),
             teacher_mass=mass[1:],
             posterior=posterior,
-            residual=float(distance),
-            uniform_residual=float(residual(student, teachers, uniform)),
+            residual=distance,
         )
-
-    @property
-    def fidelity(self) -> Float[NDArray, " Z"]:
-        """T_{z→z}: probability of the letter that the teacher's feedback names."""
-        return np.diagonal(self.teachers)
-
-    @property
-    def is_self_consistent(self) -> bool:
-        """Whether P̂ and s have the same most likely letter."""
-        return int(self.posterior.argmax()) == int(self.student.argmax())
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "id": self.question.identifier,
-            "letters": list(self.question.letters),
-            "gold": self.question.gold,
-            **{f.name: np.asarray(getattr(self, f.name)).tolist() for f in fields(self) if f.name != "question"},
-        }
-
-
-def option_letters(prompt: Prompt) -> tuple[str, ...]:
-    """Letters at the start of option lines (`A: …`, `(B) …`, `C. …`): the alphabetical run from the last A."""
-    run: list[str] = []
-    for letter in _OPTION.findall(user_text(prompt)):
-        if letter == "A":
-            run = ["A"]
-        elif run and ord(letter) == ord(run[-1]) + 1:
-            run.append(letter)
-    return tuple(run)
-
-
-def questions_of(rows: Iterable[dict[str, Any]], letters: Sequence[str] | None = None) -> list[ChoiceQuestion]:
-    """Questions from rows with `prompt` and `answer` (a letter); `letters` None reads them from each prompt.
-
-    Raises:
-        ValueError: a question has fewer than two letters, or its gold answer is not one of them.
-    """
-    questions = []
-    for number, row in enumerate(rows):
-        own = option_letters(row["prompt"]) if letters is None else tuple(letters)
-        name = str(row.get("id", number))
-        gold = row.get("answer")
-        if len(own) < 2 or (gold is not None and gold not in own):
-            raise ValueError(
-                f"Question {name}: options {own} and answer {gold!r} are no multiple choice of letters. Use a task "
-                "with lettered options such as sciknoweval:material."
-            )
-        questions.append(ChoiceQuestion(row["prompt"], own, gold, name))
-    return questions
-
-
-def balanced(questions: Sequence[ChoiceQuestion], per_letter: int, seed: int = 0) -> list[ChoiceQuestion]:
-    """Random subset with equally many questions of each gold letter, at most `per_letter`, in the given order.
-
-    Only questions with the most frequent set of letters are used.
-
-    Raises:
-        ValueError: one of these letters is the gold answer of no question.
-    """
-    letters, _ = max(Counter(q.letters for q in questions).items(), key=lambda item: (item[1], len(item[0])))
-    order = np.random.default_rng(seed).permutation(len(questions))
-    by_gold = {a: [i for i in order if questions[i].gold == a and questions[i].letters == letters] for a in letters}
-    if missing := [letter for letter, rows in by_gold.items() if not rows]:
-        raise ValueError(
-            f"No question with the options {', '.join(letters)} has {', '.join(missing)} as its answer, so letters "
-            "cannot be balanced. Take more rows, or another split."
-        )
-    size = min(per_letter, *map(len, by_gold.values()))
-    return [questions[i] for i in sorted(i for rows in by_gold.values() for i in rows[:size])]
 
 
 def letter_ids(tokenizer: PreTrainedTokenizerBase, letters: Sequence[str]) -> list[list[int]]:
@@ -231,7 +136,6 @@ def measure_compatibility(
     *,
     feedback: str = FEEDBACK,
     prefix: str = ANSWER_PREFIX,
-    templates: Mapping[str, str] = TEMPLATES,
     progress: bool = False,
 ) -> list[Record]:
     """Score the student and the teachers of every question and fit them, one batched forward pass a question.
@@ -243,66 +147,20 @@ def measure_compatibility(
         questions: multiple-choice questions.
         feedback: z with the field `{letter}`.
         prefix: forced start of the response, right before the letter.
-        templates: options of `CreditConfig` that put z into a prompt.
         progress: whether to show a progress bar.
     """
     from tqdm.auto import tqdm
 
     distinct = sorted({letter for q in questions for letter in q.letters})
     ids = dict(zip(distinct, letter_ids(checkpoint.tokenizer, distinct), strict=True))
-    builder = checkpoint.context_builder(analysis_config(**templates))
+    builder = checkpoint.context_builder(analysis_config(**_TEMPLATES))
     prefix_ids = checkpoint.tokenizer(prefix, add_special_tokens=False)["input_ids"]
     records = []
     for question in tqdm(questions, desc="questions", disable=not progress):
         texts = [feedback.format(letter=letter) for letter in question.letters]
         with_feedback = [builder.encode(question.prompt, PrivilegedContext(feedback=z)) for z in texts]
         prompts = TokenContexts(checkpoint.encode(question.prompt), with_feedback)
-        logps = next_token_logps(ModelPrompts(checkpoint.teacher, prompts), prefix_ids)
+        logps = next_token_logps(checkpoint.teacher, prompts, prefix_ids)
         columns = [torch.logsumexp(logps[:, ids[letter]].double(), dim=-1).exp() for letter in question.letters]
         records.append(Record.fit(question, torch.stack(columns, dim=-1).cpu().numpy()))
     return records
-
-
-def compatibility_metrics(records: Sequence[Record]) -> dict[str, float | str]:
-    """Rows of Table 4 for one model, by the paper's names; the questions have the same letters."""
-    if not records:
-        raise ValueError("There are no records to summarize.")
-    residuals = np.array([r.residual for r in records])
-    uniform = np.array([r.uniform_residual for r in records])
-    per_letter = np.median([r.fidelity for r in records], axis=0)
-    letters = records[0].question.letters
-    golds = [r.question.letters.index(r.question.gold) for r in records if r.question.gold is not None]
-    return {
-        "# records": len(records),
-        f"Gold balance ({' / '.join(letters)})": " / ".join(str(golds.count(i)) for i in range(len(letters))),
-        "Letter-token mass (median)": float(
-            np.median(np.concatenate([[r.student_mass, *r.teacher_mass] for r in records]))
-        ),
-        "Teacher fidelity (median, worst z)": float(per_letter.min()),
-        "Teacher fidelity (median, best z)": float(per_letter.max()),
-        "LS L1 residual (median)": float(np.median(residuals)),
-        f"Fraction residual < {THRESHOLD:g}": float((residuals < THRESHOLD).mean()),
-        "Uniform-P L1 baseline (median)": float(np.median(uniform)),
-        "Uniform / LS ratio (median)": float(np.median(uniform / residuals.clip(min=_FLOOR))),
-        "Self-consistency argmax P̂ = argmax s": float(np.mean([r.is_self_consistent for r in records])),
-        "P̂ mass on student's argmax (median)": float(np.median([r.posterior[r.student.argmax()] for r in records])),
-    }
-
-
-def format_compatibility(models: Mapping[str, Sequence[Record]]) -> str:
-    """Markdown table in the layout of Table 4, one column a model."""
-    columns = {
-        name: {label: _formatted(label, value) for label, value in compatibility_metrics(records).items()}
-        for name, records in models.items()
-    }
-    labels = dict.fromkeys(label for column in columns.values() for label in column)
-    rows = ([label, *(column.get(label, "–") for column in columns.values())] for label in labels)
-    return markdown_table(["Metric", *columns], rows) + "\n"
-
-
-def _formatted(label: str, value: float | str) -> str:
-    if isinstance(value, str | int):
-        return str(value)
-    if label.startswith(("LS L1", "Uniform / LS")):
-        return f"{value:.1e}"
-    return f"{value:.0%}" if label.startswith(("Fraction", "Self-consistency")) else f"{value:.3f}"

@@ -5,14 +5,14 @@ continues, and successes are counted. `r^z(v)` is the self-distillation reward o
 candidates alike if the feedback depends on the candidate only through the outcome and is more likely on success
 (Proposition 4); they are equal if it occurs on success only (Corollary 5).
 
-The estimate needs many rollouts a prefix; `branch_cost` gives their number in advance.
+The estimate needs many rollouts a prefix: of every candidate, and of the prefix without intervention.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,10 +29,8 @@ from credit_trl.lab.analysis.vocabulary_logps import RolloutContexts, credit_log
 from credit_trl.rollout.batch import is_successful
 from credit_trl.tasks.registry import Task
 
-# (indices of questions, prefixes of responses to them) → one whole response for each prefix.
-Continue = Callable[[Sequence[int], Sequence[Sequence[int]]], list[list[int]]]
-# (indices of questions, whole responses to them) → whether each succeeds.
-Succeeds = Callable[[Sequence[int], Sequence[Sequence[int]]], Sequence[bool]]
+# (indices of questions, prefixes of responses to them) → whether one whole response from each prefix succeeds.
+Outcomes = Callable[[Sequence[int], Sequence[Sequence[int]]], Sequence[bool]]
 
 
 @dataclass(frozen=True)
@@ -54,39 +52,14 @@ class InterventionalCredit:
     branching: Branching
     successes: NDArray[np.int64]  # (K,), successful rollouts of each candidate
     samples: int  # rollouts of each candidate
-    baseline_successes: int  # successful rollouts without intervention
-    baseline_samples: int  # rollouts without intervention
     credit: Float[NDArray, " K"]  # estimate of r^cf in nats
     standard_error: Float[NDArray, " K"]  # of `credit`, by the delta method
-
-    @property
-    def is_informative(self) -> bool:
-        """Whether any two candidates succeed at different rates; otherwise they cannot be ranked."""
-        return len(set(self.successes.tolist())) > 1
-
-    @property
-    def is_resolved(self) -> bool:
-        """Whether the rates of the best and the worst candidate differ by more than two standard errors."""
-        rates = self.successes / self.samples
-        spread = rates.max() - rates.min()
-        pooled = self.successes.mean() / self.samples
-        return bool(spread > 2.0 * np.sqrt(2.0 * pooled * (1.0 - pooled) / self.samples) and spread > 0.0)
 
 
 def interventional_credit(success: Float[NDArray, "*b K"], baseline: Float[NDArray, "*b"]) -> Float[NDArray, "*b K"]:
     """r^cf of candidates from their success probabilities and the one without intervention."""
     with np.errstate(divide="ignore"):
         return np.log(success) - np.log(np.asarray(baseline)[..., None])
-
-
-def smoothed_rate(successes: NDArray, samples: int) -> NDArray:
-    """(k + ½) / (n + 1), a rate with a finite log for k = 0 (posterior mean under Jeffreys' prior)."""
-    return (np.asarray(successes) + 0.5) / (samples + 1.0)
-
-
-def standard_error(rate: NDArray, samples: int, baseline: float, baseline_samples: int) -> NDArray:
-    """Standard error of log rate − log baseline for independent rollouts: Var(log p̂) ≈ (1 − p) / (n p)."""
-    return np.sqrt((1.0 - rate) / (samples * rate) + (1.0 - baseline) / (baseline_samples * baseline))
 
 
 def candidates_of(
@@ -128,18 +101,8 @@ def candidates_of(
     return [branching for _, branching in sorted(kept, key=lambda item: len(item[1].prefix))]
 
 
-def branch_cost(branchings: Sequence[Branching], samples: int, baseline_samples: int, max_new_tokens: int) -> str:
-    """One line with the numbers of prefixes, candidates, rollouts and tokens that `run_branchings` needs."""
-    candidates = sum(len(b.candidates) for b in branchings)
-    rollouts = candidates * samples + len(branchings) * baseline_samples
-    return (
-        f"{len(branchings)} prefixes, {candidates} candidates: {rollouts:,} rollouts of at most {max_new_tokens} new "
-        f"tokens ({samples} a candidate, {baseline_samples} a prefix), at most {rollouts * max_new_tokens:,} tokens"
-    )
-
-
 def run_branchings(
-    branchings: Sequence[Branching], samples: int, baseline_samples: int, continue_: Continue, succeeds: Succeeds
+    branchings: Sequence[Branching], samples: int, baseline_samples: int, outcomes: Outcomes
 ) -> list[InterventionalCredit]:
     """Make the rollouts and count successes.
 
@@ -147,8 +110,7 @@ def run_branchings(
         branchings: prefixes with their candidates.
         samples: rollouts of each candidate.
         baseline_samples: rollouts of each prefix without intervention.
-        continue_: see `policy_rollouts`.
-        succeeds: see `graded_by`.
+        outcomes: see `policy_outcomes`.
     """
     prefixes: list[tuple[int, ...]] = []
     owner: list[tuple[int, int]] = []  # (branching, candidate), −1 without intervention
@@ -159,9 +121,8 @@ def run_branchings(
         prefixes += [branching.prefix] * baseline_samples
         owner += [(number, -1)] * baseline_samples
     questions = [branchings[number].question for number, _ in owner]
-    outcomes = succeeds(questions, continue_(questions, prefixes))
     counts: dict[tuple[int, int], int] = dict.fromkeys(owner, 0)
-    for key, outcome in zip(owner, outcomes, strict=True):
+    for key, outcome in zip(owner, outcomes(questions, prefixes), strict=True):
         counts[key] += bool(outcome)
     return [
         estimate(
@@ -175,107 +136,43 @@ def run_branchings(
     ]
 
 
-def policy_rollouts(checkpoint: Checkpoint, contexts: Sequence[Sequence[int]], sampling: SamplingConfig) -> Continue:
-    """Continuations by the policy itself (condition i): the student, after the question's prompt and a prefix.
+def policy_outcomes(
+    checkpoint: Checkpoint, task: Task, rows: Sequence[dict[str, Any]], sampling: SamplingConfig
+) -> Outcomes:
+    """Outcomes of continuations by the policy itself (condition i), after a question's prompt and a prefix.
 
     Args:
         checkpoint: π_θ.
-        contexts: token ids of each question's prompt.
+        task: O = 1 where its verifier gives a reward of at least 1.
+        rows: the questions.
         sampling: temperature and seed, and the length limit of one continuation; `top_p` must be 1.
     """
+    contexts = [checkpoint.encode(row["prompt"]) for row in rows]
 
-    def continue_(questions: Sequence[int], prefixes: Sequence[Sequence[int]]) -> list[list[int]]:
+    def outcomes(questions: Sequence[int], prefixes: Sequence[Sequence[int]]) -> list[bool]:
         ends = checkpoint.end_ids()
         whole = [list(prefix) for prefix in prefixes]
         unfinished = [i for i, ids in enumerate(whole) if not ids or ids[-1] not in ends]
         prompts = [[*contexts[questions[i]], *whole[i]] for i in unfinished]
         for i, continuation in zip(unfinished, checkpoint.generate(prompts, sampling, batch_size=256), strict=True):
             whole[i] += continuation
-        return whole
-
-    return continue_
-
-
-def graded_by(checkpoint: Checkpoint, task: Task, rows: Sequence[dict[str, Any]]) -> Succeeds:
-    """O = 1 where the task's verifier gives a reward of at least 1; `rows` are the questions."""
-
-    def succeeds(questions: Sequence[int], responses: Sequence[Sequence[int]]) -> list[bool]:
-        verdicts = grade_rollouts(checkpoint, task, [rows[q] for q in questions], responses)
+        verdicts = grade_rollouts(checkpoint, task, [rows[question] for question in questions], whole)
         return is_successful([float(verdict) for verdict in verdicts], 1.0)
 
-    return succeeds
+    return outcomes
 
 
 def estimate(
     branching: Branching, successes: NDArray, samples: int, baseline_successes: int, baseline_samples: int
 ) -> InterventionalCredit:
-    """r^cf and its standard error from counts."""
-    rates = smoothed_rate(successes, samples)
-    baseline = float(smoothed_rate(np.array(baseline_successes), baseline_samples))
+    """r^cf and its standard error from counts of independent rollouts.
+
+    Rates are (k + ½) / (n + 1), the posterior mean under Jeffreys' prior, which has a finite log for k = 0;
+    Var(log p̂) ≈ (1 − p) / (n p).
+    """
+    rates = (successes + 0.5) / (samples + 1.0)
+    baseline = (baseline_successes + 0.5) / (baseline_samples + 1.0)
+    variance = (1.0 - rates) / (samples * rates) + (1.0 - baseline) / (baseline_samples * baseline)
     return InterventionalCredit(
-        branching,
-        successes,
-        samples,
-        baseline_successes,
-        baseline_samples,
-        interventional_credit(rates, np.array(baseline)),
-        standard_error(rates, samples, baseline, baseline_samples),
+        branching, successes, samples, interventional_credit(rates, np.array(baseline)), np.sqrt(variance)
     )
-
-
-class RankAgreement(NamedTuple):
-    """Agreement of two orders of the candidates, averaged over prefixes.
-
-    Args:
-        prefixes: number of prefixes whose candidates succeed at different rates; others are skipped.
-        kendall: mean Kendall's τ-b between r^cf and the quantity. Candidates that succeed equally often are ties, so
-            a quantity that separates them cannot reach 1.
-        spearman: mean Spearman's ρ.
-        concordance: mean share of the pairs with different success rates that the quantity orders alike; a tie of the
-            quantity counts ½, so ½ is chance.
-        top: share of prefixes at which the quantity's best candidate has the highest success rate.
-    """
-
-    prefixes: int
-    kendall: float
-    spearman: float
-    concordance: float
-    top: float
-
-
-def rank_agreement(
-    credits: Sequence[InterventionalCredit],
-    quantity: Literal["rewards", "advantages", "student_logps"] = "rewards",
-    *,
-    resolved: bool = False,
-) -> RankAgreement:
-    """Compare the order of r^cf with that of r^z, of R_t, or of the policy's probabilities.
-
-    With `resolved` only prefixes with `is_resolved` are used.
-    """
-    from scipy.stats import kendalltau, spearmanr
-
-    kept = [c for c in credits if (c.is_resolved if resolved else c.is_informative)]
-    if not kept:
-        return RankAgreement(0, *[float("nan")] * 4)
-    pairs = [(c.successes, getattr(c.branching, quantity).double().numpy()) for c in kept]
-    taus, rhos = (np.array([_correlation(of_ranks, *pair) for pair in pairs]) for of_ranks in (kendalltau, spearmanr))
-    tops = [outcomes[other.argmax()] == outcomes.max() for outcomes, other in pairs]
-    return RankAgreement(
-        len(kept),
-        float(taus.mean()),
-        float(rhos.mean()),
-        float(np.mean([concordance(*pair) for pair in pairs])),
-        float(np.mean(tops)),
-    )
-
-
-def concordance(outcomes: NDArray, quantity: NDArray) -> float:
-    """Share of the pairs with different `outcomes` that `quantity` orders alike; its ties count ½."""
-    difference = np.sign(outcomes[:, None] - outcomes[None])
-    ordered = np.sign(quantity[:, None] - quantity[None])[difference > 0]
-    return float((ordered > 0).mean() + 0.5 * (ordered == 0).mean())
-
-
-def _correlation(of_ranks: Callable[..., Any], outcomes: NDArray, quantity: NDArray) -> float:
-    return 0.0 if np.ptp(quantity) == 0 else float(of_ranks(outcomes, quantity).statistic)

@@ -23,7 +23,7 @@ from credit_trl.lab.analysis.checkpoints import Checkpoint
 from credit_trl.lab.analysis.formula import CreditFormula
 from credit_trl.lab.analysis.responses import Rollout, rollout_contexts
 from credit_trl.lab.analysis.tokenmap import ScoredTokens, gather_scores
-from credit_trl.lab.analysis.vocabulary_logps import CreditLogps, ModelPrompts, RolloutContexts, vocabulary_logps
+from credit_trl.lab.analysis.vocabulary_logps import CreditLogps, RolloutContexts, vocabulary_logps
 from credit_trl.objective import Form
 
 
@@ -101,68 +101,8 @@ def _log_mean(contrast_logps: Float[Tensor, "C *t v"]) -> Float[Tensor, "*t v"]:
     return contrast_logps.logsumexp(dim=0) - math.log(len(contrast_logps))
 
 
-@dataclass(frozen=True)
-class PMIReport:
-    """Sums over the tokens of one response.
-
-    `reward = pmi + gap` and `credit = contrastive_pmi + anti_genericity + gap + conditioning`, with the pMIs of the
-    teacher, to which the Bayesian reading of a lagged teacher applies (Appendix C).
-    """
-
-    identifier: str  # of the response
-    tokens: int  # T
-    reward: float  # Σ_t r_t(y_t)
-    credit: float  # Σ_t R_t(y_t), as in the run's loss
-    pmi: float  # pmi(y; z | x) under the teacher
-    gap: float  # Σ_t of the teacher–student gap, 0 without lag
-    contrastive_pmi: float  # see `ContrastivePMI`
-    anti_genericity: float  # see `ContrastivePMI`
-    specific: float  # Σ_t Ŝ_t(y_t)
-    pcmi: float  # Σ_t pCMI over the same contrast prompts
-    jensen_gap: float  # Σ_t of `jensen_gap`: `specific − pcmi`
-    conditioning: float  # what conditioning on the support (`distillation_tail="renormalize"`) adds to R_t
-
-
-@dataclass(frozen=True)
-class ResponseLogps(ScoredTokens):
-    """Scores of the T sampled tokens, with the log-probabilities without z of Eq. 9 and Appendix C."""
-
-    prior_logps: Float[Tensor, " T"]  # log π_ref(y_t | x, y_<t)
-    contrast_prior_logps: Float[Tensor, "C T"]  # log π_ref(y_t | x'_k, y_<t)
-
-
-def score_pmi(
-    checkpoint: Checkpoint,
-    contexts: RolloutContexts,
-    contrast_prompts: Sequence[Sequence[int]],
-    token_ids: Sequence[int],
-    formula: CreditFormula,
-) -> ResponseLogps:
-    """Score y under every prompt of Eq. 9, in one pass of the student and one of the teacher.
-
-    `contrast_prompts` are the ids of the x'_k, without z. Every prompt precedes y: `contexts` has no columns.
-    """
-    prompts = TokenContexts(contexts.teacher, [*contexts.contrasts, contexts.student, *map(list, contrast_prompts)])
-    models = [
-        ModelPrompts(checkpoint.student, TokenContexts(contexts.student)),
-        ModelPrompts(checkpoint.teacher, prompts),
-    ]
-    prior = 1 + len(contexts.contrasts)
-    parts: list[dict[str, Tensor]] = []
-    for rows, ((student,), read) in vocabulary_logps(models, token_ids, temperature=formula.temperature):
-        y = torch.tensor(token_ids[rows], device=student.device)[:, None]
-        scores = gather_scores(CreditLogps(student, read[0], read[1:prior]), y, formula)
-        without_z = read[prior:].gather(-1, y.expand(len(read) - prior, -1, -1)).squeeze(-1).cpu()
-        parts.append(
-            {name: values.squeeze(-1) for name, values in scores.items()}
-            | {"prior_logps": without_z[0], "contrast_prior_logps": without_z[1:]}
-        )
-    joined = {name: torch.cat([part[name] for part in parts], dim=-1) for name in parts[0]}
-    return ResponseLogps(**joined, formula=formula)
-
-
-def measure_pmi(checkpoint: Checkpoint, response: Rollout, config: CreditConfig) -> PMIReport:
-    """Report of one response under one checkpoint.
+def measure_pmi(checkpoint: Checkpoint, response: Rollout, config: CreditConfig) -> dict[str, float]:
+    """`response_pmi` of one response under one checkpoint.
 
     Raises:
         ValueError: the response has no teacher or no contrast prompt, or has a trainer's contexts.
@@ -174,34 +114,79 @@ def measure_pmi(checkpoint: Checkpoint, response: Rollout, config: CreditConfig)
     start = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
     # plain text without its question may have no token
     prompts = [checkpoint.encode(prompt) or [start] for prompt in response.contrasts]
-    formula = CreditFormula.from_config(config)
-    return pmi_report(response.identifier, score_pmi(checkpoint, contexts, prompts, response.token_ids, formula))
+    return response_pmi(checkpoint, contexts, prompts, response.token_ids, CreditFormula.from_config(config))
 
 
-def pmi_report(identifier: str, logps: ResponseLogps) -> PMIReport:
-    """Sum the log-probabilities of one response."""
-    formula = logps.formula
-    parts = contrastive_pmi(
-        logps.teacher_logps,
-        logps.prior_logps,
-        logps.contrast_logps,
-        logps.contrast_prior_logps,
+def response_pmi(
+    checkpoint: Checkpoint,
+    contexts: RolloutContexts,
+    contrast_prompts: Sequence[Sequence[int]],
+    token_ids: Sequence[int],
+    formula: CreditFormula,
+) -> dict[str, float]:
+    """Sums over the T tokens of y, in one pass of the student and one of the teacher.
+
+    `reward = pmi + gap` and `credit = contrastive_pmi + anti_genericity + gap + conditioning`, with the pMIs of the
+    teacher, to which the Bayesian reading of a lagged teacher applies (Appendix C).
+
+    Args:
+        checkpoint: π_θ and π_ref.
+        contexts: every prompt precedes y; there are no columns.
+        contrast_prompts: ids of the x'_k, without z.
+        token_ids: y.
+        formula: of R_t.
+
+    Returns:
+        `tokens` (T); `reward` (Σ r_t) and `credit` (Σ R_t, as in the run's loss); `pmi`, `contrastive_pmi` and
+        `anti_genericity`, see `ContrastivePMI`; `gap`, Σ_t of the teacher–student gap, 0 without lag; `specific`
+        (Σ Ŝ_t), `pcmi` over the same contrast prompts and `jensen_gap = specific − pcmi`; `conditioning`, what
+        conditioning on the support (`distillation_tail="renormalize"`) adds to R_t.
+    """
+    scored, without_z = _scores(checkpoint, contexts, contrast_prompts, token_ids, formula)
+    prior_logps = without_z[0]
+    split = contrastive_pmi(
+        scored.teacher_logps,
+        prior_logps,
+        scored.contrast_logps,
+        without_z[1:],
         formula.contrastive_coef,
         form=formula.form,
     )
-    credit = logps.advantage.sum().item()
-    gap = (logps.prior_logps - logps.student_logps).sum().item()
-    return PMIReport(
-        identifier=identifier,
-        tokens=len(logps.ids),
-        reward=logps.delta_v.sum().item(),
-        credit=credit,
-        pmi=parts.pmi.item(),
-        gap=gap,
-        contrastive_pmi=parts.contrastive_pmi.item(),
-        anti_genericity=parts.anti_genericity.item(),
-        specific=logps.specific.sum().item(),
-        pcmi=prior_contrastive_mi(logps.teacher_logps, logps.contrast_logps).sum().item(),
-        jensen_gap=jensen_gap(logps.contrast_logps).sum().item(),
-        conditioning=credit - parts.total.item() - gap if formula.tail == "renormalize" and formula.topk else 0.0,
-    )
+    credit = scored.advantage.sum()
+    gap = (prior_logps - scored.student_logps).sum()
+    is_conditional = formula.tail == "renormalize" and formula.topk is not None
+    sums = {
+        "reward": scored.delta_v.sum(),
+        "credit": credit,
+        "pmi": split.pmi,
+        "gap": gap,
+        "contrastive_pmi": split.contrastive_pmi,
+        "anti_genericity": split.anti_genericity,
+        "specific": scored.specific.sum(),
+        "pcmi": prior_contrastive_mi(scored.teacher_logps, scored.contrast_logps).sum(),
+        "jensen_gap": jensen_gap(scored.contrast_logps).sum(),
+        "conditioning": credit - split.total - gap if is_conditional else torch.zeros(()),
+    }
+    return {"tokens": len(token_ids), **{name: value.item() for name, value in sums.items()}}
+
+
+def _scores(
+    checkpoint: Checkpoint,
+    contexts: RolloutContexts,
+    contrast_prompts: Sequence[Sequence[int]],
+    token_ids: Sequence[int],
+    formula: CreditFormula,
+) -> tuple[ScoredTokens, Float[Tensor, "1+C T"]]:
+    """Scores of y, and its log π_ref without z, after x and after each x'_k."""
+    prompts = TokenContexts(contexts.teacher, [*contexts.contrasts, contexts.student, *map(list, contrast_prompts)])
+    models = [(checkpoint.student, TokenContexts(contexts.student)), (checkpoint.teacher, prompts)]
+    prior = 1 + len(contexts.contrasts)
+    parts: list[dict[str, Tensor]] = []
+    for rows, ((student,), read) in vocabulary_logps(models, token_ids, temperature=formula.temperature):
+        y = torch.tensor(token_ids[rows], device=student.device)[:, None]
+        scores = gather_scores(CreditLogps(student, read[0], read[1:prior]), y, formula)
+        scores["without_z"] = read[prior:].gather(-1, y.expand(len(read) - prior, -1, -1)).cpu()  # x, then the x'_k
+        parts.append({name: values.squeeze(-1) for name, values in scores.items()})
+    joined = {name: torch.cat([part[name] for part in parts], dim=-1) for name in parts[0]}
+    without_z = joined.pop("without_z")
+    return ScoredTokens(**joined, formula=formula), without_z

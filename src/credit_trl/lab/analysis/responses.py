@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from credit_trl.lab.analysis.vocabulary_logps import RolloutContexts
 from credit_trl.rollout.batch import GenerationBatch, prompt_key
 from credit_trl.rollout.verdict import Verdict
 from credit_trl.tasks.registry import Task
+from credit_trl.tasks.run_data import read_dataset
 
 
 @dataclass(frozen=True)
@@ -48,17 +48,9 @@ class Rollout:
         return prompt_key(self.prompt)
 
     @property
-    def content(self) -> tuple[str, tuple[int, ...]]:
-        """Prompt and tokens, which tell responses with one identifier apart."""
-        return self.group, self.token_ids
-
-    @property
     def problem(self) -> str:
         """Text of the last user turn."""
         return user_text(self.prompt)
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
     @classmethod
     def from_json(cls, record: dict[str, Any]) -> Rollout:
@@ -171,7 +163,7 @@ def sample_rollouts(
         group_size=samples,
         dataset={"prompt": population},
     )
-    gathered = gather_contrast_batch(batch, checkpoint.context_builder(_with_contrasts(config)))
+    gathered = gather_contrast_batch(batch, checkpoint.context_builder(with_contrasts(config)))
     contrasts = _draw(gathered, config)
     names = distinct_names([_name(row, n) for n, row in enumerate(rows)])
     return [
@@ -206,7 +198,7 @@ def _draw(batch: ContrastBatch, config: CreditConfig) -> list[list[Prompt]]:
     return [[one.prompt for one in islice(drawn, config.contrastive_count)] for drawn in draws]
 
 
-def _with_contrasts(config: CreditConfig) -> CreditConfig:
+def with_contrasts(config: CreditConfig) -> CreditConfig:
     """The configuration with λ ≠ 0: λ = 0 draws no contrast prompts, and S_t needs them."""
     config = copy.copy(config)
     config.contrastive_coef = config.contrastive_coef or 1.0
@@ -214,20 +206,19 @@ def _with_contrasts(config: CreditConfig) -> CreditConfig:
 
 
 def read_rollouts(path: str | Path, checkpoint: Checkpoint, config: CreditConfig) -> list[Rollout]:
-    """Read responses of any origin from JSON Lines.
+    """Read responses of any origin from a file that `datasets` reads, such as JSON Lines.
 
-    A record has `prompt` (text or messages) and `response` (text), `feedback` or `demonstration` or both, and
-    optionally `reward`, `id` and `contrasts` (a list of prompts; by default drawn from the other records as `config`
-    says). The response is tokenized, and an end of turn is appended.
+    A row has `prompt` (text or messages) and `response` (text), `feedback` or `demonstration` or both, and optionally
+    `reward`, `id` and `contrasts` (a list of prompts; by default drawn from the other rows as `config` says). The
+    response is tokenized, and an end of turn is appended.
 
     Raises:
-        ValueError: the file has no record, or one is not JSON or has no `prompt` or `response`; the message has its
-            number.
+        ValueError: the file cannot be read, or a row has no `prompt` or `response`.
     """
-    lines = Path(path).read_text("utf-8-sig").split("\n")  # a JSON string may contain other line separators
-    rows = [_record(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
-    if not rows:
-        raise ValueError(f"{path} has no record.")
+    rows = read_dataset(path, "--responses").to_list()
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row.get("prompt"), str | list) or not isinstance(row.get("response"), str):
+            raise ValueError(f"{path}, row {number}: `prompt` must be text or messages, and `response` text.")
     prompts = [row["prompt"] for row in rows]
     drawn = draw(prompts, prompts, config)
     end = checkpoint.tokenizer.eos_token_id
@@ -243,16 +234,6 @@ def read_rollouts(path: str | Path, checkpoint: Checkpoint, config: CreditConfig
         )
         for n, row in enumerate(rows)
     ]
-
-
-def _record(path: str | Path, number: int, line: str) -> dict[str, Any]:
-    try:
-        record = json.loads(line)
-        if isinstance(record["prompt"], str | list) and isinstance(record["response"], str):
-            return record
-        raise TypeError("`prompt` is text or messages, `response` is text")
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path}, line {number} is no record with `prompt` and `response`: {error!r}") from error
 
 
 def _name(row: Mapping[str, Any], position: int) -> str:

@@ -19,8 +19,6 @@ from credit_trl.lab.analysis.tokenmap import ScoredTokens, TokenMap, TokenScores
 from credit_trl.lab.analysis.tokentext import TokenText, visible
 from credit_trl.training.run_directory import write_atomically
 
-MAPS_FOLDER = "credit_maps"  # of a run directory
-
 _TENSORS = [field.name for field in fields(ScoredTokens) if field.name != "formula"]
 
 
@@ -61,7 +59,8 @@ def check_distinct(maps: Sequence[TokenMap]) -> None:
         if key in seen:
             raise ValueError(f"Two maps of response {key[0]!r} under checkpoint {key[1]!r}: give them other names.")
         seen.add(key)
-        if named.setdefault(response.identifier, response).content != response.content:
+        first = named.setdefault(response.identifier, response)
+        if (first.prompt, first.token_ids) != (response.prompt, response.token_ids):
             raise ValueError(f"Two different responses are called {key[0]!r}: give them other identifiers.")
 
 
@@ -81,7 +80,7 @@ def _numbers(value: Any, form: str) -> Any:
 def _record(token_map: TokenMap) -> dict[str, Any]:
     scores = token_map.scores
     return {
-        "response": token_map.response.to_json(),
+        "response": asdict(token_map.response),
         "checkpoint": token_map.checkpoint,
         "tokens": [asdict(token) for token in token_map.tokens],
         "classes": token_map.classes,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from credit_trl.lab.analysis.tokenmap import TokenMap
-from credit_trl.tasks.printable import counted, markdown_table, plain
+from credit_trl.tasks.escaping import markdown_table, pluralized, table_cell
 
 
 @dataclass(frozen=True)
@@ -69,18 +69,10 @@ def _share(values: Tensor, rows: Tensor) -> float:
 
 def format_summary(summary: Summary) -> str:
     """Markdown table of the summary."""
-    columns = (
-        "token class",
-        "tokens",
-        "share of tokens",
-        "share of \\|ΔV\\|",
-        "share of \\|S\\|",
-        "mean ΔV",
-        "mean S",
-    )
+    columns = ("token class", "tokens", "share of tokens", "of \\|ΔV\\|", "of \\|S\\|", "mean ΔV", "mean S")
     rows = []
     for c in summary.classes:
         shares = (f"{share:.3f}" for share in (c.share_of_tokens, c.share_of_delta_v, c.share_of_specific))
-        rows.append([plain(c.name), str(c.count), *shares, f"{c.mean_delta_v:+.3f}", f"{c.mean_specific:+.3f}"])
-    title = f"{counted(summary.responses, 'response')}, {counted(summary.tokens, 'token')}"
+        rows.append([table_cell(c.name), str(c.count), *shares, f"{c.mean_delta_v:+.3f}", f"{c.mean_specific:+.3f}"])
+    title = f"{pluralized(summary.responses, 'response')}, {pluralized(summary.tokens, 'token')}"
     return f"{title}\n\n{markdown_table(columns, rows)}\n"

@@ -37,14 +37,6 @@ class RolloutContexts:
 
 
 @dataclass(frozen=True)
-class ModelPrompts:
-    """A model and the prompts under which it scores a response."""
-
-    model: Teacher  # π; a plain `Teacher` is the model as it is
-    prompts: TokenContexts  # P = 1 + C of them; none where `prompts.teacher` is None
-
-
-@dataclass(frozen=True)
 class CreditLogps:
     """Log-probabilities over the vocabulary at n positions, from which R_t is computed."""
 
@@ -58,11 +50,8 @@ def credit_logps(
 ) -> Iterator[tuple[slice, CreditLogps]]:
     """Yield a slice of positions of y and the log-probabilities there, from one pass of student and teacher each."""
     models = [
-        ModelPrompts(checkpoint.student, TokenContexts(contexts.student)),
-        ModelPrompts(
-            checkpoint.teacher,
-            TokenContexts(contexts.teacher, contexts.contrasts, contexts.insert_at),
-        ),
+        (checkpoint.student, TokenContexts(contexts.student)),
+        (checkpoint.teacher, TokenContexts(contexts.teacher, contexts.contrasts, contexts.insert_at)),
     ]
     for rows, (student, teacher) in vocabulary_logps(models, token_ids, temperature=temperature):
         yield rows, CreditLogps(student[0], teacher[0], teacher[1:])
@@ -70,17 +59,18 @@ def credit_logps(
 
 @torch.no_grad()
 def vocabulary_logps(
-    models: Sequence[ModelPrompts], response_ids: Sequence[int], *, temperature: float = 1.0
+    models: Sequence[tuple[Teacher, TokenContexts]], response_ids: Sequence[int], *, temperature: float = 1.0
 ) -> Iterator[tuple[slice, tuple[Float[Tensor, "P n V"], ...]]]:
     """`log π(· | prompt, y_<t)` for every prompt and position.
 
-    Each model makes one batched backbone pass. Where a model is sharded over processes, every process must call this
-    equally often; with `TokenContexts(None)` and no response ids it joins the passes and yields nothing.
+    Each model makes one batched backbone pass over its P = 1 + C prompts; a plain `Teacher` is the model as it is.
+    Where a model is sharded over processes, every process must call this equally often; with `TokenContexts(None)` and
+    no response ids it joins the passes and yields nothing.
 
     Yields:
         A slice of positions and, for each model, the log-probabilities there, in fp32 (fp64 for a model in fp64).
     """
-    states = [_states(one, response_ids, temperature) for one in models]
+    states = [_states(model, prompts, response_ids, temperature) for model, prompts in models]
     if not response_ids:
         return
     vocabulary = min(head.vocabulary_size for _, head in states)  # another model as the teacher may have more rows
@@ -91,29 +81,28 @@ def vocabulary_logps(
         yield rows, tuple(_project(hidden[:, rows], head) for hidden, head in states)
 
 
-def next_token_logps(one: ModelPrompts, response_ids: Sequence[int]) -> Float[Tensor, "P V"]:
+def next_token_logps(model: Teacher, prompts: TokenContexts, response_ids: Sequence[int]) -> Float[Tensor, "P V"]:
     """Log-probabilities of the token that follows the whole response, in one batched pass over all prompts."""
-    *_, (_, (logps,)) = vocabulary_logps([one], [*response_ids, 0])
+    *_, (_, (logps,)) = vocabulary_logps([(model, prompts)], [*response_ids, 0])
     return logps[:, -1]
 
 
 def _states(
-    one: ModelPrompts, response_ids: Sequence[int], temperature: float
+    teacher: Teacher, prompts: TokenContexts, response_ids: Sequence[int], temperature: float
 ) -> tuple[Float[Tensor, "P n H"], LMHead]:
     """Hidden states of the positions that predict the response's tokens, and the head."""
-    device = one.model.device
-    ids = torch.tensor([list(response_ids) or [0]], device=device)
-    prompts = list(one.prompts.sequences())
-    padded = len(prompts) * (max((len(prompt) for prompt, _ in prompts), default=0) + ids.shape[1])
+    ids = torch.tensor([list(response_ids) or [0]], device=teacher.device)
+    sequences = list(prompts.sequences())
+    padded = len(sequences) * (max((len(prompt) for prompt, _ in sequences), default=0) + ids.shape[1])
     batch = CompletionBatch(ids, torch.ones_like(ids), torch.ones_like(ids, dtype=torch.bool))
     batch_tokens = round(padded / PADDING_SHARE)  # neither tokens nor padding end the pass
-    with one.model.active() as model:
-        head = lm_head(one.model.unwrapped(model), temperature).gathered().detached()
-        parts = list(token_states(one.model, model, [one.prompts], batch, batch_tokens))
+    with teacher.active() as model:
+        head = lm_head(teacher.unwrapped(model), temperature).gathered().detached()
+        parts = list(token_states(teacher, model, [prompts], batch, batch_tokens))
     if not parts:
         return head.weight.new_zeros(0, 0, head.weight.shape[1]), head
-    [(_, _, teacher, contrasts)] = parts
-    return torch.cat([teacher[None], contrasts]), head
+    [(_, _, own, contrasts)] = parts
+    return torch.cat([own[None], contrasts]), head
 
 
 def _project(hidden: Float[Tensor, "P n H"], head: LMHead) -> Float[Tensor, "P n V"]:

@@ -14,11 +14,17 @@ from credit_trl.lab.report.write import REPORT_FILE, write_report
 logger = logging.getLogger(__name__)
 
 
-class ReportCallback(TrainerCallback):
-    """Write `report.html` in the output directory after each log, and print its path when training ends.
+def report_link(folder: str | Path) -> str:
+    """Link to the report of a run, which terminals and notebooks open."""
+    return (Path(folder) / REPORT_FILE).resolve().as_uri()
 
-    Add it after other callbacks, so that the last report has the last evaluation. A report that cannot be written
-    gives one warning and does not end the run.
+
+class ReportCallback(TrainerCallback):
+    """Write `report.html` in the output directory after each log, and print a link to it when training ends.
+
+    Add it after other callbacks, `trainer.add_callback(ReportCallback())`, so that the last report has the last
+    evaluation and the link is the last line. A report that cannot be written gives one warning and does not end the
+    run.
 
     Args:
         seconds: least time between two reports during training.
@@ -29,16 +35,13 @@ class ReportCallback(TrainerCallback):
         self._last = -float("inf")
         self._has_warned = False
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._last = -float("inf")
-
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.is_world_process_zero and time.monotonic() - self._last >= self.seconds:
             self._write(args.output_dir)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.is_world_process_zero and self._write(args.output_dir):
-            print(f"Report: {Path(args.output_dir) / REPORT_FILE}", flush=True)
+            print(f"Report: {report_link(args.output_dir)}", flush=True)
 
     def _write(self, folder: str) -> bool:
         try:

@@ -55,7 +55,7 @@ def _points(title: str, runs: Sequence[Run]) -> list[list[float | None]]:
     return [[step, float(np.mean(own)), min(own), max(own)] for step, own in of_step.items()]
 
 
-def compare(arms: Mapping[str, Sequence[Run]]) -> list[dict[str, Any]]:
+def compare_arms(arms: Mapping[str, Sequence[Run]]) -> list[dict[str, Any]]:
     """One row for each task and arm: avg@k of the last evaluation, and its difference from the task's first arm.
 
     Scores are compared on the prompts that all last evaluations of the task have. A row has `task`, `arm`, `runs`,

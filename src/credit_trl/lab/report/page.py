@@ -10,20 +10,19 @@ import base64
 import hashlib
 import html
 import json
-import math
 from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
 from string import Template
 from typing import Any
 
-from credit_trl.training.run_directory import write_atomically
+from credit_trl.training.run_directory import without_nan, write_atomically
 
 # `ensure_ascii` escapes U+2028 and U+2029, which end a line in a script.
 _ESCAPES = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"})
 
 
-def write_page(document: Mapping[str, Any], path: str | Path) -> None:
+def write_html(document: Mapping[str, Any], path: str | Path) -> None:
     """Write the page of a document with any of `curves`, `comparison`, `options`, `rollouts` and `maps`."""
     folder = files(__package__) / "page"
     page = {name: (folder / f"report.{name}").read_text("utf-8") for name in ("html", "css", "js")}
@@ -40,16 +39,8 @@ def write_page(document: Mapping[str, Any], path: str | Path) -> None:
 
 def embed_json(document: Any) -> str:
     """JSON that is safe inside a `<script>` element: ASCII, without `<`, `>` and `&`; NaN is null."""
-    text = json.dumps(_finite(document), ensure_ascii=True, allow_nan=False, separators=(",", ":"))
+    text = json.dumps(without_nan(document), ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     return text.translate(_ESCAPES)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {name: _finite(one) for name, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _digest(text: str) -> str:

@@ -60,10 +60,11 @@ class Run:
         """avg@k of each prompt at an evaluated step; empty where its results are missing."""
         inside = self.folder / EVALUATIONS_FOLDER / f"step-{step:06d}" / RESULT_FILE
         path = inside if inside.is_file() else self.folder / RESULT_FILE
-        return _prompt_scores(path) if path.is_file() else {}
+        prompts = read_json(path)["prompts"] if path.is_file() else []
+        return {str(prompt["id"]): float(prompt["score"]) for prompt in prompts}
 
 
-def read_run(folder: str | Path) -> Run:
+def load_run(folder: str | Path) -> Run:
     """Read one directory.
 
     Raises:
@@ -71,13 +72,14 @@ def read_run(folder: str | Path) -> Run:
         ValueError: a file is damaged; the message names it.
     """
     folder = Path(folder)
-    evaluations = sorted(filter(_is_evaluation, read_lines(folder / EVALUATIONS_FILE)), key=lambda row: row["step"])
-    log = [row for row in read_lines(folder / LOG_FILE) if isinstance(row.get("step"), int)]
+    evaluations = [row for row in read_lines(folder / EVALUATIONS_FILE) if row["score"] is not None]
+    evaluations.sort(key=lambda row: row["step"])
+    log = read_lines(folder / LOG_FILE)
     described = read_json(folder / RUN_FILE) if (folder / RUN_FILE).is_file() else {}
     if not (evaluations or log or described) and (folder / RESULT_FILE).is_file():
         result = read_json(folder / RESULT_FILE)
         described = {"model": result.get("model")}
-        evaluations = list(filter(_is_evaluation, [{"step": 0, **result}]))
+        evaluations = [{"step": 0, **result}]
     if not (evaluations or log or described):
         raise FileNotFoundError(
             f"{folder} holds no run: none of {RUN_FILE}, {LOG_FILE}, {EVALUATIONS_FILE} and {RESULT_FILE}. Pass the "
@@ -89,8 +91,8 @@ def read_run(folder: str | Path) -> Run:
 def arms_of(runs: Sequence[Run]) -> dict[str, list[Run]]:
     """Runs by the options in which they differ from each other, which name them; seeds of one arm share a name.
 
-    Without such an option the first run's folder names them. Runs with equal options and seeds are told apart by their
-    folders.
+    Without such an option the first run's folder names them. Runs with equal options and seeds are named with their
+    folders too.
     """
     arms: dict[str, list[Run]] = {}
     shown = differing_options(runs)
@@ -118,7 +120,7 @@ def short_names(paths: Sequence[str | Path], parts: int = 1) -> list[str]:
     raise ValueError(f"{twice} is named twice.")
 
 
-def read_rollouts(run: Run, steps: int = 12, rows: int = 8) -> list[dict[str, Any]]:
+def read_completions(run: Run, steps: int = 12, rows: int = 8) -> list[dict[str, Any]]:
     """Rows of TRL's tables of completions: the first `rows` of each of at most `steps` steps, evenly spaced."""
     import pyarrow.parquet as parquet
 
@@ -146,17 +148,5 @@ def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, sort_keys=True)
 
 
-def _is_evaluation(row: Mapping[str, Any]) -> bool:
-    return isinstance(row.get("step"), int) and _is_number(row.get("score")) and isinstance(row.get("task"), str)
-
-
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _prompt_scores(path: Path) -> dict[str, float]:
-    prompts = read_json(path).get("prompts")
-    try:
-        return {str(prompt["id"]): float(prompt["score"]) for prompt in prompts}
-    except (TypeError, KeyError, ValueError) as error:
-        raise ValueError(f"{path} has no list `prompts` with `id` and `score` of each. Evaluate again.") from error

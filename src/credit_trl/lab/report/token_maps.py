@@ -15,12 +15,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from credit_trl.contexts.prompts import Prompt, user_text
+from credit_trl.lab import MAPS_FOLDER
 from credit_trl.lab.analysis.responses import Rollout, feedback_text
 from credit_trl.lab.analysis.tokenmap import QUANTITIES, TokenMap
-from credit_trl.lab.analysis.tokenmap_json import MAPS_FOLDER, check_distinct, json_numbers, read_maps
+from credit_trl.lab.analysis.tokenmap_json import check_distinct, json_numbers, read_maps
 from credit_trl.lab.analysis.tokenmap_summary import summarize_maps
 from credit_trl.lab.analysis.tokentext import visible
-from credit_trl.lab.report.page import write_page
+from credit_trl.lab.report.page import write_html
 
 # Quantile of a group's magnitudes at which colours saturate. A lower one hides the change of large values in training.
 SATURATION = 0.99
@@ -32,7 +33,7 @@ def write_token_maps(maps: Sequence[TokenMap], path: str | Path, *, title: str =
     Raises:
         ValueError: `maps` is empty, or has two maps of one response under one checkpoint.
     """
-    write_page({"title": visible(title), "maps": maps_section(maps)}, path)
+    write_html({"title": visible(title), "maps": maps_section(maps)}, path)
 
 
 def read_run_maps(folder: Path) -> list[TokenMap]:

@@ -9,16 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from credit_trl.lab.analysis.tokentext import visible
-from credit_trl.lab.report.comparison import compare, curves
-from credit_trl.lab.report.markdown import report_markdown
-from credit_trl.lab.report.page import write_page
-from credit_trl.lab.report.runs import Run, arms_of, differing_options, read_rollouts, read_run, short_names
+from credit_trl.lab.report.comparison import compare_arms, curves
+from credit_trl.lab.report.page import write_html
+from credit_trl.lab.report.runs import Run, arms_of, differing_options, load_run, read_completions, short_names
 from credit_trl.lab.report.token_maps import maps_section, read_run_maps, turns
+from credit_trl.tasks.escaping import markdown_table, table_cell
 from credit_trl.training.run_directory import write_atomically, write_json
 
 REPORT_FILE = "report.html"
 # Characters of a text of a rollout that the page shows.
 _LONGEST_TEXT = 20_000
+_COLUMNS = ("task", "arm", "runs", "before", "avg@k (%)", "95 % interval", "best", "difference", "95 %", "p (Holm)")
 _FACTS = ("task", "model", "contrastive_coef", "contrastive_form", "contrastive_source", "contrastive_count")
 
 
@@ -39,15 +40,14 @@ def write_report(runs: Sequence[str | Path], output: str | Path | None = None) -
     if not runs:
         raise ValueError("`runs` is empty: pass at least one run directory.")
     folders = [Path(run) for run in runs]
-    read = [read_run(folder) for folder in folders]
-    names = short_names(folders)
+    read = [load_run(folder) for folder in folders]
     if output is None:
         output = folders[0] / REPORT_FILE if len(folders) == 1 else REPORT_FILE
     output = Path(output).with_suffix(".html")
     document = report_document(read)
     write_json(output.with_suffix(".json"), document)
     write_atomically(output.with_suffix(".md"), report_markdown(document))
-    write_page(document | _of_runs(read, names), output)
+    write_html(document | _of_runs(read, document["runs"]), output)
     return output
 
 
@@ -60,17 +60,12 @@ def report_document(runs: Sequence[Run]) -> dict[str, Any]:
         "title": f"Run {visible(names[0])}" if len(runs) == 1 else f"{len(runs)} runs",
         "runs": [visible(name) for name in names],
         "arms": [visible(name) for name in arms],
-        "facts": {visible(name): visible(_option(runs[0], name)) for name in shown} if len(runs) == 1 else {},
         "options": [
-            {
-                "run": visible(name),
-                "seed": run.seed,
-                **{visible(option): visible(_option(run, option)) for option in shown},
-            }
+            {"run": visible(name), "seed": run.seed} | {visible(one): visible(_option(run, one)) for one in shown}
             for name, run in zip(names, runs, strict=True)
         ],
         "curves": curves(arms),
-        "comparison": [{**row, "task": visible(row["task"]), "arm": visible(row["arm"])} for row in compare(arms)],
+        "comparison": [row | {name: visible(row[name]) for name in ("task", "arm")} for row in compare_arms(arms)],
     }
 
 
@@ -82,14 +77,12 @@ def _option(run: Run, name: str) -> str:
 def _of_runs(runs: Sequence[Run], names: Sequence[str]) -> dict[str, Any]:
     """Rollouts of all runs, and the token maps of the first run that has some."""
     rollouts = [
-        {"run": visible(name), **_rollout(row)}
-        for name, run in zip(names, runs, strict=True)
-        for row in read_rollouts(run)
+        {"run": name, **_rollout(row)} for name, run in zip(names, runs, strict=True) for row in read_completions(run)
     ]
     document: dict[str, Any] = {"rollouts": rollouts}
     for name, run in zip(names, runs, strict=True):
         if maps := read_run_maps(run.folder):
-            document["maps"] = {"run": visible(name), **maps_section(maps)}
+            document["maps"] = {"run": name, **maps_section(maps)}
             break
     return document
 
@@ -110,3 +103,41 @@ def _rollout(row: Mapping[str, Any]) -> dict[str, Any]:
 def _shortened(text: str) -> str:
     rest = len(text) - _LONGEST_TEXT
     return text if rest <= 0 else f"{text[:_LONGEST_TEXT]}\n[… {rest} characters]"
+
+
+def report_markdown(document: Mapping[str, Any]) -> str:
+    """Scores, differences and options as Markdown; the curves are in the JSON file."""
+    parts = [f"# {table_cell(document['title'])}"]
+    if document["comparison"]:
+        parts.append(markdown_table(_COLUMNS, map(_score_cells, document["comparison"]), left=2))
+    options = document["options"]
+    rows = ([table_cell(str(value)) for value in row.values()] for row in options)
+    parts.append(markdown_table([table_cell(name) for name in options[0]], rows))
+    return "\n\n".join(parts) + "\n"
+
+
+def _score_cells(row: Mapping[str, Any]) -> list[str]:
+    p = row.get("p_holm")
+    return [
+        table_cell(row["task"]),
+        table_cell(row["arm"]),
+        str(row["runs"]),
+        _percent(row.get("before")),
+        _percent(row["score"]),
+        _interval(row.get("low"), row.get("high"), row["by_seed"]),
+        _percent(row["best"]),
+        _percent(row.get("difference"), "+"),
+        _interval(row.get("difference_low"), row.get("difference_high"), row.get("difference_by_seed", ()), "+"),
+        "–" if p is None else "< 0.001" if p < 0.001 else f"{p:.3f}",
+    ]
+
+
+def _percent(value: float | None, sign: str = "") -> str:
+    return "–" if value is None else f"{100 * value:{sign}.1f}"
+
+
+def _interval(low: float | None, high: float | None, by_seed: Sequence[float], sign: str = "") -> str:
+    """The interval, or the values of two seeds."""
+    if low is not None:
+        return f"[{_percent(low, sign)}, {_percent(high, sign)}]"
+    return ", ".join(_percent(value, sign) for value in by_seed) if len(by_seed) > 1 else "–"

@@ -6,10 +6,9 @@ other worlds and seeds, in two or three minutes on two CPU cores, and writes the
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-from credit_trl.tasks.cache import cache_directory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
@@ -58,3 +57,8 @@ def base_directory(cache_dir: str | Path | None = None, world: str = "plain", se
 def cached_directory(cache_dir: str | Path | None, world: str, seed: int) -> Path:
     """Place of a base in the cache directory, whether or not it exists."""
     return Path(cache_directory() if cache_dir is None else cache_dir) / "quickstart" / f"{world}-seed{seed}"
+
+
+def cache_directory() -> Path:
+    """`$XDG_CACHE_HOME/credit_trl`, or `~/.cache/credit_trl`."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "credit_trl"

@@ -83,7 +83,7 @@ function buildSummary() {
       add("avg@" + row.k + " at step " + row.step + ", %", percent(row.score) + (bounds === "–" ? "" : " " + bounds));
       if (typeof row.before === "number") add("before training", percent(row.before));
     }
-    for (const [name, value] of Object.entries(data.facts)) add(name, value, true);
+    for (const [name, value] of Object.entries(data.options[0])) if (name !== "run") add(name, String(value ?? "–"), true);
     box.append(facts);
     return;
   }

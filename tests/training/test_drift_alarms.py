@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from credit_trl import CreditTrainer
-from credit_trl.rollout.batch import GenerationBatch, success_weights
+from credit_trl.rollout.batch import GenerationBatch
 from credit_trl.training.drift import WINDOW, DriftAlarms
-from credit_trl.training.metrics import Alarms, CreditWarning
+from credit_trl.training.metrics import Alarms, CreditWarning, teacher_success_weights
 from tiny import length_verdicts
 
 FIDELITY = "credit/teacher_fidelity"
@@ -44,13 +44,15 @@ def test_success_weights_give_the_mean_gap_of_mixed_groups(rewards, size, data):
         lost = [values[i] for i in group if has_teacher[i] and rewards[i] == 0.0]
         if won and lost:
             gaps.append(sum(won) / len(won) - sum(lost) / len(lost))
-    weights, mixed = success_weights(rewards, has_teacher, size, 1.0)
-    assert mixed == len(gaps)
-    total = sum(w * v for w, v in zip(weights, values, strict=True))
+    count = len(rewards)
+    batch = GenerationBatch([{}] * count, ["x"] * count, [[1]] * count, rewards, [None] * count, 0, group_size=size)
+    contexts = [SimpleNamespace(teacher=[1] if has else None) for has in has_teacher]
+    weights, mixed, scored = teacher_success_weights(batch, contexts, torch.ones(count, 1, dtype=torch.bool), 1.0)
+    assert (mixed, scored) == (len(gaps), sum(has_teacher))
     if gaps:
-        assert total == pytest.approx(sum(gaps) / len(gaps), abs=1e-9)
+        assert weights @ torch.tensor(values) == pytest.approx(sum(gaps) / len(gaps), abs=1e-5)
     else:
-        assert all(math.isnan(w) for w in weights)
+        assert weights.isnan().all()
 
 
 def observe(*, frozen_teacher=False, **series):

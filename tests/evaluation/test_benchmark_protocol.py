@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
 import multiprocessing
@@ -16,7 +15,7 @@ import pytest
 from datasets import Dataset
 
 from credit_trl import Verdict
-from credit_trl.evaluation import Evaluation, EvaluationConfig, evaluate
+from credit_trl.evaluation import EvaluationConfig, evaluate
 from credit_trl.evaluation.generation import Response
 from credit_trl.evaluation.protocol import (
     EvaluationMismatchError,
@@ -27,6 +26,7 @@ from credit_trl.evaluation.protocol import (
 from credit_trl.evaluation.verdicts import VerifierFailed, task_verdicts
 from credit_trl.rollout.verdict import VerifierPolicy, VerifierTimeout
 from credit_trl.tasks.registry import Task, batch_of
+from credit_trl.training.run_lock import RunLockedError
 
 LETTERS = "ABCD"
 
@@ -93,7 +93,7 @@ def run(folder, k=5, **options):
 
 def test_a_folder_is_evaluated_by_one_process_at_a_time(tmp_path):
     def evaluate_again(samples):
-        with pytest.raises(ValueError, match=r"Another process is evaluating in .*Use another `output_dir`"):
+        with pytest.raises(RunLockedError, match="is used by another"):
             evaluate(FakeEngine(), TASK, k=1, output_dir=tmp_path, progress=False)
 
     first = evaluate(FakeEngine(on_generate=evaluate_again), TASK, k=1, output_dir=tmp_path, progress=False)
@@ -120,7 +120,7 @@ def test_scores_follow_from_the_samples(tmp_path):
     assert {name: interval.mean for name, interval in result.groups.items()} == pytest.approx(
         {"even": sum(map(sum, by_prompt[::2])) / 15, "odd": sum(map(sum, by_prompt[1::2])) / 15}
     )
-    assert Evaluation.from_dict(json.loads((tmp_path / "result.json").read_text())) == result
+    assert json.loads((tmp_path / "result.json").read_text()) == json.loads(json.dumps(result.to_dict()))
 
 
 def test_a_single_prompt_has_no_interval(tmp_path):
@@ -134,8 +134,7 @@ def test_a_single_prompt_has_no_interval(tmp_path):
         *(f"eval_avg@2_{end}" for end in ("low", "high")),
         *(f"eval_{group}/avg@2" for group in ("even", "odd")),
     }
-    read = Evaluation.from_dict(json.loads((tmp_path / "result.json").read_text()))
-    assert str(read) == str(one)
+    assert json.loads((tmp_path / "result.json").read_text())["low"] is None
 
 
 @pytest.mark.parametrize("name", ["completions", "prompts", "truncated"])
@@ -230,13 +229,6 @@ def test_other_evaluation_in_output_dir_raises(tmp_path, change):
         run(tmp_path, **change)
 
 
-@pytest.mark.parametrize("content", ["", '{"k": 5', "[]", "\xff"])
-def test_damaged_settings_are_an_error_with_the_file(tmp_path, content):
-    (tmp_path / "settings.json").write_text(content, "latin-1")
-    with pytest.raises(ValueError, match=f"^{re.escape(str(tmp_path / 'settings.json'))} is not"):
-        run(tmp_path)
-
-
 def test_sample_seeds_are_unique():
     seeds = [sample_seed(s, f"q{i}", j) for s in range(3) for i in range(40) for j in range(16)]
     assert len(set(seeds)) == len(seeds)
@@ -255,15 +247,6 @@ def test_task_rows_get_stable_unique_ids():
 
 def rewarded(reward) -> Task:
     return Task("letters", letters, graded, reward)
-
-
-def test_coroutine_verifier_is_awaited():
-    async def slow(completions, answer, **columns):
-        await asyncio.sleep(0)
-        return TASK.reward(completions, answer, **columns)
-
-    plain, waited = (evaluate(FakeEngine(), task, 3, progress=False) for task in (TASK, rewarded(slow)))
-    assert waited == plain
 
 
 @pytest.mark.parametrize("tries", [1, 2, 3])

@@ -1,0 +1,64 @@
+"""Description of a run's data and verifier for `run.json`, from which `credit_trl.tasks.run_data` finds them again."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+
+def describe_data(
+    reward_funcs: Sequence[Any] | Any,
+    reward_weights: Sequence[float] | None = None,
+    *,
+    task: str | None = None,
+    train: Mapping[str, Any] | None = None,
+    test: Mapping[str, Any] | None = None,
+    train_split: str = "train",
+) -> dict[str, Any]:
+    """Field `data` of `run.json`: how the rows and reward functions of a run are found again.
+
+    Args:
+        reward_funcs: one reward function or several, as for `GRPOTrainer`; besides the verifier of `task`.
+        reward_weights: their weights, by default 1.
+        task: name for `load_task`.
+        train, test: `describe_rows` of the training and of the held-out rows; None for `Dataset` objects.
+        train_split: name of the split that means the training rows; any other means the held-out ones.
+    """
+    functions = list(reward_funcs) if isinstance(reward_funcs, list | tuple) else [reward_funcs]
+    return {
+        "task": task,
+        "train": train,
+        "test": test,
+        "train_split": train_split,
+        "reward_funcs": [describe_function(one) for one in functions],
+        "reward_weights": None if reward_weights is None else list(reward_weights),
+        "folder": os.getcwd(),
+        "versions": {name: version(name) for name in ("credit-trl", "trl", "datasets")},
+    }
+
+
+def describe_rows(path: str | Path | None = None, *, streaming: bool = False, **hub: str | None) -> dict[str, Any]:
+    """Place of rows: a local file or folder (with the hash of a file), or `name`, `config` and `split` of the hub."""
+    place = {"path": None, "sha256": None, "name": None, "config": None, "split": None, "streaming": streaming, **hub}
+    if path is not None:
+        file = Path(path).resolve()
+        place["path"] = str(file)
+        if file.is_file():
+            with file.open("rb") as content:
+                place["sha256"] = hashlib.file_digest(content, "sha256").hexdigest()
+    return place
+
+
+def describe_function(function: Any) -> dict[str, Any]:
+    """Import name and file of a reward function; the name is None where no import finds it."""
+    module = getattr(function, "__module__", None)
+    name = getattr(function, "__qualname__", None)
+    is_found = module not in (None, "__main__") and name is not None and "<" not in name
+    file = getattr(sys.modules.get(module or ""), "__file__", None)
+    called = name or type(function).__name__
+    return {"name": f"{module}:{name}" if is_found else None, "called": called, "file": file}

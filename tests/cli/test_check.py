@@ -1,0 +1,73 @@
+"""`trl credit --check` and `trainer.check()`: parts of the report, nothing left behind, exit codes."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from credit_trl.cli import training
+
+PARTS = ("prompt", "completion", "verdict", "teacher's prompt", "contrast prompt", "R_t of the tokens")
+LINE = (
+    "--task quickstart --model_name_or_path quickstart --use_cpu true --bf16 false --report_to none --check "
+    "--per_device_train_batch_size 8 --num_generations 4 --max_completion_length 6 --max_reprompt_len 200 "
+    "--teacher_model_kind base --output_dir run --max_steps 40 --save_steps 10"
+).split()
+
+
+def test_check_prints_each_part_and_leaves_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert training.run(LINE) == 0
+    printed = capsys.readouterr().out
+    places = [printed.index(f"--- {part}") for part in PARTS]
+    assert places == sorted(places)
+    assert "feedback: Correct option:" in printed
+    assert re.search(r"\[[+-]\d+\.\d\]", printed)  # R_t without a terminal's colours
+    # Eight completions of 6 tokens behind 200 tokens, read by the teacher with and without contrast.
+    assert re.search(rf"tokens, teacher +{2 * 8 * 206:,}\n", printed)
+    for stage in ("rollout", "verdict", "contexts", "scores", "update"):
+        assert re.search(rf"{stage} +\d+\.\d\d s", printed)
+    assert re.search(
+        r"peak memory +\d+\.\d\d GiB\n +a checkpoint +0\.\d+ GB\nthe run of 40 steps: .* 4 checkpoints", printed
+    )
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--task", "quickstart", "--reward_funcs", "no_module.reward"], "no module `no_module`"),
+        (["--contrastive_source", "no_module:source"], "no_module"),
+    ],
+)
+def test_check_returns_the_code_of_the_first_error(tmp_path, monkeypatch, capsys, options, message):
+    monkeypatch.chdir(tmp_path)
+    assert training.run([*LINE, *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_check_changes_neither_weights_nor_options_nor_the_next_run(
+    make_model, make_config, tokenizer, dataset, tmp_path
+):
+    from credit_trl import CreditTrainer, Verdict
+
+    def reward(completions, answer, **columns):
+        return [
+            Verdict(float(len(c[-1]["content"]) % 2), f"It is {a}.") for c, a in zip(completions, answer, strict=True)
+        ]
+
+    def trained(checks):
+        config = make_config(output_dir=str(tmp_path / str(checks)), max_steps=2, learning_rate=1e-2)
+        trainer = CreditTrainer(make_model(), reward, config, dataset, processing_class=tokenizer)
+        before = [weight.clone() for weight in trainer.model.parameters()]
+        options = dict(vars(trainer.args))
+        if checks:
+            trainer.check()
+            assert all(map(torch.equal, before, trainer.model.parameters()))
+            assert vars(trainer.args) == options
+        trainer.train()
+        return list(trainer.model.parameters())
+
+    assert all(map(torch.equal, trained(checks=False), trained(checks=True)))

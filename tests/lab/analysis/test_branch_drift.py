@@ -1,0 +1,217 @@
+"""Branches of token maps, λ_c and λ_hold, and the finite-time law against a tabular simulation."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from credit_trl.lab.analysis import drift
+from credit_trl.lab.analysis.drift import BranchDrift, branch_table, critical_lambdas, find_branches, holding_coef
+from credit_trl.lab.analysis.tokenmap import ScoredTokens, TokenMap, TokenScores
+from credit_trl.lab.analysis.tokentext import TokenText
+from credit_trl.objective import credit_target
+from lab.drawn import FORMULA, drawn_rollout
+
+A, B, OTHER, FOREIGN, RARE = range(5)
+
+
+def student_logits(count: int, other: float = -12.0) -> torch.Tensor:
+    """(count, 5), logits of a policy that says A or B, and OTHER as given."""
+    logits = torch.full((count, 5), -12.0, dtype=torch.float64)
+    logits[:, OTHER] = other
+    logits[:, [A, B]] = 2 * torch.rand(count, 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return logits
+
+
+def branch_map(
+    delta: torch.Tensor, s: torch.Tensor, *, sampled: int = A, contrasts: int = 2, other: float = -12.0
+) -> TokenMap:
+    """Map with one branch a token: z raises A by δ, and under contrast prompts FOREIGN takes the place of B.
+
+    Args:
+        delta, s: (T,), δ, and s as the mean over the contrast prompts.
+        sampled: the sampled token of every position; the alternatives are all five tokens.
+        contrasts: number of contrast prompts.
+        other: logit of OTHER; those of A and B lie in [0, 2], those of FOREIGN and RARE are -12.
+    """
+    student = student_logits(len(delta), other)
+    teacher = student.clone()
+    teacher[:, A] += delta
+    contrast = teacher.expand(contrasts, -1, -1).clone()
+    contrast[..., FOREIGN] = contrast[..., B]
+    contrast[..., B] -= s + torch.linspace(-0.5, 0.5, contrasts)[:, None]
+    scores = {
+        "ids": torch.arange(5).expand(len(delta), -1),
+        "student_logps": student.log_softmax(-1),
+        "teacher_logps": teacher.log_softmax(-1),
+        "contrast_logps": contrast.log_softmax(-1),
+        "advantage": torch.zeros_like(student),
+        "policy_mean": torch.zeros_like(student),
+    }
+    alternatives = ScoredTokens(**scores, formula=FORMULA)
+    own = {name: tensor[..., sampled] for name, tensor in scores.items()}
+    return TokenMap(
+        drawn_rollout(len(delta), contrasts),
+        "base",
+        [TokenText("t")] * len(delta),
+        ["word"] * len(delta),
+        TokenScores(**own, formula=FORMULA, alternatives=alternatives),
+        [["x"] * 5] * len(delta),
+    )
+
+
+def values(*numbers: float) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("sampled", [A, B, RARE])
+def test_delta_and_s_are_those_of_the_construction(sampled):
+    delta, s = values(0.5, 2.0, 4.0, -1.0), values(3.0, 7.5, 11.4, 3.0)
+    found = find_branches(branch_map(delta, s, sampled=sampled))
+    assert found["positions"].tolist() == [0, 1, 2, 3]
+    assert found["generic_ids"].tolist() == [A] * 4
+    assert found["specific_ids"].tolist() == [B] * 4
+    torch.testing.assert_close(found["log_odds"], student_logits(4)[:, A] - student_logits(4)[:, B])
+    torch.testing.assert_close(found["delta"], delta)
+    torch.testing.assert_close(found["s"], s)
+
+
+def test_positions_without_both_tokens_are_no_branches(monkeypatch):
+    found = find_branches(branch_map(values(1.0, 1.0, 1.0), values(0.3, 6.0, 0.0)))
+    assert found["positions"].tolist() == [1]
+    assert len(find_branches(branch_map(values(1.0), values(6.0), contrasts=0))["s"]) == 0
+    monkeypatch.setattr(drift, "MIN_PROBABILITY", 0.9)
+    assert len(find_branches(branch_map(values(1.0), values(6.0)))["s"]) == 0
+
+
+def cells(text: str) -> dict[str, list[str]]:
+    """Token class → the other cells of its row."""
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
+    return {name: row for name, *row in rows[2:]}
+
+
+def test_table_has_the_prediction_of_each_class():
+    delta, s = values(3.0, 4.0, 5.0, -2.0), values(6.0, 6.0, 6.0, 6.0)
+    one = branch_map(delta, s)
+    rows = cells(branch_table([one, replace(one, classes=["cue", "cue", "word", "word"])], 0.02, 50))
+    assert {name: row[:2] for name, row in rows.items()} == {"all": ["8", "6"], "word": ["6", "4"], "cue": ["2", "2"]}
+    found = find_branches(one)
+    measured = [tuple(found[name].tolist()[t] for name in ("log_odds", "delta", "s")) for t in range(4)]
+    holds = [holding_coef(*own) for own in measured[:3]]
+    expected = [np.quantile(holds * 2, level, method="nearest") for level in (0.5, 0.25, 0.75)]
+    shown = rows["all"]
+    assert shown[6] == f"{expected[0]:.2f} [{expected[1]:.2f}, {expected[2]:.2f}]"
+    for cell, coef in zip(shown[9:], (0.0, FORMULA.contrastive_coef), strict=True):
+        rates = [1 / (1 + math.exp(-BranchDrift(*own, coef, 0.02).after(50))) for own in measured]
+        assert cell == f"{100 * np.mean(rates):.1f}"
+    assert shown[8] == f"{100 * found['log_odds'].sigmoid().mean():.1f}"
+    falling = cells(branch_table([branch_map(values(-2.0), values(6.0))], 0.02, 50))["word"]
+    assert (falling[3], falling[5:8]) == ("-2.00", ["–"] * 3)
+    assert "No branch" in branch_table([], 0.02, 50)
+
+
+@given(
+    st.lists(
+        st.tuples(st.floats(-3.0, 7.0), st.floats(0.5, 12.0)).filter(lambda one: abs(one[0]) > 0.05),
+        min_size=1,
+        max_size=6,
+    )
+)
+def test_generic_tokens_lose_together_above_the_critical_lambda(tokens):
+    deltas, spreads = (values(*column)[None] for column in zip(*tokens, strict=True))
+    subtract, guide = critical_lambdas(deltas, spreads, torch.ones_like(deltas, dtype=torch.bool))
+    if deltas.max() <= 0:
+        assert subtract.isnan()
+        assert guide.isnan()
+        return
+
+    def odds(coef: float) -> float:
+        return (deltas * (1 - coef) / coef - spreads).exp().sum().item()
+
+    assert guide.item() == pytest.approx((deltas / spreads).max().item())
+    assert odds(0.999 * subtract.item()) > 1
+    assert subtract.item() == 1.0 or odds(min(1.0, 1.001 * subtract.item())) < 1 + 1e-6
+
+
+def test_other_generic_tokens_of_a_position_raise_its_lambda():
+    alone, with_other = (find_branches(branch_map(values(3.0), values(6.0), other=other)) for other in (-12.0, 1.0))
+    assert alone["lambda_subtract"].item() == pytest.approx(3 / 9)
+    assert with_other["delta"].item() in (pytest.approx(3.0), pytest.approx(0.0))
+    low = 3 * (1 / with_other["lambda_subtract"].item() - 1) - 6  # log-odds of A there; OTHER has δ = 0, so odds e^-6
+    assert math.exp(low) + math.exp(-6) == pytest.approx(1.0, rel=1e-6)
+
+
+def test_sampled_token_counts_once_with_or_without_the_alternatives():
+    both = branch_map(values(3.0, 1.0), values(6.0, 3.0))
+    others = both.scores.alternatives
+    rest = {name: getattr(others, name)[..., 1:] for name in vars(others) if name != "formula"}
+    apart = replace(both, scores=replace(both.scores, alternatives=replace(others, **rest)))
+    found, expected = find_branches(both), find_branches(apart)
+    for name, own in found.items():
+        torch.testing.assert_close(own, expected[name])
+    torch.testing.assert_close(found["lambda_subtract"], values(1 / 3, 1 / 4), atol=1e-4, rtol=0)
+
+
+# ----------------------------------------------------------------------------------------------------- the law in time
+
+START, DELTA, S = -3.0, 0.7, 10.0
+ARMS = [("subtract", 0.0), ("subtract", 0.05), ("subtract", 0.1), ("subtract", 0.5), ("guide", 0.2), ("guide", 1.0)]
+
+
+def simulate(form: str, coef: float, rate: float, batches: int) -> list[float]:
+    """Log-odds of a policy over two tokens that equals the normalised target after every generation batch."""
+    raise_generic = torch.tensor([DELTA, 0.0], dtype=torch.float64)
+    lower_specific = torch.tensor([S, 0.0], dtype=torch.float64)
+    teacher = torch.tensor([START, 0.0], dtype=torch.float64)
+    found = []
+    for _ in range(batches):
+        f = torch.log_softmax(teacher + raise_generic, -1)
+        g = torch.log_softmax(teacher + raise_generic + lower_specific, -1)
+        student = torch.log_softmax(credit_target(f, g, coef, form), -1)
+        teacher = (1 - rate) * teacher + rate * student
+        found.append((student[0] - student[1]).item())
+    return found
+
+
+@pytest.mark.parametrize(("form", "coef"), ARMS)
+@pytest.mark.parametrize("rate", [0.0, 0.01, 0.05, 0.5])
+def test_path_at_full_speed_equals_the_simulation(form, coef, rate):
+    branch = BranchDrift(START, DELTA, S, coef, rate, form)
+    assert branch.path([1.0] * 60) == pytest.approx(simulate(form, coef, rate, 60), abs=1e-9)
+
+
+@pytest.mark.parametrize(("form", "coef"), ARMS)
+@pytest.mark.parametrize("rate", [0.0, 0.01, 0.05])
+def test_closed_form_is_the_path_one_update_of_the_teacher_later(form, coef, rate):
+    """The closed form counts T updates of the teacher, the path T − 1 before its last target."""
+    branch = BranchDrift(START, DELTA, S, coef, rate, form)
+    assert branch.after(60) == pytest.approx(branch.path([1.0] * 61)[-1], abs=1e-9)
+
+
+def test_end_points_are_reached_or_have_the_sign_of_the_drift():
+    branch = BranchDrift(START, DELTA, S, 0.1, 0.05)
+    assert branch.after(10_000) == pytest.approx(branch.end_point, abs=1e-6)
+    assert BranchDrift(START, DELTA, S, 0.0, 0.05).end_point == math.inf
+    assert BranchDrift(START, DELTA, S, 1.0, 0.05, "guide").end_point == -math.inf
+
+
+@pytest.mark.parametrize("form", ["subtract", "guide"])
+@pytest.mark.parametrize("rate", [0.01, 0.05])
+def test_holding_coef_separates_rise_from_fall(form, rate):
+    hold = holding_coef(START, DELTA, S, form)
+    below = BranchDrift(START, DELTA, S, 0.8 * hold, rate, form).after(200)
+    at = BranchDrift(START, DELTA, S, hold, rate, form).after(200)
+    above = BranchDrift(START, DELTA, S, 1.2 * hold, rate, form).after(200)
+    assert at == pytest.approx(START, abs=1e-9)
+    assert below > START > above
+
+
+def test_holding_coef_at_the_limits():
+    assert holding_coef(START, -0.1, S) == 0.0
+    assert holding_coef(-20.0, DELTA, S) == math.inf

@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import threading
+
+import pytest
+from datasets import Dataset
+
+from credit_trl import Verdict
+from credit_trl.rollout.deadline import deadline_in, remaining_seconds
+from credit_trl.tasks import Task, batch_of
+from credit_trl.tasks.task import call_reward
+
+
+def exact(response: str, answer: str, *, truncated: bool = False) -> Verdict:
+    return Verdict(float(response == answer), f"expected {answer}{' (cut)' if truncated else ''}")
+
+
+def test_batch_grades_texts_and_conversations_alike():
+    reward = batch_of(exact)
+    completions = ["yes", [{"role": "assistant", "content": "yes"}], [{"role": "assistant", "content": "no"}]]
+    verdicts = reward(completions=completions, answer=["yes"] * 3, truncated=[False, True, False], prompts=["?"] * 3)
+    assert [verdict.reward for verdict in verdicts] == [1.0, 1.0, 0.0]
+    assert [verdict.feedback for verdict in verdicts] == ["expected yes", "expected yes (cut)", "expected yes"]
+
+
+def test_batch_with_too_few_answers_raises():
+    with pytest.raises(ValueError, match="zip"):
+        batch_of(exact)(completions=["a", "b"], answer=["a"])
+
+
+def test_asynchronous_reward_has_the_deadline_in_a_daemon_thread():
+    """A thread that is not a daemon keeps the process of a verifier that hangs alive."""
+
+    async def reward(completions, **columns):
+        return [remaining_seconds(), threading.current_thread().daemon]
+
+    with deadline_in(5.0):
+        seconds, daemon = call_reward(reward, completions=["x"])
+    assert 0 < seconds <= 6.0
+    assert daemon
+
+
+def length(completions, **columns):
+    return [float(len(completion)) for completion in completions]
+
+
+def matches(completions, gold, **columns):
+    return [Verdict(float(c == g), f"It is {g}.") for c, g in zip(completions, gold, strict=True)]
+
+
+def test_data_set_with_reward_functions_is_a_task():
+    rows = Dataset.from_list([{"prompt": "1+1?", "gold": "2"}])
+    task = Task.from_dataset({"train": rows}, [length, matches])
+    assert task.build("train") is rows
+    assert task.reward(["2", "30"], gold=["2", "2"]) == [Verdict(2.0, "It is 2."), Verdict(2.0, "It is 2.")]
+    assert task.verify("2", gold="2").reward == 2.0
+    with pytest.raises(ValueError, match="no split 'test'; use one of train"):
+        task.build("test")
