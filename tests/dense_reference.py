@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
 from unittest.mock import patch
 
@@ -37,7 +38,11 @@ def chunks_of(size: int | None) -> Iterator[None]:
     if size is None:
         yield
         return
-    with patch.object(blocks, "_rows_within", lambda *_: size), patch.object(blocks, "_CPU_PASSING_CHUNK", size):
+    with ExitStack() as patches:
+        patches.enter_context(patch.object(blocks, "_CPU_PASSING_CHUNK", size))
+        for name in ("credit_loss", "scores", "student"):
+            module = sys.modules[f"credit_trl.loss.{name}"]
+            patches.enter_context(patch.object(module, "chunk_size", lambda *_, **__: size))
         yield
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from accelerate.utils import gather_object
+from accelerate.utils import DynamoBackend, gather_object
 from datasets import Dataset, IterableDataset
 from torch import Tensor, nn
 from trl.trainer.utils import get_config_model_id
@@ -36,8 +36,7 @@ from credit_trl.rollout.batch import (
 from credit_trl.rollout.thinking import mark_thinking
 from credit_trl.rollout.verdict import VerdictLog, VerifierPolicy
 from credit_trl.rollout.vllm import PolicyGeneration, await_engine
-from credit_trl.teacher.causal_lm import keep_quantized_differentiable, position_embeddings, use_fp32_lm_head
-from credit_trl.teacher.compilation import compile_layers, keep_models_whole, uncompiled
+from credit_trl.teacher import causal_lm
 from credit_trl.teacher.external import build_teacher
 from credit_trl.teacher.models import TeacherUpdate
 from credit_trl.teacher.packing import cannot_pack
@@ -135,9 +134,9 @@ class CreditTrainer(ResumableTrainer):
         super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, **kwargs)
         self._set_signature_columns_if_needed()
         self._signature_columns = list(dict.fromkeys([*self._signature_columns, "privileged_context", "task"]))
-        keep_quantized_differentiable(self.model)
+        causal_lm.keep_quantized_differentiable(self.model)
         if args.cast_lm_head_to_fp32:
-            use_fp32_lm_head(self.model)
+            causal_lm.use_fp32_lm_head(self.model)
         if self.use_vllm:
             self.vllm_generation = PolicyGeneration.adopt(self.vllm_generation, args.seed)
         self.reward_funcs = [
@@ -173,7 +172,7 @@ class CreditTrainer(ResumableTrainer):
         args = self.args
         checks.check_machine(args, self.accelerator, self.aux_loss_enabled)
         if args.torch_compile:
-            keep_models_whole(self.accelerator)
+            self.accelerator.state.dynamo_plugin.backend = DynamoBackend.NO  # of whole models
         self.teacher = build_teacher(args, self.model, self.accelerator, self._tokenizer)
         check_logits.check_model(self.model, self.accelerator)
         if args.teacher_model_kind == "model":
@@ -196,17 +195,14 @@ class CreditTrainer(ResumableTrainer):
         if self.credit_step.corrects_for_engine:
             self.vllm_importance_sampling_correction = False  # TRL's, which costs a forward pass
         if args.torch_compile:
-            compile_layers([self.model, *self.teacher.models()], args)
+            models = [self.model, *self.teacher.models()]
+            causal_lm.compile_layers(models, args.torch_compile_backend, args.torch_compile_mode)
         if args.teacher_model_kind == "ema":
             self.add_callback(TeacherUpdate(self))
 
     @property
     def _mode(self) -> str:
         return "train" if self.model.training else "eval"
-
-    @property
-    def _distills(self) -> bool:
-        return self.args.distillation_weight > 0.0
 
     def _log_values(self, values: dict[str, float]) -> None:
         """Add values to TRL's metrics, which average them until the next log."""
@@ -218,11 +214,6 @@ class CreditTrainer(ResumableTrainer):
 
     # ------------------------------------------------------------------ rollout
 
-    def _generate(self, prompts: list) -> Any:
-        self._turn = 0
-        with self.clock.stage("rollout"), uncompiled(self.args):
-            return super()._generate(prompts)
-
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         """Set `current_turn` of environments that have it, before their tools run."""
         generated = super()._generate_single_turn(*args, **kwargs)
@@ -231,11 +222,11 @@ class CreditTrainer(ResumableTrainer):
         return generated
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list) -> Tensor:
-        """Run the reward functions. Sets `_generation_batch` for `_generate_and_score_completions`."""
+        """Run the reward functions. Sets `_rollouts` for `_generate_and_score_completions`."""
         ends = {*self.eos_token_ids, self._tokenizer.pad_token_id}
-        inputs = [
-            {**row, "truncated": ids[-1] not in ends} for row, ids in zip(inputs, completion_ids_list, strict=True)
-        ]
+        # An empty completion is not truncated.
+        truncated = [bool(ids) and ids[-1] not in ends for ids in completion_ids_list]
+        inputs = [{**row, "truncated": cut} for row, cut in zip(inputs, truncated, strict=True)]
         self._verdicts.clear()
         with self.clock.stage("verdict"):
             graded = completions
@@ -252,7 +243,7 @@ class CreditTrainer(ResumableTrainer):
             share = mask_skipped_rewards(rewards_per_func, self._verdicts.skipped(len(prompts)), self.accelerator)
             self._log_values({"credit/frac_verifier_skipped": share})
         index, dataset = self._stream_position()
-        self._generation_batch = GenerationBatch(
+        self._rollouts = GenerationBatch(
             rows=inputs,
             prompts=prompts,
             completion_ids=completion_ids_list,
@@ -284,10 +275,13 @@ class CreditTrainer(ResumableTrainer):
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         if self.credit_step is not None:
             checks.check_no_images(inputs)
-        output = super()._generate_and_score_completions(inputs)
+        self._turn = 0
+        with self.clock.stage("rollout"), causal_lm.layers_run("force_eager", self.args.torch_compile):
+            output = super()._generate_and_score_completions(inputs)
         if self.args.on_verifier_error == "skip":
             mask_skipped_tokens(output, self._verdicts.skipped(len(inputs)), self.accelerator)
-        batch = self._generation_batch.with_turns(loss_mask(output))
+        batch = self._rollouts.with_turns(loss_mask(output))
+        self._generation_batch = batch
         metrics = self._metrics[self._mode]
         self.alarms.check_engine(metrics)
         if self.model.training and self.num_generations > 1:
@@ -305,8 +299,6 @@ class CreditTrainer(ResumableTrainer):
             add_completion_columns(self._logs["extra"], output, batch, contexts, decode)
         return output
 
-    # ------------------------------------------------------------------ contexts
-
     def _build_contexts(self, batch: GenerationBatch) -> list[TokenContexts]:
         """Teacher and contrast contexts of the local samples."""
         contexts = self.credit_step.build_contexts(batch)
@@ -314,7 +306,7 @@ class CreditTrainer(ResumableTrainer):
         self._log_values(shares)
         self.alarms.check_contexts(shares, self._metrics[self._mode].get("credit/frac_verifier_skipped", [0.0])[-1])
         longest = longest_sequence(contexts, batch.completion_ids)
-        self.alarms.check_positions(longest, position_embeddings(self.model))
+        self.alarms.check_positions(longest, causal_lm.position_embeddings(self.model))
         self.alarms.check_ignored_feedback(*ignored_feedback(batch, self.args))
         return contexts
 
@@ -333,7 +325,7 @@ class CreditTrainer(ResumableTrainer):
         """Micro-batches with little padding; TRL's own at `distillation_weight=0`."""
         before = self._buffered_inputs
         inputs = super()._prepare_inputs(generation_batch)
-        if not self._distills:
+        if self.args.distillation_weight == 0.0:
             return inputs
         if not self.model.training:
             return micro_batches.without_padding(inputs)
@@ -356,14 +348,14 @@ class CreditTrainer(ResumableTrainer):
         """Log-probabilities of the policy at rollout time without padding; other calls go to TRL's method."""
         is_plain = not any(value is not None and value is not False for value in kwargs.values())
         is_rollout = model is self.model and not torch.is_grad_enabled() and is_plain
-        if not (self._distills and is_rollout):
+        if self.args.distillation_weight == 0.0 or not is_rollout:
             return super()._get_per_token_logps_and_entropies(
                 model, input_ids, attention_mask, logits_to_keep, batch_size, **kwargs
             )
         corrects = self.use_vllm and self.vllm_importance_sampling_correction
         if self.args.distillation_weight == 1.0 and self.args.distillation_is_clip is None and not corrects:
             return None, None, None  # nothing reads them
-        with self.clock.stage("old_logps"):
+        with self.clock.stage("old_logps"), causal_lm.layers_run("default", self.args.torch_compile):
             logps = micro_batches.rollout_logps(
                 self.credit_step, model, input_ids, attention_mask, logits_to_keep, batch_size or len(input_ids)
             )
@@ -389,15 +381,12 @@ class CreditTrainer(ResumableTrainer):
         self.alarms.check_tokens(metrics, self.teacher.vocabulary_size)
         return loss
 
-    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any) -> Tensor:
-        with self.clock.stage("update"):
-            return super().training_step(model, inputs, num_items_in_batch)
-
-    # ------------------------------------------------------------------ reports
-
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if self.model.training:
             self.drift_alarms.observe(self._metrics["train"])
+            step_times = self._metrics["train"].get("step_time")
+            if step_times:  # what no other stage takes
+                self.clock.seconds["update"] = sum(step_times) - sum(self.clock.seconds.values())
             self._log_values(self.clock.report(self.state.global_step))
             if self.credit_step is not None:
                 lost = self.alarms.check_gradient(logs, self._metrics["train"])

@@ -65,14 +65,6 @@ def test_a_micro_batch_waits_three_times_for_the_device(make_model, make_config,
     assert 1 <= len(waits.found) <= 3, waits.found
 
 
-def test_control_a_boolean_index_is_counted():
-    values = torch.arange(4)
-    with device_waits() as waits:
-        values[values > 1].sum().item()
-        values.tolist()
-    assert waits.found == ["aten::index with a mask", "aten::_local_scalar_dense", "tolist"]
-
-
 class Held(TorchDispatchMode):
     """The most bytes of tensors that live at the same time, by their storages, without the inputs."""
 

@@ -20,7 +20,7 @@ from credit_trl.loss import SupportConfig, TeacherStates, score_tokens
 from credit_trl.loss.head import lm_head
 from credit_trl.loss.scores import score_completions
 from credit_trl.teacher.models import Teacher
-from credit_trl.teacher.packing import SHORTEST_SHARED, enable_packing, packed_inputs, shared_row
+from credit_trl.teacher.packing import SHORTEST_SHARED, enable_packing, packed_inputs, packed_row
 from credit_trl.teacher.passes import _Sequence, passes
 from families import FAMILIES, SMALL, build_family
 from tiny import context_ids
@@ -132,16 +132,6 @@ def test_passes_hold_every_sequence_once_within_the_budget(sequences, batch_toke
         assert tokens - sum(map(len, batch)) <= batch_tokens / 16
 
 
-def test_sorting_by_length_leaves_little_padding():
-    generator = torch.Generator().manual_seed(0)
-    sizes = torch.randint(100, 1000, (256,), generator=generator).tolist()
-    arrived = [_Sequence(i, 0, [0] * size, 3) for i, size in enumerate(sizes)]
-    real = sum(map(len, arrived))
-    padded = sum(len(batch) * max(map(len, batch)) for batch in passes(arrived, 8192, False))
-    unsorted = sum(8 * max(map(len, arrived[i : i + 8])) for i in range(0, 256, 8))
-    assert padded < 1.05 * real < 1.4 * real < unsorted
-
-
 tokens_of_two = st.lists(st.integers(0, 1), max_size=20).map(lambda ids: torch.tensor(ids, dtype=torch.long))
 
 
@@ -151,7 +141,7 @@ tokens_of_two = st.lists(st.integers(0, 1), max_size=20).map(lambda ids: torch.t
     )
 )
 def test_shared_row_holds_every_sequence(sequences):
-    row = shared_row([ids.tolist() for ids in sequences])
+    row = packed_row([ids.tolist() for ids in sequences])
     places = row.indices.split(list(map(len, sequences)))
     piece_of = torch.repeat_interleave(torch.arange(len(row.lengths)), torch.tensor(row.lengths))
     for ids, own in zip(sequences, places, strict=True):
@@ -187,7 +177,7 @@ def tokens_read(sequences):
 def test_shared_row_reads_as_few_tokens_as_possible(drawn):
     """Prompts with a common prefix, as a system prompt: few samples of one do not cost the others theirs."""
     sequences = [[*prompt, last] for prompt, last in drawn]
-    assert len(shared_row(sequences).ids) == tokens_read(sorted(sequences))
+    assert len(packed_row(sequences).ids) == tokens_read(sorted(sequences))
 
 
 @pytest.mark.parametrize("family", [*sorted(FAMILIES.keys() - {"Gemma2"}), "sliding window"])
@@ -202,10 +192,10 @@ def test_states_of_a_shared_row_are_those_of_its_sequences(make_model, tokenizer
     prompt = draw((30,))
     sequences = [torch.cat([prompt, draw((size,))]) for size in (1, 7, 12, 20)]
     sequences += [torch.cat([prompt[:18], draw((5,))]), sequences[1], prompt, draw((4,))]
-    row = shared_row([ids.tolist() for ids in sequences])
+    row = packed_row([ids.tolist() for ids in sequences])
     assert len(row.ids) == 30 + (1 + 7 + 12 + 20 + 7) + (18 + 5) + 4
     with torch.no_grad():
-        inputs = packed_inputs(model, row.ids, row.lengths, row)
+        inputs, _ = packed_inputs(model, [ids.tolist() for ids in sequences], torch.device("cpu"))
         states = model.base_model(**inputs, use_cache=False).last_hidden_state[0]
         for ids, places in zip(sequences, row.indices.split(list(map(len, sequences))), strict=True):
             expected = model.base_model(input_ids=ids[None], use_cache=False).last_hidden_state[0]
@@ -234,39 +224,28 @@ def test_a_contrast_reads_the_prompt_of_another_sample_once(make_model):
         assert_close(values, scores[False][name], rtol=1e-4, atol=1e-5)
 
 
-def test_packing_needs_variable_length_attention(make_model):
-    model = make_model()
-    model.config._attn_implementation = "eager"
-    with pytest.raises(ValueError, match="flash_attention_2"):
+# FlashAttention would read the row of StableLM as one sequence; the attention of Falcon computes with the mask itself.
+@pytest.mark.parametrize(
+    ("family", "implementation", "layers", "message"),
+    [
+        ("Qwen3", "eager", None, r"'eager' has no variable lengths.*flash_attention_2"),
+        ("Qwen3", "flash_attention_2", ["linear_attention", "full_attention"], "linear_attention"),
+        ("StableLm", "sdpa", None, "do not pass the lengths"),
+        ("StableLm", "flash_attention_2", None, "do not pass the lengths"),
+        ("Falcon", "sdpa", None, "do not pass the lengths"),
+    ],
+)
+def test_packing_is_refused_before_generation(
+    make_config, tokenizer, dataset, family, implementation, layers, message
+):
+    config = getattr(transformers, f"{family}Config")(**SMALL, vocab_size=len(tokenizer), pad_token_id=0)
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    model.config._attn_implementation = implementation
+    if layers is not None:
+        model.config.layer_types = layers
+    with pytest.raises(ValueError, match=message):
         enable_packing(model)
-    model.config._attn_implementation = "flash_attention_2"
-    enable_packing(model)
-    assert model.config._attn_implementation == "flash_attention_2"
-    model.config.layer_types = ["linear_attention", "full_attention"]
-    with pytest.raises(ValueError, match="linear_attention"):
-        enable_packing(model)
-
-
-def test_packing_needs_layers_that_pass_lengths_to_attention(tokenizer):
-    """With FlashAttention such a model would read the row as one sequence."""
-    config = transformers.StableLmConfig(**SMALL, vocab_size=len(tokenizer), pad_token_id=0, eos_token_id=0)
-    model = transformers.StableLmForCausalLM(config)
-    for implementation in ("sdpa", "flash_attention_2"):
-        model.config._attn_implementation = implementation
-        with pytest.raises(ValueError, match="do not pass the lengths"):
-            enable_packing(model)
-        assert model.config._attn_implementation == implementation
-
-
-def test_packing_needs_layers_of_the_attention_interface(tokenizer):
-    """The attention of Falcon computes with the mask itself, and fails with the empty one of a packed row."""
-    config = transformers.FalconConfig(**SMALL, vocab_size=len(tokenizer), pad_token_id=0, eos_token_id=0)
-    with pytest.raises(ValueError, match="do not pass the lengths"):
-        enable_packing(transformers.FalconForCausalLM(config))
-
-
-def test_trainer_refuses_packing_before_generation(make_model, make_config, tokenizer, dataset):
-    model = make_model()
-    model.config._attn_implementation = "eager"
-    with pytest.raises(ValueError, match=r"cannot be packed: .*'eager'"):
-        CreditTrainer(model, lambda **_: [], make_config(packed=True), dataset, processing_class=tokenizer)
+    assert model.config._attn_implementation == implementation
+    if implementation == "eager":
+        with pytest.raises(ValueError, match=message):
+            CreditTrainer(model, lambda **_: [], make_config(packed=True), dataset, processing_class=tokenizer)

@@ -47,14 +47,7 @@ def weights(trainer: CreditTrainer) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("adapter", ADAPTERS)
 @pytest.mark.parametrize("family", cells())
-def test_adapter_trains_on_an_unchanged_base(
-    make_family,
-    make_config,
-    tokenizer,
-    dataset,
-    family,
-    adapter,
-):
+def test_adapter_trains_on_an_unchanged_base(make_family, make_config, tokenizer, dataset, family, adapter):
     config = make_config(max_steps=2, teacher_update_rate=0.5, teacher_sync_steps=1, learning_rate=1e-2)
     trainer = CreditTrainer(
         make_family(family),
@@ -80,14 +73,7 @@ def test_adapter_trains_on_an_unchanged_base(
 
 
 @pytest.mark.parametrize("family", cells())
-def test_recomputed_activations_give_the_same_weights(
-    make_family,
-    make_config,
-    tokenizer,
-    dataset,
-    family,
-    tmp_path,
-):
+def test_recomputed_activations_give_the_same_weights(make_family, make_config, tokenizer, dataset, family, tmp_path):
     ends = []
     for recompute in (False, True):
         config = make_config(
@@ -142,7 +128,7 @@ def test_an_adapter_trains_on_a_base_of_four_bits(four_bits, family):
 
 def test_four_bit_base_without_gradients_is_warned_about(four_bits, monkeypatch):
     """bitsandbytes computes zero gradients on CPUs without its kernel and raises no error."""
-    monkeypatch.setattr("credit_trl.trainer.keep_quantized_differentiable", lambda model: None)
+    monkeypatch.setattr("credit_trl.teacher.causal_lm.keep_quantized_differentiable", lambda model: None)
     trainer = four_bits("Qwen3")
     if not any(getattr(module, "support_avx512bf16_for_cpu", False) for module in trainer.model.modules()):
         pytest.skip("bitsandbytes has no layout of its own for this CPU: it has no AVX512-BF16")

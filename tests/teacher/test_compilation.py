@@ -15,9 +15,8 @@ from tiny import length_verdicts
 OPTIONS = {
     "full": {},
     "lora": {"lora": True},
-    "packed": {"update_packed": True, "scoring_packed": True},
+    "packed": {"packed": True},
     "checkpointing": {"gradient_checkpointing": True},
-    "trust-region": {"teacher_model_kind": "trust_region", "teacher_rehearsal": 0.5},
     "mixed": {"distillation_weight": 0.5},
     "aot": {"torch_compile_backend": "aot_eager"},
 }
@@ -68,7 +67,7 @@ def test_compiled_run_equals_plain_run(train, name):
 @pytest.mark.slow
 def test_packed_rows_of_any_layout_share_their_graphs(train):
     """Rows differ in the number and lengths of their pieces at each step."""
-    options = {"update_packed": True, "scoring_packed": True, "torch_compile": True, "torch_compile_backend": "eager"}
+    options = {"packed": True, "torch_compile": True, "torch_compile_backend": "eager"}
     graphs = []
     for steps in (4, 10):
         train(**options, max_steps=steps, per_device_train_batch_size=16)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import shutil
 import sys
 from pathlib import Path
 
@@ -18,10 +17,8 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from padded import padding_kept
 
 from credit_trl import CreditTrainer
-from credit_trl.teacher.packing import PACKED_SDPA, attention_of, enable_packing
-from credit_trl.teacher.policy_pass import chosen_sequences, policy_states
+from credit_trl.teacher.packing import PACKED_SDPA, attention_of
 from credit_trl.training.micro_batches import (
-    _parts,
     cut_rows,
     even_groups,
     evened,
@@ -217,71 +214,6 @@ def test_run_in_parts_equals_the_run_in_one_in_bf16(make_trainer):
     assert torch.is_autocast_cache_enabled()
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_parts_read_little_more_than_their_tokens(make_trainer, packed):
-    """Parts of a micro-batch that is not divided by length: rows of similar length, or of one prompt."""
-    trainer = make_trainer(update_batch_tokens=300, packed=packed, per_device_train_batch_size=32)
-    trainer.rollout_func = ExponentialRollouts(prompt=40, longest=64)
-    inputs = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
-    parts = _parts(trainer.credit_step, inputs)
-    assert sorted(i for part in parts for i in part) == list(range(32))
-    taken = [{name: x[part] for name, x in inputs.items() if torch.is_tensor(x) and x.ndim} for part in parts]
-    read = [prompts_once(part) if packed else part["prompt_ids"].shape[1] for part in taken]
-    if packed:
-        assert max(read) <= 300
-        assert sum(read) < 1.5 * prompts_once(inputs)
-    else:
-        lengths = (inputs["prompt_mask"].sum(1) + inputs["completion_mask"].sum(1)).tolist()
-        widths = [max(lengths[i] for i in part) * len(part) for part in parts]
-        assert max(widths) <= 300
-        assert sum(widths) < 1.15 * sum(lengths)
-
-
-class ExponentialRollouts:
-    """Completions of exponential lengths with the mean of a quarter of the maximum, after prompts of one length."""
-
-    def __init__(self, prompt, longest):
-        self.prompt, self.longest = prompt, longest
-        self.lengths = []
-        self.generator = torch.Generator().manual_seed(0)
-
-    def ids(self, count):
-        return torch.randint(5, 200, (count,), generator=self.generator).tolist()
-
-    def __call__(self, prompts, trainer):
-        drawn = torch.empty(len(prompts)).exponential_(4 / self.longest, generator=self.generator)
-        lengths = drawn.ceil().clamp(1, self.longest).int().tolist()
-        self.lengths += lengths
-        eos = trainer.processing_class.eos_token_id
-        ids = {str(prompt): self.ids(self.prompt) for prompt in prompts}
-        return {
-            "prompt_ids": [ids[str(prompt)] for prompt in prompts],
-            "completion_ids": [[*self.ids(length - 1), eos] for length in lengths],
-            "logprobs": None,
-        }
-
-
-@pytest.mark.parametrize("packed", [False, True])
-def test_resume_between_exchanged_micro_batches_is_bitwise(make_trainer, tmp_path, packed):
-    options = ACCUMULATED | {
-        "gradient_accumulation_steps": 2,  # two optimizer steps use a batch; the checkpoint is between them
-        "packed": packed,
-        "save_strategy": "steps",
-        "save_steps": 3,
-        "max_steps": 6,
-    }
-    whole = trained(make_trainer(output_dir=str(tmp_path / "whole"), **options))
-    checkpoint = tmp_path / "resumed" / "checkpoint-3"
-    shutil.copytree(tmp_path / "whole" / "checkpoint-3", checkpoint)
-    stored = torch.load(checkpoint / "rollouts_0.pt", weights_only=True)
-    assert len({batch["completion_ids"].shape[1] for batch in stored}) > 1  # each is cut to its own length
-    resumed = trained(
-        make_trainer(output_dir=str(tmp_path / "resumed"), **options), resume_from_checkpoint=str(checkpoint)
-    )
-    assert resumed[0] == whole[0]
-    assert all(torch.equal(weight, resumed[1][name]) for name, weight in whole[1].items())
-
-
 def prompts_once(batch):
     """Tokens of a micro-batch in which rollouts of one prompt read it once; they sample different first tokens."""
     prompts = {
@@ -310,33 +242,6 @@ def test_student_reads_what_the_lengths_say(make_trainer, packed, vllm):
     assert reads.no_grad == 0  # a generation batch is one step
     factors = [row["credit/padding_factor"] for row in trainer.state.log_history if "loss" in row]
     assert sum(factors) / 2 == pytest.approx(reads.update / valid, rel=0.05)
-
-
-def test_packed_rollouts_of_a_prompt_read_it_once(make_model):
-    """Two prompts with three rollouts each: states and gradients are those of the padded pass."""
-    generator = torch.Generator().manual_seed(2)
-    prompts = torch.randint(2, 60, (2, 30), generator=generator)
-    mask = torch.ones(6, 5, dtype=torch.long)
-    mask[1, 3:] = 0
-    batch = {
-        "prompt_ids": prompts.repeat_interleave(3, dim=0),
-        "prompt_mask": torch.ones(6, 30, dtype=torch.long),
-        "completion_ids": torch.arange(60, 90).view(6, 5),  # no token in common
-        "completion_mask": mask,
-    }
-    sequences, found = chosen_sequences(batch, mask.bool()), []
-    weights = torch.randn(28, 32, generator=generator)
-    for packed in (False, True):
-        model = make_model()
-        if packed:
-            enable_packing(model)
-        hidden, read, _ = policy_states(model, sequences, packed=packed)
-        (hidden * weights).sum().backward()
-        found.append((hidden, read, model.get_input_embeddings().weight.grad))
-    (padded, padded_read, expected), (shared, shared_read, gradient) = found
-    assert (padded_read, shared_read) == (6 * 35, 2 * 30 + 28)
-    torch.testing.assert_close(shared, padded)
-    torch.testing.assert_close(gradient, expected, rtol=0, atol=1e-6 * expected.abs().max().item())
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -405,13 +310,6 @@ def test_parts_are_consecutive_and_within_the_budget(lengths, budget, count):
     assert len(parts) >= min(count, len(lengths))
     if count == 1 and len(parts) > 1:
         assert padded(list(range(len(lengths)))) > budget
-
-
-def test_even_totals_are_near_their_mean():
-    generator = torch.Generator().manual_seed(0)
-    lengths = (torch.randn(64, generator=generator) * 0.5 + 6).exp().int().tolist()
-    totals = [sum(lengths[i] for i in group) for group in even_groups(lengths, 8, True)]
-    assert max(totals) < 1.15 * sum(totals) / 8
 
 
 def micro_batch(prompts, completions, prompt_width=6, width=7):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
@@ -56,11 +55,3 @@ def longest_sequence(contexts: Sequence[TokenContexts], completion_ids: Sequence
         for prompt, _ in own.sequences()
     )
     return max(lengths, default=0)
-
-
-def context_masks(contexts: Sequence[TokenContexts], device: torch.device) -> dict[str, Bool[Tensor, " B"]]:
-    """`teacher_mask` and `contrast_mask`: which samples have a teacher, and which have contrast prompts."""
-    return {
-        "teacher_mask": torch.tensor([c.teacher is not None for c in contexts], device=device),
-        "contrast_mask": torch.tensor([len(c.contrasts) > 0 for c in contexts], device=device),
-    }

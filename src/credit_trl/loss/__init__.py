@@ -19,21 +19,18 @@ bf16 and fp16 inputs are accumulated in fp32, fp64 inputs are computed in fp64. 
 """
 
 from credit_trl.loss.credit_loss import credit_loss
-from credit_trl.loss.head import Kernels, LMHead
-from credit_trl.loss.scores import Scores, Support, SupportConfig, Tail, TeacherStates, score_tokens
+from credit_trl.loss.head import LMHead
+from credit_trl.loss.scores import Scores, SupportConfig, TeacherStates, score_tokens
 from credit_trl.loss.terms import CreditLoss, LossConfig, LossTokens
 from credit_trl.loss.token_weight import TokenCredit, TokenWeight
 
 __all__ = [
     "CreditLoss",
-    "Kernels",
     "LMHead",
     "LossConfig",
     "LossTokens",
     "Scores",
-    "Support",
     "SupportConfig",
-    "Tail",
     "TeacherStates",
     "TokenCredit",
     "TokenWeight",

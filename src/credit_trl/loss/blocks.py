@@ -9,13 +9,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 # Bytes of one chunk on the CPU: of logits, and of gathered head rows, which should stay in cache.
-_CPU_LOGITS_BYTES = 160 * 2**20
-_CPU_HEAD_ROWS_BYTES = 16 * 2**20
+CPU_LOGITS = 160 * 2**20
+CPU_HEAD_ROWS = 16 * 2**20
 _CPU_PASSING_CHUNK = 1024
 # Bytes of one chunk on an accelerator: fp32 logits of 4096 tokens for a vocabulary of 152,000. They are fixed, so that
 # the order of summation does not depend on the free memory.
 _ACCELERATOR_BYTES = 5 * 2**29
-_MAX_CHUNK = 4096
 # Tokens of one chunk of the loss at most: each chunk reads the head twice and its gradient once.
 MAX_LOSS_CHUNK = 8192
 # Columns of one group in `top_columns`.
@@ -28,39 +27,26 @@ def chunks(n: int, size: int) -> Iterator[slice]:
         yield slice(start, min(start + size, n))
 
 
-def logits_chunk(
-    n: int,
-    vocabulary_size: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    buffers: int = 1,
-    most: int = _MAX_CHUNK,
-) -> int:
-    """Tokens per logits chunk, of n and at most `most`, with `buffers` tensors of (tokens, vocabulary)."""
-    return _rows_within(_CPU_LOGITS_BYTES, n, buffers * vocabulary_size * dtype.itemsize, device, most)
+def chunk_size(n: int, row_bytes: int, device: torch.device, cpu_bytes: int = CPU_LOGITS, most: int = 4096) -> int:
+    """Tokens per chunk, of n and at most `most`, each of which takes `row_bytes`: the largest power of two.
+
+    A CPU's chunks take `cpu_bytes`.
+    """
+    budget = cpu_bytes if device.type == "cpu" else _ACCELERATOR_BYTES
+    rows = min(max(budget // max(row_bytes, 1), 1), most, max(n, 1))
+    return 1 << (rows.bit_length() - 1)
 
 
-def passing_chunk(n: int, vocabulary_size: int, dtype: torch.dtype, device: torch.device) -> int:
-    """Tokens per chunk where logits are not kept; large on a CPU, so that the head is read less often."""
+def passing_chunk(n: int, row_bytes: int, device: torch.device) -> int:
+    """Tokens per chunk of logits that are not kept; large on a CPU, so that the head is read less often."""
     if device.type == "cpu":
         return min(_CPU_PASSING_CHUNK, max(n, 1))
-    return logits_chunk(n, vocabulary_size, dtype, device, buffers=2)
+    return chunk_size(n, 2 * row_bytes, device)
 
 
-def columns_chunk(n: int, columns: int, hidden_size: int, dtype: torch.dtype, device: torch.device) -> int:
-    """Tokens per chunk where `columns` rows of the head are gathered for each token."""
-    return _rows_within(_CPU_HEAD_ROWS_BYTES, n, columns * hidden_size * dtype.itemsize, device)
-
-
-def _rows_within(cpu_bytes: int, n: int, bytes_per_row: int, device: torch.device, most: int = _MAX_CHUNK) -> int:
-    budget = cpu_bytes if device.type == "cpu" else _ACCELERATOR_BYTES
-    rows = min(max(budget // max(bytes_per_row, 1), 1), most, max(n, 1))
-    return 1 << (rows.bit_length() - 1)  # the largest power of two
-
-
-def accumulation_dtype(hidden: Tensor) -> torch.dtype:
+def accumulation_dtype(hidden: torch.dtype) -> torch.dtype:
     """fp64 for fp64 hidden states, else fp32."""
-    return torch.promote_types(hidden.dtype, torch.float32)
+    return torch.promote_types(hidden, torch.float32)
 
 
 class Statistics:

@@ -12,29 +12,21 @@ from torch import Tensor
 
 from credit_trl.config import CreditConfig
 
-CorrectionMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
-
 
 @dataclass(frozen=True)
 class EngineTokens:
     """Log-probabilities that a vLLM engine reported of N sampled tokens, and TRL's importance correction for it.
 
     The correction is `exp(log π_old − log π_engine)` within bounds.
-
-    Args:
-        logps: (N,), NaN where it reported none.
-        rows: (N,), completion of each token.
-        samples: number of completions.
-        mode: `vllm_importance_sampling_mode`: one ratio a token or the product over a completion; ratios outside the
-            bounds are truncated to them, or masked (0).
-        clip_min, clip_max: the bounds; None for none.
     """
 
-    logps: Float[Tensor, " N"]
-    rows: Int[Tensor, " N"]
-    samples: int
-    mode: CorrectionMode = "sequence_mask"
-    clip_min: float | None = None
+    logps: Float[Tensor, " N"]  # NaN where it reported none
+    rows: Int[Tensor, " N"]  # completion of each token
+    samples: int  # number of completions
+    # `vllm_importance_sampling_mode`: one ratio a token or the product over a completion; ratios outside the bounds
+    # are truncated to them, or masked (0).
+    mode: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = "sequence_mask"
+    clip_min: float | None = None  # the bounds; None for none
     clip_max: float | None = 3.0
 
     def __getitem__(self, rows: slice) -> EngineTokens:

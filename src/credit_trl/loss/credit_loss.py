@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from credit_trl.loss.blocks import MAX_LOSS_CHUNK, accumulation_dtype, chunks, columns_chunk, logits_chunk
+from credit_trl.loss.blocks import CPU_HEAD_ROWS, MAX_LOSS_CHUNK, accumulation_dtype, chunk_size, chunks
 from credit_trl.loss.head import HeadGradients, LMHead
 from credit_trl.loss.scores import Scores, SupportConfig
 from credit_trl.loss.student import SupportStudent, VocabularyStudent, with_normalizer
@@ -22,38 +22,25 @@ from credit_trl.loss.target import support_divergence, support_target
 from credit_trl.loss.terms import CreditLoss, LossConfig, LossTokens
 
 
-class _FormedGradients(torch.autograd.Function):
-    """Autograd function whose gradients are computed in the forward pass."""
+class _Gradients(torch.autograd.Function):
+    """Autograd function whose backward pass is `backpropagate`: upstream gradient to those of the inputs, once."""
 
     @staticmethod
-    def forward(ctx, loss: Tensor, gradients: list[Tensor | None], *inputs: Tensor | None) -> Tensor:
-        ctx.gradients = gradients
-        return loss.clone()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.gradients is None:
-            raise RuntimeError(
-                "An earlier backward pass released the gradient of this `credit_loss`. Call `credit_loss` again, or "
-                "add the losses that share it and call `backward` once."
-            )
-        gradients, ctx.gradients = ctx.gradients, None
-        return None, None, *(None if gradient is None else gradient.mul_(upstream) for gradient in gradients)
-
-
-class _AddedGradients(torch.autograd.Function):
-    """Autograd function that adds the gradient of the head to `.grad` and returns that of the hidden states."""
-
-    @staticmethod
-    def forward(ctx, loss: Tensor, backpropagate: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+    def forward(ctx, loss: Tensor, backpropagate: Callable[[Tensor], list[Tensor | None]], *inputs: Tensor) -> Tensor:
         ctx.backpropagate = backpropagate
         return loss.clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, ctx.backpropagate(upstream)
+        if ctx.backpropagate is None:
+            raise RuntimeError(
+                "An earlier backward pass released the gradient of this `credit_loss`. Call `credit_loss` again, or "
+                "add the losses that share it and call `backward` once."
+            )
+        gradients = ctx.backpropagate(upstream)
+        ctx.backpropagate = None
+        return None, None, *gradients
 
 
 def credit_loss(
@@ -84,8 +71,13 @@ def credit_loss(
     inputs = (student_hidden, head.weight, head.bias)
     wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     hidden = student_hidden.detach()
-    tokens = tokens.to(accumulation_dtype(hidden))
-    size = _chunk_size(hidden, head, support)
+    tokens = tokens.to(accumulation_dtype(hidden.dtype))
+    vocabulary, width = head.weight.shape
+    itemsize = accumulation_dtype(hidden.dtype).itemsize
+    if support.renormalizes:
+        size = chunk_size(len(hidden), (support.topk + 1) * width * itemsize, hidden.device, CPU_HEAD_ROWS)
+    else:
+        size = chunk_size(len(hidden), vocabulary * itemsize, hidden.device, most=MAX_LOSS_CHUNK)
     own_head = head.detached().for_products(hidden)
     loss_in_chunks = partial(_loss_in_chunks, hidden, own_head, scores=teacher, config=config, size=size)
     if wanted and config.adds_to_grad and _has_grad(head, student_hidden):
@@ -94,11 +86,11 @@ def credit_loss(
     with torch.no_grad():
         result = loss_in_chunks(tokens, gradients)
         if wanted:
-            result.loss = with_gradients(result.loss, gradients, inputs)
+            result.loss = _with_gradients(result.loss, gradients, inputs)
     return result
 
 
-def with_gradients(loss: Tensor, gradients: HeadGradients, inputs: tuple[Tensor | None, ...]) -> Tensor:
+def _with_gradients(loss: Tensor, gradients: HeadGradients, inputs: tuple[Tensor | None, ...]) -> Tensor:
     """Connect the loss to its inputs. The gradient of the head is stored once, in the parameter's dtype."""
     buffers = [gradients.hidden, gradients.weight, gradients.bias]
     del gradients
@@ -106,8 +98,12 @@ def with_gradients(loss: Tensor, gradients: HeadGradients, inputs: tuple[Tensor 
         # Gradients of fp16 inputs stay in fp32 until the loss scale is applied.
         if buffers[i] is not None and tensor.dtype != torch.float16:
             buffers[i] = buffers[i].to(tensor.dtype)
+
+    def backpropagate(upstream: Float[Tensor, ""]) -> list[Tensor | None]:
+        return [None if buffer is None else buffer.mul_(upstream) for buffer in buffers]
+
     with torch.enable_grad():
-        return _FormedGradients.apply(loss, buffers, *inputs)
+        return _Gradients.apply(loss, backpropagate, *inputs)
 
 
 def _loss_adding_to_grad(
@@ -118,31 +114,22 @@ def _loss_adding_to_grad(
 ) -> CreditLoss:
     """The loss whose backward pass forms it again, with gradients: it is linear in the weights, so in `upstream`."""
 
-    def backpropagate(upstream: Float[Tensor, ""]) -> Float[Tensor, "N H"]:
+    def backpropagate(upstream: Float[Tensor, ""]) -> list[Float[Tensor, "N H"]]:
         gradients = HeadGradients.adding(hidden.detach(), head)
         loss_in_chunks(replace(tokens, weights=tokens.weights * upstream), gradients)
-        return gradients.hidden.to(hidden.dtype)
+        return [gradients.hidden.to(hidden.dtype)]
 
     with torch.no_grad():
         result = loss_in_chunks(tokens, None)
-    result.loss = _AddedGradients.apply(result.loss, backpropagate, hidden)
+    result.loss = _Gradients.apply(result.loss, backpropagate, hidden)
     return result
 
 
 def _has_grad(head: LMHead, hidden: Tensor) -> bool:
     """Whether the gradient of the head can be added to its `.grad`, and the hidden states require one too."""
-    dtype = accumulation_dtype(hidden)
+    dtype = accumulation_dtype(hidden.dtype)
     tensors = [x for x in (head.weight, head.bias) if x is not None]
     return hidden.requires_grad and all(x.is_leaf and x.grad is not None and x.grad.dtype == dtype for x in tensors)
-
-
-def _chunk_size(hidden: Float[Tensor, "N H"], head: LMHead, support: SupportConfig) -> int:
-    n, (vocabulary, width) = len(hidden), head.weight.shape
-    dtype = accumulation_dtype(hidden)
-    if not support.renormalizes:
-        return logits_chunk(n, vocabulary, dtype, hidden.device, 1, MAX_LOSS_CHUNK)
-    reads_in_place = head.fused(hidden) is not None
-    return max(n, 1) if reads_in_place else columns_chunk(n, support.topk + 1, width, dtype, hidden.device)
 
 
 def _loss_in_chunks(
@@ -158,7 +145,7 @@ def _loss_in_chunks(
     support = config.support.resolved(head.vocabulary_size)
     tokens = with_normalizer(tokens, hidden, head, support, config)
     count = 0 if support.renormalizes else min(size, len(hidden))
-    workspace = hidden.new_empty((count, head.vocabulary_size), dtype=accumulation_dtype(hidden))
+    workspace = hidden.new_empty((count, head.vocabulary_size), dtype=accumulation_dtype(hidden.dtype))
     parts = []
     for rows in chunks(len(hidden), size):
         of_chunk = (hidden[rows], tokens[rows], scores.support_ids[rows])

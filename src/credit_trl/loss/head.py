@@ -6,9 +6,9 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from types import ModuleType
 from typing import Literal
 
 import torch
@@ -31,39 +31,30 @@ BLANK = -1e15
 
 @dataclass(frozen=True)
 class Columns:
-    """K columns of the head for each of n positions: ids of their tokens, rows of the weight, and bias.
-
-    `rows` is None where a kernel reads them in place.
-    """
+    """K columns of the head for each of n positions: ids of their tokens, rows of the weight, and bias."""
 
     ids: Int[Tensor, "n K"]
-    rows: Float[Tensor, "n K H"] | None
+    rows: Float[Tensor, "n K H"]
     bias: Float[Tensor, "n K"] | None
 
     def first(self, count: int) -> Columns:
         """The first columns of each position."""
-        rows, bias = (None if x is None else x[:, :count] for x in (self.rows, self.bias))
-        return Columns(self.ids[:, :count], rows, bias)
+        return Columns(self.ids[:, :count], self.rows[:, :count], None if self.bias is None else self.bias[:, :count])
 
 
 @dataclass
 class HeadGradients:
-    """Gradients of one loss, accumulated over chunks in fp32 (fp64 for fp64 inputs); None where not required.
-
-    Args:
-        weight: in the dtype of the product where that is the parameter's and one chunk holds all tokens.
-        is_first: nothing has been written to `weight` and `bias` yet, which are overwritten.
-    """
+    """Gradients of one loss, accumulated over chunks in fp32 (fp64 for fp64 inputs); None where not required."""
 
     hidden: Float[Tensor, "N H"] | None
-    weight: Float[Tensor, "V H"] | None
+    weight: Float[Tensor, "V H"] | None  # in the product's dtype where that is the parameter's and one chunk holds all
     bias: Float[Tensor, " V"] | None
-    is_first: bool = True
+    is_first: bool = True  # nothing has been written to `weight` and `bias` yet, which are overwritten
 
     @classmethod
     def of(cls, hidden: Tensor, head: LMHead, in_one_chunk: bool) -> HeadGradients:
         """Buffers for the tensors that require a gradient, not initialized."""
-        dtype = accumulation_dtype(hidden)
+        dtype = accumulation_dtype(hidden.dtype)
         rounded = in_one_chunk and head.weight.dtype == matmul_dtype(hidden)
         dtypes = (dtype, head.weight.dtype if rounded else dtype, dtype)
         tensors = zip((hidden, head.weight, head.bias), dtypes, strict=True)
@@ -72,7 +63,7 @@ class HeadGradients:
     @classmethod
     def adding(cls, hidden: Tensor, head: LMHead) -> HeadGradients:
         """A buffer for the hidden states, and the `.grad` of weight and bias, to which every chunk adds."""
-        of_hidden = torch.empty_like(hidden, dtype=accumulation_dtype(hidden))
+        of_hidden = torch.empty_like(hidden, dtype=accumulation_dtype(hidden.dtype))
         return cls(of_hidden, head.weight.grad, None if head.bias is None else head.bias.grad, is_first=False)
 
     def rows(self, rows: slice) -> HeadGradients:
@@ -83,25 +74,15 @@ class HeadGradients:
 
 @dataclass
 class Projection:
-    """Distribution of one chunk over the vocabulary.
+    """Distribution of one chunk over the vocabulary. What was not asked for is None."""
 
-    Args:
-        logits: (n, V), or None where they are not kept. Logits of the support are replaced by `BLANK`.
-        log_normalizer: (n,), `log Σ_v exp z_v`.
-        entropy: (n,), nats, or None.
-        ids: (n, K), the support; None where there is none.
-        columns: (n, K), logits of the support.
-        log_outside: (n,), log-probability outside the support, summed over the tokens outside.
-        token_logits: (n, 1), logits of the sampled tokens, or None.
-    """
-
-    logits: Float[Tensor, "n V"] | None
-    log_normalizer: Float[Tensor, " n"]
-    entropy: Float[Tensor, " n"] | None
-    ids: Int[Tensor, "n K"] | None = None
-    columns: Float[Tensor, "n K"] | None = None
-    log_outside: Float[Tensor, " n"] | None = None
-    token_logits: Float[Tensor, "n 1"] | None = None
+    logits: Float[Tensor, "n V"] | None  # those of the support are replaced by `BLANK`
+    log_normalizer: Float[Tensor, " n"]  # log Σ_v exp z_v
+    entropy: Float[Tensor, " n"] | None  # nats
+    ids: Int[Tensor, "n K"] | None = None  # the support
+    columns: Float[Tensor, "n K"] | None = None  # logits of the support
+    log_outside: Float[Tensor, " n"] | None = None  # log-probability outside, summed over the tokens outside
+    token_logits: Float[Tensor, "n 1"] | None = None  # of the sampled tokens
 
     @property
     def logps(self) -> Float[Tensor, "n K"]:
@@ -116,21 +97,14 @@ class Projection:
 
 @dataclass(frozen=True)
 class LMHead:
-    """Map from hidden states to the logits of the sampling distribution: `softcap(scale · (h Wᵀ + b)) / temperature`.
+    """Map from hidden states to the logits that are sampled from: `softcap(scale · (h Wᵀ + b)) / temperature`."""
 
-    Args:
-        weight: (V, H), tied or not. A sharded `DTensor` is gathered once by each entry point.
-        scale: `logit_scale`, or `1 / logits_scaling`.
-        softcap: `final_logit_softcapping` of Gemma, under the name of the model family, or None.
-        kernels: `"triton"` uses `triton_rows` for chunks accumulated in fp32 on a GPU or in Triton's interpreter;
-            other chunks use torch.
-    """
-
-    weight: Float[Tensor, "V H"]
+    weight: Float[Tensor, "V H"]  # tied or not; a sharded `DTensor` is gathered once by each entry point
     bias: Float[Tensor, " V"] | None = None
-    scale: float = 1.0
-    softcap: float | None = None
+    scale: float = 1.0  # `logit_scale`, or `1 / logits_scaling`
+    softcap: float | None = None  # `final_logit_softcapping` of Gemma, under the name of the model family, or None
     temperature: float = 1.0
+    # `"triton"` uses `triton_rows` for chunks accumulated in fp32 on a GPU or in Triton's interpreter, else torch.
     kernels: Kernels = "torch"
 
     @property
@@ -142,31 +116,25 @@ class LMHead:
 
         A shard of the weight is converted to `dtype`, if that is not None, before it is gathered.
         """
-        return replace(
-            self, weight=_gather(self.weight, dtype), bias=None if self.bias is None else _gather(self.bias)
-        )
+        return replace(self, weight=_gather(self.weight, dtype)).map(_gather)
 
     def for_products(self, hidden: Tensor) -> LMHead:
         """The head in the dtype of its products with `hidden`; a CPU converts the block that it uses."""
         return self if hidden.device.type == "cpu" else replace(self, weight=self.weight.to(matmul_dtype(hidden)))
 
-    def on(self, device: torch.device) -> LMHead:
-        """The head on a device; FSDP2 may keep its weights in main memory."""
-        return replace(self, weight=self.weight.to(device), bias=None if self.bias is None else self.bias.to(device))
-
-    def first(self, size: int) -> LMHead:
-        """The head of the first ids; a larger model of a family may pad its embeddings to more rows."""
-        return replace(self, weight=self.weight[:size], bias=None if self.bias is None else self.bias[:size])
+    def map(self, change: Callable[[Tensor], Tensor]) -> LMHead:
+        """The head with a function of tensors applied to weight and bias."""
+        return replace(self, weight=change(self.weight), bias=None if self.bias is None else change(self.bias))
 
     def detached(self) -> LMHead:
         """The head without gradients."""
-        return replace(self, weight=self.weight.detach(), bias=None if self.bias is None else self.bias.detach())
+        return self.map(Tensor.detach)
 
     # ------------------------------------------------------------------------------------------ the whole vocabulary
 
     def logps(self, hidden: Float[Tensor, "n H"]) -> Float[Tensor, "n V"]:
         """Log-probabilities over the vocabulary, in fp32 (fp64 for fp64 inputs), differentiable."""
-        dtype = accumulation_dtype(hidden)
+        dtype = accumulation_dtype(hidden.dtype)
         bias = None if self.bias is None else self.bias.to(dtype)
         logits = torch.nn.functional.linear(hidden.to(dtype), self.weight.to(dtype), bias) * self.scale
         if self.softcap is not None:
@@ -177,17 +145,12 @@ class LMHead:
 
     def gather_columns(self, ids: Int[Tensor, "n K"]) -> Columns:
         """Columns of the given tokens, in the dtype of the head."""
-        rows = None
-        if self.fused(self.weight) is None:
-            rows = self.weight.index_select(0, ids.flatten()).view(*ids.shape, self.weight.shape[1])
+        rows = self.weight.index_select(0, ids.flatten()).view(*ids.shape, self.weight.shape[1])
         return Columns(ids, rows, None if self.bias is None else self.bias[ids])
 
     def column_logits(self, hidden: Float[Tensor, "n H"], columns: Columns) -> Float[Tensor, "n K"]:
         """Logits of K tokens per position."""
-        if columns.rows is None:
-            logits = self.fused(hidden).dot_columns(self.weight, columns.ids, hidden)
-        else:
-            logits = _batched(columns.rows, hidden.unsqueeze(-1), matmul_dtype(hidden)).squeeze(-1)
+        logits = _batched(columns.rows, hidden.unsqueeze(-1), matmul_dtype(hidden)).squeeze(-1)
         return self.finish(logits, columns.bias)
 
     def backward_columns(
@@ -202,21 +165,11 @@ class LMHead:
         grads = logit_grads * (self.scale / self.temperature)
         slope = self.softcap_slope(logits)
         grads = grads if slope is None else grads * slope
-        if gradients.hidden is not None and columns.rows is None:
-            self.fused(hidden).sum_columns(self.weight, columns.ids, grads, gradients.hidden)
-        elif gradients.hidden is not None:
+        if gradients.hidden is not None:
             gradients.hidden.copy_(_batched(grads.unsqueeze(1), columns.rows, matmul_dtype(hidden)).squeeze(1))
         for total, factors in ((gradients.weight, hidden.to(grads.dtype)), (gradients.bias, None)):
             if total is not None:
                 scatter_columns(columns.ids, grads, factors, total.zero_() if gradients.is_first else total)
-
-    def fused(self, hidden: Tensor) -> ModuleType | None:
-        """The Triton kernels of K columns for products with `hidden`, or None for torch, also for whole rows."""
-        if self.kernels != "triton" or accumulation_dtype(hidden) != torch.float32:
-            return None
-        from credit_trl.loss import triton_columns
-
-        return triton_columns if triton_columns.runs_on(hidden.device) else None
 
     # ------------------------------------------------------------------------------------------------------- blocks
 
@@ -240,6 +193,11 @@ class LMHead:
         elif self.scale != self.temperature:
             logits.mul_(self.scale / self.temperature)
         return logits
+
+    @property
+    def finishes(self) -> bool:
+        """Whether `finish` changes raw logits."""
+        return self.softcap is not None or self.bias is not None or self.scale != self.temperature
 
     def softcap_slope(self, logits: Tensor) -> Tensor | None:
         """d softcap(u) / du = 1 − tanh²(u / softcap), from the finished logits; None without soft-cap."""
@@ -271,7 +229,7 @@ def matmul_dtype(hidden: Tensor) -> torch.dtype:
     """
     if hidden.dtype == torch.bfloat16 and hidden.device.type == "cuda":
         return hidden.dtype
-    return accumulation_dtype(hidden)
+    return accumulation_dtype(hidden.dtype)
 
 
 def choose_kernels(wanted: Literal["auto", "torch", "triton"], device: torch.device) -> Kernels:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -32,37 +34,44 @@ def project(
         topk: size of a support of the most likely tokens, instead of `ids`; needs `out`.
         keeps_logits: whether the logits are used later; False leaves `out` undefined.
     """
-    if head.fused(hidden) is not None:
-        from credit_trl.loss import triton_rows
-
-        return triton_rows.project_rows(head, hidden, out, tokens, ids, topk, wants_entropy, keeps_logits)
-    dtype = accumulation_dtype(hidden)
+    dtype = accumulation_dtype(hidden.dtype)
     blocks = head.blocks(hidden)
     widest = blocks[0].stop
     block_logits = hidden.new_empty((len(hidden), widest), dtype=dtype) if out is None else None
-    scratch = hidden.new_empty((len(hidden), min(widest, _FOLDED_COLUMNS)), dtype=dtype)
+    kernels = row_kernels(head, hidden)
+    statistics = Statistics(wants_entropy) if kernels is None else kernels.RowStatistics(wants_entropy)
+    # The kernels read a block without one.
+    scratch = hidden.new_empty((len(hidden), 0 if kernels else min(widest, _FOLDED_COLUMNS)), dtype=dtype)
     hidden = hidden.to(matmul_dtype(hidden))
-    statistics = Statistics(wants_entropy)
     taken = [None if x is None else (ByBlock(x, blocks), torch.empty_like(x, dtype=dtype)) for x in (tokens, ids)]
     for i, block in enumerate(blocks):
         logits = block_logits[:, : block.stop - block.start] if out is None else out[:, block]
         head.multiply_block(hidden, block, logits)
-        logits = head.finish(logits, None if head.bias is None else head.bias[block])
+        bias = None if head.bias is None else head.bias[block]
+        if kernels is None:
+            head.finish(logits, bias)
         for which in taken:
             if which is not None:
                 which[0].take(i, logits, which[1])
         if ids is not None:
             taken[1][0].put(i, logits, BLANK)
-        if topk is None:
+        if kernels is not None and (topk is None or head.finishes):
+            statistics.fold(logits, raw=head, bias=bias, keeps=keeps_logits and out is not None)
+        elif topk is None:
             statistics.fold(logits, scratch)
-    columns = None if ids is None else taken[1][1]
+    token_logits, columns = (None if which is None else which[1] for which in taken)
+    if kernels is not None:  # taken before the kernel finished the others
+        for logits, of in ((token_logits, tokens), (columns, ids)):
+            if logits is not None:
+                head.finish(logits, None if head.bias is None else head.bias[of])
     if topk is not None:
         ids = top_columns(out, topk)
         columns = out.gather(-1, ids)
         out.scatter_(-1, ids, BLANK)
+        # Sum the tokens outside the support again, instead of subtracting those inside.
+        statistics = type(statistics)(wants_entropy)
         for block in blocks:
             statistics.fold(out[:, block], scratch)
-    token_logits = None if tokens is None else taken[0][1]
     if ids is None:
         return Projection(out, *statistics.result(), token_logits=token_logits)
     outside, _ = statistics.result()
@@ -71,10 +80,19 @@ def project(
     return Projection(out, log_normalizer, entropy, ids, columns, outside - log_normalizer, token_logits)
 
 
+def row_kernels(head: LMHead, hidden: Tensor) -> ModuleType | None:
+    """The module of Triton kernels for the rows of logits of `hidden`, or None for torch."""
+    if head.kernels != "triton" or accumulation_dtype(hidden.dtype) != torch.float32:
+        return None
+    from credit_trl.loss import triton_rows
+
+    return triton_rows if triton_rows.runs_on(hidden.device) else None
+
+
 def token_logps(head: LMHead, hidden: Float[Tensor, "N H"], tokens: Int[Tensor, "N 1"]) -> Float[Tensor, " N"]:
     """Log-probabilities of N sampled tokens under a head that is not sharded, without gradient; no logits are kept."""
-    dtype = accumulation_dtype(hidden)
-    size = passing_chunk(len(hidden), head.vocabulary_size, dtype, hidden.device)
+    row_bytes = head.vocabulary_size * accumulation_dtype(hidden.dtype).itemsize
+    size = passing_chunk(len(hidden), row_bytes, hidden.device)
     parts = [project(head, hidden[r], None, tokens[r], wants_entropy=False) for r in chunks(len(hidden), size)]
     return torch.cat([part.token_logps for part in parts])
 
@@ -103,19 +121,16 @@ def backward_logps(
     slope = head.softcap_slope(projection.columns)
     column_grads = column_grads if slope is None else column_grads * slope
     factor = factor * rate
-    if head.fused(hidden) is not None:
-        from credit_trl.loss import triton_rows
-
-        triton_rows.backward_rows(head, projection, column_grads, factor, hidden, gradients)
-        return
-    factor = factor.unsqueeze(-1)
+    kernels = row_kernels(head, hidden)
     blocks = head.blocks(hidden)
     support = ByBlock(projection.ids, blocks)
     for i, block in enumerate(blocks):
-        tile = projection.logits[:, block]
-        slope = head.softcap_slope(tile)
-        tile.sub_(projection.log_normalizer.unsqueeze(-1)).exp_().mul_(factor)
-        if slope is not None:
-            tile.mul_(slope)
-        support.put(i, tile, column_grads)
-        head.backward_block(tile, block, hidden, gradients)
+        grads = projection.logits[:, block]
+        if kernels is None:
+            slope = head.softcap_slope(grads)
+            grads.sub_(projection.log_normalizer.unsqueeze(-1)).exp_().mul_(factor.unsqueeze(-1))
+            grads = grads if slope is None else grads.mul_(slope)
+        else:
+            grads = kernels.logit_gradients(head, grads, projection.log_normalizer, factor, matmul_dtype(hidden))
+        support.put(i, grads, column_grads.to(grads.dtype))
+        head.backward_block(grads, block, hidden, gradients)

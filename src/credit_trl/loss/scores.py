@@ -12,31 +12,24 @@ from torch import Tensor, nn
 
 from credit_trl import objective
 from credit_trl.contexts.tokens import CompletionBatch, TokenContexts
-from credit_trl.loss.blocks import accumulation_dtype, chunks, columns_chunk, logits_chunk, passing_chunk
+from credit_trl.loss.blocks import CPU_HEAD_ROWS, accumulation_dtype, chunk_size, chunks, passing_chunk
 from credit_trl.loss.head import LMHead, Projection, matmul_dtype
 from credit_trl.loss.projection import project
 from credit_trl.teacher.causal_lm import head_input
 from credit_trl.teacher.models import Teacher
 from credit_trl.teacher.passes import token_states
 
-Support = Literal["teacher_topk", "sampled"]
-Tail = Literal["bucket", "renormalize"]
-
 
 @dataclass(frozen=True)
 class SupportConfig:
-    """Tokens of the vocabulary that carry the loss.
+    """Tokens of the vocabulary that carry the loss."""
 
-    Args:
-        kind: the teacher's `topk` most likely tokens, or the sampled token.
-        topk: K, at most V; None for the whole vocabulary.
-        tail: `"bucket"` adds one bucket for the probability outside a top-K support; `"renormalize"` conditions on the
-            support. None where nothing lies outside, see `resolved`. `"sampled"` ignores it.
-    """
-
-    kind: Support = "teacher_topk"
-    topk: int | None = 20
-    tail: Tail | None = "bucket"
+    # The teacher's `topk` most likely tokens, or the sampled token.
+    kind: Literal["teacher_topk", "sampled"] = "teacher_topk"
+    topk: int | None = 20  # K, at most V; None for the whole vocabulary
+    # `"bucket"` adds a bucket for the probability outside a top-K support, `"renormalize"` conditions on the support;
+    # None where nothing lies outside, see `resolved`. `"sampled"` ignores it.
+    tail: Literal["bucket", "renormalize"] | None = "bucket"
 
     def resolved(self, vocabulary: int) -> SupportConfig:
         """The support for a vocabulary of V tokens; one with K = V has no tail.
@@ -74,25 +67,16 @@ class SupportConfig:
 
 @dataclass
 class Scores:
-    """Log-probabilities of the teacher for N tokens, on the support. B = K buckets, or K + 1 with a tail bucket.
+    """Log-probabilities of the teacher for N tokens, on the support. B = K buckets, or K + 1 with a tail bucket."""
 
-    Args:
-        support_ids: (N, K) token ids, the most likely first; all ids in their order for K = V; the sampled token for
-            `"sampled"`.
-        teacher_logps: (N, B), f; true log-probabilities, the tail bucket last.
-        generic_logps: (N, B), Ĝ; with `"renormalize"` each contrast is normalised over the support. Zeros where there
-            is no contrast (λ is 0 there).
-        teacher_token_logps: (N,), f at the sampled token; with `"renormalize"` conditional on support and token.
-        generic_token_logps: (N,), Ĝ at the sampled token, conditional likewise.
-        teacher_entropy: (N,), nats, over the whole vocabulary.
-    """
-
+    # The most likely first; all ids in their order for K = V; the sampled token for `"sampled"`.
     support_ids: Int[Tensor, "N K"]
-    teacher_logps: Float[Tensor, "N B"]
+    teacher_logps: Float[Tensor, "N B"]  # f; true log-probabilities, the tail bucket last
+    # Ĝ; with `"renormalize"` each contrast is normalised over the support. Zeros without contrasts (λ is 0 there).
     generic_logps: Float[Tensor, "N B"]
-    teacher_token_logps: Float[Tensor, " N"]
-    generic_token_logps: Float[Tensor, " N"]
-    teacher_entropy: Float[Tensor, " N"]
+    teacher_token_logps: Float[Tensor, " N"]  # f at the sampled token; for `"renormalize"` given support and token
+    generic_token_logps: Float[Tensor, " N"]  # Ĝ at the sampled token, conditional likewise
+    teacher_entropy: Float[Tensor, " N"]  # nats, over the whole vocabulary
 
     def __getitem__(self, rows: slice) -> Scores:
         return Scores(**{f.name: getattr(self, f.name)[rows] for f in fields(self)})
@@ -100,15 +84,10 @@ class Scores:
 
 @dataclass
 class TeacherStates:
-    """Hidden states of the teacher.
+    """Hidden states of the teacher, and its head."""
 
-    Args:
-        hidden: (N, H), under the teacher's prompt.
-        contrast_hidden: (C, N, H), under the contrast prompts; C may be 0.
-    """
-
-    hidden: Float[Tensor, "N H"]
-    contrast_hidden: Float[Tensor, "C N H"]
+    hidden: Float[Tensor, "N H"]  # under the teacher's prompt
+    contrast_hidden: Float[Tensor, "C N H"]  # under the contrast prompts; C may be 0
     head: LMHead
 
 
@@ -163,8 +142,9 @@ def _teacher_head(
     head = head_of(unwrapped)
     with teacher.autocast():
         hidden = head_input(unwrapped, torch.empty(0, dtype=head.weight.dtype, device=device))
+    head = head.gathered(matmul_dtype(hidden)).detached()
     # More rows than the policy's vocabulary are padding of a larger model of the family.
-    return head.gathered(matmul_dtype(hidden)).detached().on(device).first(teacher.vocabulary_size)
+    return head.map(lambda weight: weight.to(device)[: teacher.vocabulary_size])
 
 
 def stored_scores(inputs: dict[str, Tensor], pick: Callable[[Tensor], Tensor]) -> Scores:
@@ -195,8 +175,8 @@ def score_tokens(states: TeacherStates, token_ids: Int[Tensor, " N"], support: S
     states = replace(states, head=states.head.gathered().detached().for_products(states.hidden))
     tokens = token_ids.unsqueeze(-1)
     n = len(token_ids)
-    dtype = accumulation_dtype(states.hidden)
-    size = logits_chunk(n, states.head.vocabulary_size, dtype, states.hidden.device)
+    dtype = accumulation_dtype(states.hidden.dtype)
+    size = chunk_size(n, states.head.vocabulary_size * dtype.itemsize, states.hidden.device)
     buffer = states.hidden.new_empty((min(size, n), states.head.vocabulary_size), dtype=dtype)
     parts = []
     for rows in chunks(n, size):
@@ -204,14 +184,11 @@ def score_tokens(states: TeacherStates, token_ids: Int[Tensor, " N"], support: S
         chosen = {"topk": support.topk} if support.is_topk else {"ids": tokens[rows]}
         teacher = project(states.head, states.hidden[rows], out, tokens[rows], **chosen)
         parts.append(_teacher_scores(teacher, tokens[rows], support))
-    scores = concatenate(parts)
+    scores = Scores(**{f.name: torch.cat([getattr(part, f.name) for part in parts]) for f in fields(Scores)})
     if len(states.contrast_hidden):
-        if support.renormalizes:
-            generic = _generic_within_support(states, scores.support_ids, tokens)
-        else:
-            # The buffer of the teacher's logits serves again; a CPU takes narrow blocks of more rows.
-            out = None if buffer.device.type == "cpu" else buffer
-            generic = _generic_over_vocabulary(states, scores.support_ids, tokens, support.has_tail, out)
+        # The buffer of the teacher's logits serves again; a CPU takes narrow blocks of more rows.
+        out = None if buffer.device.type == "cpu" else buffer
+        generic = _generic_scores(states, scores.support_ids, tokens, support, out)
         scores.generic_logps, scores.generic_token_logps = generic
     return scores
 
@@ -228,45 +205,42 @@ def _teacher_scores(teacher: Projection, tokens: Int[Tensor, "n 1"], support: Su
     )
 
 
-def _generic_over_vocabulary(
+def _generic_scores(
     states: TeacherStates,
     ids: Int[Tensor, "N K"],
     tokens: Int[Tensor, "N 1"],
-    has_tail: bool,
+    support: SupportConfig,
     out: Float[Tensor, "n V"] | None,
 ) -> tuple[Float[Tensor, "N B"], Float[Tensor, " N"]]:
-    """Ĝ on the support and at the sampled token, from true log-probabilities; overwrites `out`, a chunk of logits."""
+    """Ĝ on the support and at the sampled token; overwrites `out`, a chunk of logits.
+
+    With `"renormalize"` each contrast is conditional on the support, and its rows of the head are gathered once for
+    all C contrasts.
+    """
     n = len(ids)
-    dtype = accumulation_dtype(states.hidden)
-    size = passing_chunk(n, states.head.vocabulary_size, dtype, states.hidden.device)
-    size = size if out is None else max(len(out), 1)
-    # The last column is the sampled token.
-    generic_logps = states.hidden.new_zeros((n, ids.shape[-1] + has_tail + 1), dtype=dtype)
-    for rows in chunks(n, size):
-        buffer = None if out is None else out[: rows.stop - rows.start]
-        for hidden in states.contrast_hidden[:, rows]:
-            contrast = project(states.head, hidden, buffer, tokens[rows], ids[rows], None, False, False)
-            logps = torch.cat([_buckets(contrast, has_tail), contrast.token_logps.unsqueeze(-1)], dim=-1)
-            generic_logps[rows] += logps / len(states.contrast_hidden)
-    return generic_logps[:, :-1], generic_logps[:, -1]
-
-
-def _generic_within_support(
-    states: TeacherStates,
-    ids: Int[Tensor, "N K"],
-    tokens: Int[Tensor, "N 1"],
-) -> tuple[Float[Tensor, "N K"], Float[Tensor, " N"]]:
-    """Ĝ conditional on the support. The rows of the head are gathered once for all C contrasts."""
     everything = torch.cat([ids, tokens], dim=-1)
     in_support = (ids == tokens).any(dim=-1)
-    hidden_size = states.hidden.shape[-1]
-    dtype = accumulation_dtype(states.hidden)
-    size = columns_chunk(*everything.shape, hidden_size, dtype, states.hidden.device)
-    generic_logps = states.hidden.new_zeros(everything.shape, dtype=dtype)
-    for rows in chunks(len(ids), size):
-        columns = states.head.gather_columns(everything[rows])
+    dtype = accumulation_dtype(states.hidden.dtype)
+    device = states.hidden.device
+    if support.renormalizes:
+        row_bytes = everything.shape[-1] * states.hidden.shape[-1] * dtype.itemsize
+        size = chunk_size(n, row_bytes, device, CPU_HEAD_ROWS)
+    elif out is None:
+        size = passing_chunk(n, states.head.vocabulary_size * dtype.itemsize, device)
+    else:
+        size = max(len(out), 1)
+    # The last column is the sampled token.
+    generic_logps = states.hidden.new_zeros((n, everything.shape[-1] + support.has_tail), dtype=dtype)
+    for rows in chunks(n, size):
+        columns = states.head.gather_columns(everything[rows]) if support.renormalizes else None
+        buffer = None if out is None else out[: rows.stop - rows.start]
         for hidden in states.contrast_hidden[:, rows]:
-            logps, token_logps = condition(states.head.column_logits(hidden, columns), in_support[rows])
+            if support.renormalizes:
+                logps, token_logps = condition(states.head.column_logits(hidden, columns), in_support[rows])
+            else:
+                contrast = project(states.head, hidden, buffer, tokens[rows], ids[rows], None, False, False)
+                logps = _buckets(contrast, support.has_tail)
+                token_logps = contrast.token_logps
             generic_logps[rows] += torch.cat([logps, token_logps.unsqueeze(-1)], dim=-1) / len(states.contrast_hidden)
     return generic_logps[:, :-1], generic_logps[:, -1]
 
@@ -282,11 +256,6 @@ def condition(
     normalizer = support.logsumexp(dim=-1)
     wider = torch.where(in_support, normalizer, torch.logaddexp(normalizer, token))
     return support - normalizer.unsqueeze(-1), token - wider
-
-
-def concatenate(parts: list[Scores]) -> Scores:
-    """Scores of all chunks."""
-    return Scores(**{f.name: torch.cat([getattr(part, f.name) for part in parts]) for f in fields(Scores)})
 
 
 def _buckets(projection: Projection, has_tail: bool) -> Float[Tensor, "n B"]:

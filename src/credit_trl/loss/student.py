@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from credit_trl.loss.blocks import accumulation_dtype, chunks, logits_chunk
+from credit_trl.loss.blocks import accumulation_dtype, chunk_size, chunks
 from credit_trl.loss.head import HeadGradients, LMHead
 from credit_trl.loss.projection import backward_logps, project
 from credit_trl.loss.scores import SupportConfig, condition
@@ -100,7 +100,7 @@ def with_normalizer(
     has_ratio = tokens.engine is not None or (tokens.old_logps is not None and config.is_clip is not None)
     if not (per_sequence or (support.renormalizes and has_ratio)):
         return tokens
-    size = logits_chunk(len(hidden), head.vocabulary_size, accumulation_dtype(hidden), hidden.device)
+    size = chunk_size(len(hidden), head.vocabulary_size * accumulation_dtype(hidden.dtype).itemsize, hidden.device)
     parts = []
     for rows in chunks(len(hidden), size):
         sampled = tokens.ids[rows].unsqueeze(-1) if per_sequence else None

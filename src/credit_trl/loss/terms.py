@@ -16,59 +16,35 @@ from credit_trl.objective import Form
 
 @dataclass(frozen=True)
 class LossConfig:
-    """How the loss of a token is formed.
-
-    Args:
-        form: see `objective.credit_target`.
-        alpha: see `objective.distillation_loss`; `"sampled"` takes 1 only, its loss is `−sg[R_t] log π_θ(y_t)`.
-        is_clip: upper bound on the detached ratio `exp(log π_θ − old)` that multiplies the loss of a token; None for
-            no ratio.
-        adds_to_grad: form the gradient in the backward pass and add that of the head to its `.grad`, where this exists
-            in the dtype of the sum. It takes another projection, and no memory for a second gradient of the head. For
-            `backward` on one process only: `torch.autograd.grad` and gradient hooks of the head see nothing of it.
-
-    Raises:
-        ValueError: alpha is outside [0, 1], or not 1 for `"sampled"`.
-    """
+    """How the loss of a token is formed."""
 
     support: SupportConfig = field(default_factory=SupportConfig)
-    form: Form = "subtract"
+    form: Form = "subtract"  # see `objective.credit_target`
+    # In [0, 1], see `objective.distillation_loss`; `"sampled"` takes 1 only, its loss is `−sg[R_t] log π_θ(y_t)`.
     alpha: float = 1.0
+    # Upper bound on the detached ratio `exp(log π_θ − old)` that multiplies the loss of a token; None for no ratio.
     is_clip: float | None = None
+    # Form the gradient in the backward pass and add that of the head to its `.grad`, where this exists in the dtype of
+    # the sum. It takes another projection, and no memory for a second gradient of the head. For `backward` on one
+    # process only: `torch.autograd.grad` and gradient hooks of the head see nothing of it.
     adds_to_grad: bool = False
-
-    def __post_init__(self) -> None:
-        if not 0.0 <= self.alpha <= 1.0 or (self.support.kind == "sampled" and self.alpha != 1.0):
-            raise ValueError(
-                f"alpha must lie in [0, 1], and be 1 for support 'sampled'; got {self.alpha} for "
-                f"{self.support.kind!r}."
-            )
 
 
 @dataclass(frozen=True)
 class LossTokens:
-    """N sampled tokens that carry loss, indexable by chunk.
-
-    Args:
-        ids: (N,), the sampled tokens.
-        weights: (N,), weight of each token's loss, without gradient; a token of weight 0 contributes nothing, whatever
-            its scores.
-        contrastive_coef: (N,), λ; 0 where the sample has no contrast.
-        old_logps: (N,), log-probabilities of the sampled tokens at rollout time; None when on-policy.
-        engine: what the engine reported of the tokens, where the policy that sampled them is the present one; None
-            for no correction.
-        normalizer, entropy: (N,), of the student over the vocabulary, where a loss within the support needs them.
-        correction: (N,), ratio of a whole completion against the engine.
-    """
+    """N sampled tokens that carry loss, indexable by chunk."""
 
     ids: Int[Tensor, " N"]
+    # Of each token's loss, without gradient; a token of weight 0 contributes nothing, whatever its scores.
     weights: Float[Tensor, " N"]
-    contrastive_coef: Float[Tensor, " N"]
-    old_logps: Float[Tensor, " N"] | None = None
+    contrastive_coef: Float[Tensor, " N"]  # λ; 0 where the sample has no contrast
+    old_logps: Float[Tensor, " N"] | None = None  # log-probabilities at rollout time; None when on-policy
+    # What the engine reported, where the policy that sampled is the present one; None for no correction.
     engine: EngineTokens | None = None
+    # Of the student over the vocabulary, where a loss within the support needs them.
     normalizer: Float[Tensor, " N"] | None = None
     entropy: Float[Tensor, " N"] | None = None
-    correction: Float[Tensor, " N"] | None = None
+    correction: Float[Tensor, " N"] | None = None  # ratio of a whole completion against the engine
 
     def __getitem__(self, rows: slice) -> LossTokens:
         values = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -92,40 +68,24 @@ class LossTokens:
 class CreditLoss:
     """The loss and per-token values for logging; all but `loss` are detached.
 
-    With `"renormalize"` some values are conditional on the support, see `credit_trl.loss`.
-
-    Args:
-        loss: scalar, `Σ_n weight_n · ratio_n · ℓ_n`, differentiable once.
-        token_loss: (N,), ℓ_n in nats, without weight and ratio.
-        token_logps: (N,), log π_θ of the sampled token.
-        entropy: (N,), entropy of the student, nats.
-        kl_to_target: (N,), `KL(p ‖ softmax(a))` over the buckets, nats; for `"sampled"` its one-sample estimate −R_t.
-        kl_to_teacher: (N,), `KL(softmax(a) ‖ f)` over the buckets, nats; 0 for `"sampled"`.
-        student_mass: (N,), probability of the support under the student; NaN where its normaliser is not computed.
-        teacher_mass: (N,), the same under the teacher.
-        teacher_token_logps: (N,), f at the sampled token.
-        generic_token_logps: (N,), Ĝ at the sampled token.
-        teacher_entropy: (N,), entropy of the teacher, nats.
-        advantages: (N,), R_t at the sampled token.
-        ratio: (N,), importance ratio, that of the engine's correction included; ones where there is none.
-        policy_logps: (N,), log π_θ of the sampled token over the whole vocabulary; NaN where the normaliser is not
-            computed.
+    Logarithms, entropies and divergences are in nats. With `"renormalize"` some values are conditional on the support,
+    see `credit_trl.loss`.
     """
 
-    loss: Float[Tensor, ""]
-    token_loss: Float[Tensor, " N"]
-    token_logps: Float[Tensor, " N"]
-    entropy: Float[Tensor, " N"]
-    kl_to_target: Float[Tensor, " N"]
-    kl_to_teacher: Float[Tensor, " N"]
-    student_mass: Float[Tensor, " N"]
-    teacher_mass: Float[Tensor, " N"]
-    teacher_token_logps: Float[Tensor, " N"]
-    generic_token_logps: Float[Tensor, " N"]
+    loss: Float[Tensor, ""]  # Σ_n weight_n · ratio_n · ℓ_n, differentiable once
+    token_loss: Float[Tensor, " N"]  # ℓ_n, without weight and ratio
+    token_logps: Float[Tensor, " N"]  # log π_θ of the sampled token
+    entropy: Float[Tensor, " N"]  # of the student
+    kl_to_target: Float[Tensor, " N"]  # KL(p ‖ softmax(a)) over the buckets; for "sampled" −R_t, an estimate
+    kl_to_teacher: Float[Tensor, " N"]  # KL(softmax(a) ‖ f) over the buckets; 0 for "sampled"
+    student_mass: Float[Tensor, " N"]  # probability of the support; NaN where the normaliser is not computed
+    teacher_mass: Float[Tensor, " N"]  # the same under the teacher
+    teacher_token_logps: Float[Tensor, " N"]  # f at the sampled token
+    generic_token_logps: Float[Tensor, " N"]  # Ĝ at the sampled token
     teacher_entropy: Float[Tensor, " N"]
-    advantages: Float[Tensor, " N"]
-    ratio: Float[Tensor, " N"]
-    policy_logps: Float[Tensor, " N"]
+    advantages: Float[Tensor, " N"]  # R_t at the sampled token
+    ratio: Float[Tensor, " N"]  # importance ratio, with the engine's correction; ones where there is none
+    policy_logps: Float[Tensor, " N"]  # log π_θ over the whole vocabulary; NaN where the normaliser is not computed
 
     @classmethod
     def joined(cls, parts: Sequence[CreditLoss]) -> CreditLoss:
@@ -137,27 +97,18 @@ class CreditLoss:
 
 @dataclass(frozen=True)
 class MicroBatchLoss:
-    """Loss of one micro-batch.
+    """Loss of one micro-batch."""
 
-    Args:
-        terms: the loss and its per-token values, over the N tokens that carry loss.
-        contrasted: (N,), True where the sample has a contrast.
-        samples: (N,), index of each token's sample in the micro-batch.
-        fidelity: this process's part of the teacher's fidelity: Σ_i w_i mean_t ΔV_t of sample i, with the weights of
-            `training.metrics.success_weights`; NaN where no group is mixed.
-        aux_loss: load-balancing loss of a mixture of experts, or None.
-        read, valid: tokens of the student's forward pass, with padding and without.
-        engine: log-probabilities that the engine reported, where the loss corrects for it.
-    """
-
-    terms: CreditLoss
-    contrasted: Bool[Tensor, " N"]
-    samples: Int[Tensor, " N"]
+    terms: CreditLoss  # over the N tokens that carry loss
+    contrasted: Bool[Tensor, " N"]  # True where the sample has a contrast
+    samples: Int[Tensor, " N"]  # index of each token's sample in the micro-batch
+    # This process's part of the teacher's fidelity: Σ_i w_i mean_t ΔV_t of sample i, with the weights of
+    # `training.metrics.success_weights`; NaN where no group is mixed.
     fidelity: Float[Tensor, ""]
-    aux_loss: Float[Tensor, ""] | None
-    read: int
-    valid: int
-    engine: EngineTokens | None
+    aux_loss: Float[Tensor, ""] | None  # load-balancing loss of a mixture of experts
+    read: int  # tokens of the student's forward pass, with padding
+    valid: int  # the same without padding
+    engine: EngineTokens | None  # log-probabilities that the engine reported, where the loss corrects for it
 
     @classmethod
     def joined(cls, parts: Sequence[MicroBatchLoss], rows: Sequence[Int[Tensor, " B_k"]]) -> MicroBatchLoss:
@@ -167,8 +118,10 @@ class MicroBatchLoss:
             rows: samples of each part, as indices into the micro-batch.
         """
         samples = torch.cat([of[part.samples] for part, of in zip(parts, rows, strict=True)])
-        engines = [part.engine for part in parts if part.engine is not None]
-        engine = _join_engines(engines, samples, sum(map(len, rows))) if engines else None
+        engine = parts[0].engine
+        if engine is not None:
+            logps = torch.cat([part.engine.logps for part in parts])
+            engine = replace(engine, logps=logps, rows=samples, samples=sum(map(len, rows)))
         return cls(
             CreditLoss.joined([part.terms for part in parts]),
             torch.cat([part.contrasted for part in parts]),
@@ -179,8 +132,3 @@ class MicroBatchLoss:
             sum(part.valid for part in parts),
             engine,
         )
-
-
-def _join_engines(parts: Sequence[EngineTokens], rows: Int[Tensor, " N"], samples: int) -> EngineTokens:
-    """What the engine reported of the tokens of all parts; `rows` are their completions, of `samples`."""
-    return replace(parts[0], logps=torch.cat([part.logps for part in parts]), rows=rows, samples=samples)

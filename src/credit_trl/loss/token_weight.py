@@ -10,41 +10,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 
-def _identity(values: Tensor) -> Tensor:
+def identity(values: Any) -> Any:
+    """What gathers or sums values over one process."""
     return values
 
 
 @dataclass(frozen=True)
 class TokenCredit:
-    """Credit of the sampled tokens of a generation batch, in nats, without gradient.
+    """Credit of the sampled tokens of a generation batch, in nats, without gradient."""
 
-    Args:
-        teacher_logps: (B, T), f.
-        generic_logps: (B, T), Ĝ; 0 where a sample has no contrast prompt.
-        specific: (B, T), S = f − Ĝ; 0 where a sample has no contrast prompt.
-        delta_v: (B, T), ΔV = f − log p, with the policy that sampled the tokens.
-        entropy: (B, T), entropy of the teacher.
-        advantages: (B,), GRPO's advantage of each sample.
-        rewards: (B,), weighted sums over the reward functions; NaN where none applied.
-        mask: (B, T), True on tokens that the teacher scored; other entries above have no meaning.
-        reduce: sums a tensor over processes, for `mean`.
-    """
-
-    teacher_logps: Float[Tensor, "B T"]
-    generic_logps: Float[Tensor, "B T"]
-    specific: Float[Tensor, "B T"]
-    delta_v: Float[Tensor, "B T"]
-    entropy: Float[Tensor, "B T"]
-    advantages: Float[Tensor, " B"]
-    rewards: Float[Tensor, " B"]
-    mask: Bool[Tensor, "B T"]
-    reduce: Callable[[Tensor], Tensor] = _identity
+    teacher_logps: Float[Tensor, "B T"]  # f
+    generic_logps: Float[Tensor, "B T"]  # Ĝ; 0 where a sample has no contrast prompt
+    specific: Float[Tensor, "B T"]  # S = f − Ĝ; 0 where a sample has no contrast prompt
+    delta_v: Float[Tensor, "B T"]  # ΔV = f − log p, with the policy that sampled the tokens
+    entropy: Float[Tensor, "B T"]  # of the teacher
+    advantages: Float[Tensor, " B"]  # GRPO's advantage of each sample
+    rewards: Float[Tensor, " B"]  # weighted sums over the reward functions; NaN where none applied
+    mask: Bool[Tensor, "B T"]  # True on tokens that the teacher scored; other entries above have no meaning
+    reduce: Callable[[Tensor], Tensor] = identity  # sums a tensor over processes, for `mean`
 
     def mean(self, values: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"] | None = None) -> Float[Tensor, ""]:
         """Mean over the tokens of all processes where `mask` (by default the scored ones) is True; 0 without any."""

@@ -16,15 +16,32 @@ counts the bytes that they save; nothing has been timed on a GPU. Imported only 
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 import triton
 import triton.language as tl
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
-from credit_trl.loss.blocks import ByBlock, Statistics, top_columns
-from credit_trl.loss.head import BLANK, HeadGradients, LMHead, Projection, matmul_dtype
-from credit_trl.loss.triton_columns import BLOCK, WARPS, launching_on
+from credit_trl.loss.blocks import Statistics
+from credit_trl.loss.head import BLANK, LMHead
+
+# Read when the kernels are defined, below, as Triton does.
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+# Columns of one program, and its warps: 8 elements per thread, so that no kernel needs more than 40 registers.
+BLOCK = 2048
+WARPS = 8
+
+
+def runs_on(device: torch.device) -> bool:
+    """Whether the kernels run on a device: a GPU, or any device in Triton's interpreter."""
+    return device.type == "cuda" or INTERPRETED
+
+
+def launching_on(tensor: Tensor) -> AbstractContextManager:
+    """Make the tensor's device current, on which Triton launches."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
 
 
 @triton.jit
@@ -114,26 +131,23 @@ def _write_gradients(
 class RowStatistics(Statistics):
     """Streaming `log Σ exp z`, and optionally `Σ p z`; each block is read once."""
 
-    def fold(self, logits: Float[Tensor, "n w"], scratch: Tensor | None = None) -> None:
-        """Add a block of finished logits."""
-        self._launch(logits)
-
-    def fold_raw(
-        self, logits: Float[Tensor, "n w"], bias: Float[Tensor, " w"] | None, head: LMHead, keeps: bool
-    ) -> None:
-        """Add a block of raw logits, with blanks; `keeps` writes the finished logits back."""
-        self._launch(logits, bias, *_factors(head), finishes=_finishes(head), softcaps=_softcaps(head), keeps=keeps)
-
-    def _launch(
+    def fold(
         self,
-        logits: Tensor,
-        bias: Tensor | None = None,
-        inner: float = 1.0,
-        outer: float = 1.0,
-        finishes: bool = False,
-        softcaps: bool = False,
+        logits: Float[Tensor, "n w"],
+        scratch: Tensor | None = None,
+        raw: LMHead | None = None,
+        bias: Float[Tensor, " w"] | None = None,
         keeps: bool = False,
     ) -> None:
+        """Add a block of logits, with blanks.
+
+        Args:
+            raw: the head whose raw logits these are, with the block's `bias`; None for finished logits.
+            keeps: write the finished logits back.
+        """
+        softcap = None if raw is None else raw.softcap
+        inner = 1.0 if softcap is None else raw.scale / softcap  # the factor before the soft-cap
+        outer = 1.0 if raw is None else (softcap or raw.scale) / raw.temperature
         n, width = logits.shape
         kept = [self.maxima, self.sums, self.weighted][: 2 + self.wants_entropy]
         for of_block in kept:
@@ -150,87 +164,14 @@ class RowStatistics(Statistics):
                 inner,
                 outer,
                 blank=BLANK,
-                finishes=finishes,
+                finishes=raw is not None and raw.finishes,
                 has_bias=bias is not None,
-                softcaps=softcaps,
+                softcaps=softcap is not None,
                 keeps=keeps,
                 wants_entropy=self.wants_entropy,
                 block=BLOCK,
                 num_warps=WARPS,
             )
-
-
-def project_rows(
-    head: LMHead,
-    hidden: Float[Tensor, "n H"],
-    out: Float[Tensor, "n V"] | None,
-    tokens: Int[Tensor, "n 1"] | None,
-    ids: Int[Tensor, "n K"] | None,
-    topk: int | None,
-    wants_entropy: bool,
-    keeps_logits: bool,
-) -> Projection:
-    """`projection.project` in fp32."""
-    blocks = head.blocks(hidden)
-    scratch = hidden.new_empty((len(hidden), blocks[0].stop), dtype=torch.float32) if out is None else None
-    hidden = hidden.to(matmul_dtype(hidden))
-    statistics = RowStatistics(wants_entropy)
-    taken = [
-        None if x is None else (ByBlock(x, blocks), torch.empty_like(x, dtype=torch.float32)) for x in (tokens, ids)
-    ]
-    for i, block in enumerate(blocks):
-        logits = scratch[:, : block.stop - block.start] if out is None else out[:, block]
-        head.multiply_block(hidden, block, logits)
-        for which in taken:
-            if which is not None:
-                which[0].take(i, logits, which[1])
-        if ids is not None:
-            taken[1][0].put(i, logits, BLANK)
-        if topk is None or _finishes(head):
-            statistics.fold_raw(
-                logits, None if head.bias is None else head.bias[block], head, keeps=keeps_logits and out is not None
-            )
-    token_logits, columns = (
-        None if which is None else head.finish(which[1], None if head.bias is None else head.bias[x])
-        for which, x in zip(taken, (tokens, ids), strict=True)
-    )
-    if topk is not None:
-        ids = top_columns(out, topk)
-        columns = out.gather(-1, ids)
-        out.scatter_(-1, ids, BLANK)
-        # Sum the tokens outside the support again, instead of subtracting those inside.
-        statistics = RowStatistics(wants_entropy)
-        statistics.fold(out)
-    if ids is None:
-        return Projection(out, *statistics.result(), token_logits=token_logits)
-    outside, _ = statistics.result()
-    statistics.fold(columns)
-    log_normalizer, entropy = statistics.result()
-    return Projection(out, log_normalizer, entropy, ids, columns, outside - log_normalizer, token_logits)
-
-
-def backward_rows(
-    head: LMHead,
-    projection: Projection,
-    column_grads: Float[Tensor, "n K"],
-    factor: Float[Tensor, " n"],
-    hidden: Float[Tensor, "n H"],
-    gradients: HeadGradients,
-) -> None:
-    """Second half of `projection.backward_logps`, given the gradients of the support's raw logits.
-
-    Args:
-        column_grads: dℓ/d raw logits on the support.
-        factor: `f` in `dℓ/d raw logit = f · p_v · slope` outside.
-    """
-    blocks = head.blocks(hidden)
-    dtype = matmul_dtype(hidden)
-    support = ByBlock(projection.ids, blocks)
-    column_grads = column_grads.to(dtype)
-    for i, block in enumerate(blocks):
-        grads = logit_gradients(head, projection.logits[:, block], projection.log_normalizer, factor, dtype)
-        support.put(i, grads, column_grads)
-        head.backward_block(grads, block, hidden, gradients)
 
 
 def logit_gradients(
@@ -252,24 +193,8 @@ def logit_gradients(
             grads.stride(0),
             logits.shape[1],
             1.0 if head.softcap is None else head.temperature / head.softcap,
-            softcaps=_softcaps(head),
+            softcaps=head.softcap is not None,
             block=BLOCK,
             num_warps=WARPS,
         )
     return grads
-
-
-def _softcaps(head: LMHead) -> bool:
-    return head.softcap is not None
-
-
-def _finishes(head: LMHead) -> bool:
-    """Whether finishing changes raw logits."""
-    return _softcaps(head) or head.bias is not None or head.scale != head.temperature
-
-
-def _factors(head: LMHead) -> tuple[float, float]:
-    """Factors of the logits before and after the soft-cap."""
-    if head.softcap is None:
-        return 1.0, head.scale / head.temperature
-    return head.scale / head.softcap, head.softcap / head.temperature

@@ -79,6 +79,7 @@ TEST_CITIES_PER_CUE = 6
 # SDPO's wording of the teacher's turn, which the bases were pretrained to read: options of `CreditConfig`.
 TEMPLATES = {
     "reprompt_template": "{prompt}{solution}{feedback}\n\nCorrectly solve the original question.\n",
+    "solution_template": "\nCorrect solution:\n\n{successful_previous_attempt}\n\n",
     "feedback_template": "\nThe following is feedback from your unsuccessful earlier attempt:\n\n{feedback_raw}\n\n",
 }
 

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from credit_trl.config import CreditConfig
-from credit_trl.teacher.models import OwnModelTeacher, Teacher, make_teacher
-from credit_trl.teacher.sharding import full_shape, is_zero3, place_frozen
+from credit_trl.teacher.models import CopyTeacher, Teacher, make_teacher
+from credit_trl.teacher.sharding import full_shape, place_frozen
 
 SOURCE_FILE = "teacher.json"
 
@@ -28,7 +28,7 @@ def _load_model(config: CreditConfig, accelerator: Accelerator) -> PreTrainedMod
     return AutoModelForCausalLM.from_pretrained(config.teacher_model_name_or_path, **options).requires_grad_(False)
 
 
-class ModelTeacher(OwnModelTeacher):
+class ModelTeacher(CopyTeacher):
     """Teacher with weights of its own that never change.
 
     It computes in its own dtype; under FSDP2 and DeepSpeed in that of the run's configuration. Quantized weights are
@@ -49,6 +49,10 @@ class ModelTeacher(OwnModelTeacher):
     def autocast(self) -> AbstractContextManager[None]:
         return torch.autocast(self.device.type, enabled=False)
 
+    def named_weights(self) -> dict[str, Tensor]:
+        """None are stored: they never change."""
+        return {}
+
     def drift(self) -> float:
         """NaN: the parameters of another model have no counterpart in the policy."""
         return math.nan
@@ -59,7 +63,8 @@ class ModelTeacher(OwnModelTeacher):
 
     def load(self, directory: str | Path) -> None:
         path = Path(directory) / SOURCE_FILE
-        saved, own = json.loads(path.read_text()), self.identity
+        own = self.identity
+        saved = json.loads(path.read_text())
         for name in own.keys() & saved.keys():
             if saved[name] != own[name] and (name != "commit" or None not in (saved[name], own[name])):
                 raise ValueError(
@@ -78,13 +83,10 @@ def build_teacher(
     """
     if config.teacher_model_kind != "model":
         return make_teacher(config.teacher_model_kind, student, accelerator)
-    if "quantization_config" in (config.teacher_model_init_kwargs or {}) and is_zero3(accelerator):
-        raise ValueError(
-            "Under ZeRO-3 transformers loads no quantized model onto a device. Use FSDP2 or ZeRO-2, or remove the "
-            "`quantization_config` of `teacher_model_init_kwargs`."
-        )
     name = config.teacher_model_name_or_path
-    check_same_vocabulary(tokenizer, _load_tokenizer(config), name)
+    revision = (config.teacher_model_init_kwargs or {}).get("revision")
+    own = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=config.trust_remote_code)
+    check_same_vocabulary(tokenizer, own, name)
     teacher = ModelTeacher(student, accelerator, config)
     rows = full_shape(teacher.unwrapped(teacher.model).get_output_embeddings().weight)[0]
     if rows < teacher.vocabulary_size:
@@ -94,19 +96,6 @@ def build_teacher(
             "Use a teacher with at least the policy's vocabulary."
         )
     return teacher
-
-
-def _load_tokenizer(config: CreditConfig) -> PreTrainedTokenizerBase:
-    """The tokenizer beside the teacher's weights."""
-    name = config.teacher_model_name_or_path
-    revision = (config.teacher_model_init_kwargs or {}).get("revision")
-    try:
-        return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=config.trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"The teacher {name!r} has no tokenizer that loads ({error}), so its vocabulary cannot be compared with "
-            "the policy's. Save the tokenizer beside its weights."
-        ) from error
 
 
 def check_same_vocabulary(own: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, name: str) -> None:

@@ -7,7 +7,6 @@ the same base. The EMA is stored in fp32, because at a rate of 0.01 a bf16 avera
 from __future__ import annotations
 
 import copy
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -31,7 +30,6 @@ from credit_trl.teacher.sharding import (
     gathered,
     is_zero3,
     reshard,
-    sharded_copy,
 )
 
 # Name of stored weights: of the adapter beside the trained one (LoRA), and of the file in a checkpoint.
@@ -40,7 +38,7 @@ TEACHER_FILE = f"{ADAPTER_NAME}.safetensors"
 
 
 class Teacher:
-    """Live teacher that scores with the policy's current weights. Base class of teachers with stored weights.
+    """Live teacher that scores with the policy's current weights. Base class of teachers with weights of their own.
 
     Args:
         student: the unwrapped policy.
@@ -68,9 +66,19 @@ class Teacher:
         with self.active() as model:
             return [self.unwrapped(model)]
 
+    def named_weights(self) -> dict[str, Tensor]:
+        """Return the stored weights by name, as they are saved and loaded; a live teacher has none."""
+        return {}
+
+    def student_name(self, name: str) -> str:
+        """Return the name of the policy's parameter that a stored weight follows."""
+        return name
+
     def pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield (teacher, student) pairs of parameters that may differ."""
-        yield from ()
+        parameters = _parameters(self.student)
+        for name, weight in self.named_weights().items():
+            yield weight, parameters[self.student_name(name)]
 
     @torch.no_grad()
     def update(self, rate: float) -> None:
@@ -95,17 +103,42 @@ class Teacher:
         return (difference / norm.clamp(min=1e-30)).sqrt().item()
 
     def save(self, directory: str | Path, writes: bool) -> None:
-        """Write the teacher's weights into a checkpoint directory; a live teacher writes nothing.
+        """Write the stored weights, if any, into a checkpoint directory.
 
         Every process must call it; `writes` says which one writes, one on each file system.
         """
+        weights: dict[str, Tensor] = {}
+        for name, weight in self.named_weights().items():
+            whole = full_tensor(weight)  # a collective: every process must call it
+            if writes:
+                weights[name] = whole.detach().cpu().contiguous()
+        if weights:
+            save_file(weights, Path(directory) / TEACHER_FILE)
 
+    @torch.no_grad()
     def load(self, directory: str | Path) -> None:
-        """Read the teacher's weights from a checkpoint directory.
+        """Read the stored weights, if any, from a checkpoint directory.
 
         Raises:
             FileNotFoundError, ValueError: the checkpoint has no teacher, or one with other parameters.
         """
+        own = self.named_weights()
+        if not own:
+            return
+        path = Path(directory) / TEACHER_FILE
+        if not path.is_file():
+            raise FileNotFoundError(
+                f"The checkpoint {directory} has no {path.name}, so the teacher cannot be restored. Resume from a "
+                "checkpoint of a run with the same `teacher_model_kind`, or start a new run from its weights."
+            )
+        with safe_open(path, framework="pt") as saved:  # one tensor at a time
+            if differing := own.keys() ^ saved.keys():
+                raise ValueError(
+                    f"{path} and this run's teacher have different parameters (for example {sorted(differing)[:3]}). "
+                    "Resume with the same fine-tuning method (full or LoRA) and LoRA configuration."
+                )
+            for name, weight in own.items():
+                copy_full(weight, saved.get_tensor(name))
 
     def unwrapped(self, model: nn.Module) -> nn.Module:
         """Return the causal LM inside the module that `active` yields."""
@@ -138,43 +171,8 @@ class Teacher:
         return any(isinstance(module, FSDPModule) for module in self.student.modules())
 
 
-class _StoredTeacher(Teacher, ABC):
-    """A teacher with stored weights."""
-
-    @abstractmethod
-    def named_weights(self) -> dict[str, Tensor]:
-        """Return the stored weights by name, as they are saved and loaded."""
-
-    def save(self, directory: str | Path, writes: bool) -> None:
-        weights: dict[str, Tensor] = {}
-        for name, weight in self.named_weights().items():
-            whole = full_tensor(weight)  # a collective: every process must call it
-            if writes:
-                weights[name] = whole.detach().cpu().contiguous()
-        if writes:
-            save_file(weights, Path(directory) / TEACHER_FILE)
-
-    @torch.no_grad()
-    def load(self, directory: str | Path) -> None:
-        path = Path(directory) / TEACHER_FILE
-        if not path.is_file():
-            raise FileNotFoundError(
-                f"The checkpoint {directory} has no {path.name}, so the teacher cannot be restored. Resume from a "
-                "checkpoint of a run with the same `teacher_model_kind`, or start a new run from its weights."
-            )
-        own = self.named_weights()
-        with safe_open(path, framework="pt") as saved:  # one tensor at a time
-            if differing := own.keys() ^ saved.keys():
-                raise ValueError(
-                    f"{path} and this run's teacher have different parameters (for example {sorted(differing)[:3]}). "
-                    "Resume with the same fine-tuning method (full or LoRA) and LoRA configuration."
-                )
-            for name, weight in own.items():
-                copy_full(weight, saved.get_tensor(name))
-
-
-class OwnModelTeacher(Teacher):
-    """A teacher with a model of its own.
+class CopyTeacher(Teacher):
+    """Teacher with a model of its own: with full fine-tuning a second copy of the policy.
 
     Args:
         student: the unwrapped policy.
@@ -195,20 +193,11 @@ class OwnModelTeacher(Teacher):
         finally:
             reshard(self.model)
 
-
-class CopyTeacher(OwnModelTeacher, _StoredTeacher):
-    """Teacher of full fine-tuning: a second copy of the policy."""
-
-    def pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
-        student = _parameters(self.student)
-        for name, teacher in self.named_weights().items():
-            yield teacher, student[name]
-
     def named_weights(self) -> dict[str, Tensor]:
         return _parameters(self.unwrapped(self.model))
 
 
-class AdapterTeacher(_StoredTeacher):
+class AdapterTeacher(Teacher):
     """Teacher of LoRA: a frozen adapter beside the trained one, on a shared base.
 
     DeepSpeed casts all parameters of a model to one precision. There, the fp32 average is stored outside the model,
@@ -260,10 +249,8 @@ class AdapterTeacher(_StoredTeacher):
         for parameter, requires_grad in trainable.items():
             parameter.requires_grad_(requires_grad)
 
-    def pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
-        parameters = _parameters(self.student)
-        for name, teacher in self.named_weights().items():
-            yield teacher, parameters[name.replace(f".{ADAPTER_NAME}", f".{self.trained}")]
+    def student_name(self, name: str) -> str:
+        return name.replace(f".{ADAPTER_NAME}", f".{self.trained}")
 
     def named_weights(self) -> dict[str, Tensor]:
         return self.averages or self._adapter()
@@ -314,10 +301,7 @@ def make_teacher(
     if is_peft_model(student):
         _check_trains_adapter_only(student)
         return AdapterTeacher(student, accelerator)
-    precise = kind == "ema"
-    if accelerator is None:
-        return CopyTeacher(student, None, frozen_copy(student, precise=precise))
-    return CopyTeacher(student, accelerator, sharded_copy(student, accelerator, precise=precise))
+    return CopyTeacher(student, accelerator, frozen_copy(student, accelerator, precise=kind == "ema"))
 
 
 def _check_trains_adapter_only(student: nn.Module) -> None:

@@ -2,7 +2,7 @@
 
 Attention implementations with variable lengths (FlashAttention) read `cu_seq_lens`, FlexAttention reads the position
 ids. PyTorch's attention has no variable lengths here: `PACKED_SDPA` calls it once for every sequence, so that no mask
-of the square of the row is formed. It also reads a prefix that several sequences share once (`SharedRow`): the
+of the square of the row is formed. It also reads a prefix that several sequences share once (`PackedRow`): the
 rollouts of a group have one prompt, which is also the contrast prompt of others.
 """
 
@@ -34,32 +34,26 @@ _PACKABLE_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
 @dataclass(frozen=True)
-class SharedRow:
-    """Sequences in one row that holds a prefix which several of them share once.
+class PackedRow:
+    """Sequences in one row, in main memory, that may hold a prefix which several of them share once."""
 
-    Args:
-        ids: (R,), tokens of the row: its pieces, one after the other.
-        positions: (R,), position of each token in its sequence.
-        lengths: tokens of each piece.
-        parents: the piece that precedes each piece in its sequence, or None at the start of a sequence.
-        indices: (ΣL,), index in the row of each token of the sequences, one sequence after the other.
+    ids: Int[Tensor, " R"]  # tokens of the row: its pieces, one after the other
+    positions: Int[Tensor, " R"]  # position of each token in its sequence
+    lengths: tuple[int, ...]  # tokens of each piece
+    parents: tuple[int | None, ...]  # the piece that precedes each in its sequence, or None at the start of a sequence
+    indices: Int[Tensor, " S"]  # (ΣL,), index in the row of each token of the sequences, one sequence after the other
+
+
+def packed_row(sequences: Sequence[list[int]], shares: bool = True) -> PackedRow:
+    """The row of some sequences, whose hidden states in a causal model are those of the sequences.
+
+    With `shares` those with a common prefix of at least `SHORTEST_SHARED` tokens share it where this saves most; else
+    the row is one sequence after the other.
     """
-
-    ids: Int[Tensor, " R"]
-    positions: Int[Tensor, " R"]
-    lengths: tuple[int, ...]
-    parents: tuple[int | None, ...]
-    indices: Int[Tensor, " S"]
-
-
-def shared_row(sequences: Sequence[list[int]]) -> SharedRow:
-    """The row of some sequences, in main memory, whose hidden states in a causal model are those of the sequences.
-
-    Sequences with a common prefix of at least `SHORTEST_SHARED` tokens share it where this saves most.
-    """
+    groups = _prefix_groups(sequences) if shares else [([i], 0) for i in range(len(sequences))]
     pieces: list[tuple[list[int], int | None, int]] = []  # tokens, parent, position of the first token
     own: list[list[int]] = [[] for _ in sequences]  # pieces of each sequence
-    for group, common in _prefix_groups(sequences):
+    for group, common in groups:
         parent = len(pieces) if common else None
         if common:
             pieces.append((sequences[group[0]][:common], None, 0))
@@ -74,7 +68,7 @@ def shared_row(sequences: Sequence[list[int]]) -> SharedRow:
     positions = [torch.arange(start, start + length) for start, length in zip(starts, lengths, strict=True)]
     of_piece = torch.arange(sum(lengths)).split(lengths)
     indices = torch.cat([of_piece[piece] for of_sequence in own for piece in of_sequence])
-    return SharedRow(torch.tensor(list(itertools.chain(*ids))), torch.cat(positions), lengths, parents, indices)
+    return PackedRow(torch.tensor(list(itertools.chain(*ids))), torch.cat(positions), lengths, parents, indices)
 
 
 def _prefix_groups(sequences: Sequence[list[int]]) -> list[tuple[list[int], int]]:
@@ -111,7 +105,7 @@ def _common_length(one: list[int], other: list[int]) -> int:
 
 
 class RowLayout:
-    """Lengths of the sequences of a packed row, or of the pieces of a `SharedRow` with their parents.
+    """Lengths of the pieces of a `PackedRow`, and their parents; by default every piece is a sequence.
 
     No tuple, since a compiled layer would be compiled again for each tuple that it is given.
     """
@@ -130,7 +124,7 @@ def packed_sdpa(
     row_layout: RowLayout | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """PyTorch's attention, called once for each packed sequence, or for each piece of a `SharedRow`.
+    """PyTorch's attention, called once for each piece of a `PackedRow`.
 
     Args:
         module: the attention layer.
@@ -242,33 +236,32 @@ def enable_packing(model: nn.Module) -> None:
 
 
 def packed_inputs(
-    model: nn.Module,
-    input_ids: Int[Tensor, " L"],
-    lengths: Sequence[int],
-    shared: SharedRow | None = None,
-) -> dict[str, Any]:
+    model: nn.Module, sequences: Sequence[list[int]], device: torch.device, shares: bool = True
+) -> tuple[dict[str, Any], Int[Tensor, " S"]]:
     """Model inputs of one packed row. Nothing in them makes an attention layer wait for the device.
 
     Args:
         model: reads them; `enable_packing` was called for it.
-        input_ids: the sequences, one after the other, or the tokens of `shared`.
-        lengths: their lengths, at least 1 each; those of the pieces of `shared`.
-        shared: the layout, where `shares_prefixes(model)` and it is not one sequence after the other.
+        sequences: ids of each, at least one.
+        shares: read a common prefix once where the model can, see `packed_row`.
+
+    Returns:
+        The inputs; and the index in the row of each token of the sequences, in main memory.
     """
-    ends = [0, *itertools.accumulate(lengths)]
-    bounds = torch.tensor(ends, dtype=torch.int32).to(input_ids.device, non_blocking=True)
-    positions = torch.cat([torch.arange(length) for length in lengths]) if shared is None else shared.positions
-    positions = positions.to(input_ids.device, non_blocking=True)
-    inputs: dict[str, Any] = {"input_ids": input_ids[None], "position_ids": positions[None]}
-    implementation = attention_of(model)
-    if implementation == PACKED_SDPA:
-        layout = RowLayout(lengths, None if shared is None else shared.parents)
-        return inputs | {"attention_mask": _no_mask(input_ids.device), "row_layout": layout}
-    return inputs | (_flash_lengths(bounds, max(lengths)) if "flash" in implementation else {})
+    row = packed_row(sequences, shares and shares_prefixes(model))
+    ids = row.ids[None].to(device, non_blocking=True)
+    inputs = {"input_ids": ids, "position_ids": row.positions[None].to(device, non_blocking=True)}
+    if shares_prefixes(model):
+        inputs |= {"attention_mask": _no_mask(device), "row_layout": RowLayout(row.lengths, row.parents)}
+    elif "flash" in attention_of(model):
+        ends = [0, *itertools.accumulate(row.lengths)]
+        bounds = torch.tensor(ends, dtype=torch.int32).to(device, non_blocking=True)
+        inputs |= _flash_lengths(bounds, max(row.lengths))
+    return inputs, row.indices
 
 
 def shares_prefixes(model: nn.Module) -> bool:
-    """Whether packed rows of the model may be a `SharedRow`."""
+    """Whether packed rows of the model may share prefixes."""
     return attention_of(model) == PACKED_SDPA
 
 

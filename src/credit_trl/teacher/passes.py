@@ -4,7 +4,7 @@ Each prompt of each sample is read once, followed by the completion; only the hi
 are kept. Samples are processed in *groups*, whose hidden states are held at once. Within a group the sequences of all
 prompts are sorted and cut into *passes*, calls of the backbone with at most `batch_tokens` tokens, padded or packed.
 Padded passes are sorted by length and end early where padding would cost more than another pass. Packed ones are
-sorted by prompt, so that a prefix that several prompts share is read once (`packing.SharedRow`).
+sorted by prompt, so that a prefix that several prompts share is read once (`packing.PackedRow`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from credit_trl.contexts.tokens import CompletionBatch, TokenContexts
 from credit_trl.teacher.causal_lm import backbone, head_input
 from credit_trl.teacher.models import Teacher
-from credit_trl.teacher.packing import SharedRow, packed_inputs, padded_inputs, shared_row, shares_prefixes
+from credit_trl.teacher.packing import packed_inputs, padded_inputs
 from credit_trl.teacher.sharding import run_in_wrapped_forward
 
 # Maximum size of a group, in passes. A larger group sorts better, a smaller one holds fewer hidden states.
@@ -121,30 +121,26 @@ class _Reader:
         self.loss_mask = batch.loss_mask.cpu()
         self.device = batch.ids.device
         self.packed = packed
-        self.shares = packed and shares_prefixes(self.unwrapped)
 
-    def forward(self, ids: list[Tensor], shared: SharedRow | None = None) -> Tensor:
-        """Hidden states of the sequences, (ΣL, H) packed or (b · longest, H) padded, or of `shared`, (R, H).
+    def forward(self, ids: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """Hidden states (R, H) of a pass, and the row of each token of the sequences, one after the other.
 
         Computed in the wrapper's forward, so that a sharded teacher gathers its weights.
         """
-        if shared is not None:
-            tokens = shared.ids
-        else:
-            tokens = torch.cat(ids) if self.packed else nn.utils.rnn.pad_sequence(ids, batch_first=True)
-        tokens = tokens.to(self.device, non_blocking=True)
         if self.packed:
-            lengths = [len(sequence) for sequence in ids] if shared is None else shared.lengths
-            inputs = packed_inputs(self.unwrapped, tokens, lengths, shared)
+            inputs, indices = packed_inputs(self.unwrapped, [own.tolist() for own in ids], self.device)
         else:
-            inputs = padded_inputs(self.unwrapped, tokens)
+            tokens = nn.utils.rnn.pad_sequence(ids, batch_first=True)
+            inputs = padded_inputs(self.unwrapped, tokens.to(self.device, non_blocking=True))
+            indices = torch.cat([i * tokens.shape[1] + torch.arange(len(own)) for i, own in enumerate(ids)])
 
         def run(input_ids: Tensor) -> Tensor:
             with self.teacher.autocast():
                 outputs = backbone(self.unwrapped)(**(inputs | {"input_ids": input_ids}), use_cache=False)
                 return head_input(self.unwrapped, outputs.last_hidden_state)
 
-        return run_in_wrapped_forward(self.model, self.unwrapped, run, inputs["input_ids"]).flatten(0, 1)
+        hidden = run_in_wrapped_forward(self.model, self.unwrapped, run, inputs["input_ids"])
+        return hidden.flatten(0, 1), indices
 
     def states_of(self, group: list[int], of_group: list[list[_Sequence]]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """One group's part of `token_states`. Tokens of one sample are contiguous."""
@@ -155,20 +151,17 @@ class _Reader:
         count = 1 + max(sequence.context for of_pass in of_group for sequence in of_pass)
         kept: Tensor | None = None
         for of_pass in of_group:
-            ids = [sequence.ids(self.completion_ids) for sequence in of_pass]
-            shared = shared_row([sequence.tolist() for sequence in ids]) if self.shares else None
-            hidden = self.forward(ids, shared)
+            hidden, indices = self.forward([sequence.ids(self.completion_ids) for sequence in of_pass])
             if kept is None:
                 kept = hidden.new_empty(count * len(rows), hidden.shape[-1])
-            width = max(map(len, of_pass))
-            firsts = itertools.accumulate((len(s) if self.packed else width for s in of_pass), initial=0)
-            read, written = [], []
+            firsts = itertools.accumulate(map(len, of_pass), initial=0)
+            read: list[Tensor] = []
+            written: list[Tensor] = []
             for sequence, first in zip(of_pass, firsts, strict=False):
                 tokens = span[sequence.sample]
                 read.append(first + sequence.positions(columns[tokens]) - 1)
                 written.append(sequence.context * len(rows) + torch.arange(tokens.start, tokens.stop))
-            indices = torch.cat(read) if shared is None else shared.indices[torch.cat(read)]
-            at = torch.stack([torch.cat(written), indices]).to(self.device, non_blocking=True)
+            at = torch.stack([torch.cat(written), indices[torch.cat(read)]]).to(self.device, non_blocking=True)
             kept[at[0]] = hidden[at[1]]
         states = kept.view(count, len(rows), -1)
         at = torch.stack([samples[rows], columns]).to(self.device, non_blocking=True)
@@ -200,7 +193,8 @@ def passes(sequences: Sequence[_Sequence], batch_tokens: int, packed: bool) -> I
         padding = tokens - real - len(sequence)
         if batch and (tokens > batch_tokens or padding > PADDING_SHARE * batch_tokens):
             yield batch
-            batch, real = [], 0
+            batch = []
+            real = 0
         batch.append(sequence)
         real += len(sequence)
     if batch:

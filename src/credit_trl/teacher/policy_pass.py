@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from credit_trl.teacher.causal_lm import backbone, head_input
-from credit_trl.teacher.packing import packed_inputs, padded_inputs, shared_row, shares_prefixes
+from credit_trl.teacher.packing import packed_inputs, padded_inputs
 
 
 @dataclass(frozen=True)
@@ -63,18 +63,17 @@ def policy_states(
         The hidden states that predict the chosen tokens, in the dtype of the LM head's product; the number of tokens
         that the pass read, padding included; and the load-balancing loss or None.
     """
-    ids, valid, lengths = sequences.ids, sequences.valid, sequences.lengths
+    ids = sequences.ids
+    valid = sequences.valid
+    lengths = sequences.lengths
     index_in_row = None
     if packed:
         order = _first(valid.flatten()[None], sum(lengths))[0]
-        # Not for a router's loss, which is a mean over the tokens of every sequence.
-        if shares_prefixes(model) and not router_loss:
-            read = ids.flatten()[order].tolist()  # waits for the device once
-            row = shared_row([read[end - n : end] for n, end in zip(lengths, accumulate(lengths), strict=True)])
-            inputs = packed_inputs(model, row.ids.to(ids.device, non_blocking=True), row.lengths, row)
-            index_in_row = row.indices.to(ids.device, non_blocking=True)
-        else:
-            inputs = packed_inputs(model, ids.flatten()[order], lengths)
+        read = ids.flatten()[order].tolist()  # waits for the device once
+        whole = [read[end - n : end] for n, end in zip(lengths, accumulate(lengths), strict=True)]
+        # A router's loss is a mean over the tokens of every sequence, so that none is shared.
+        inputs, indices = packed_inputs(model, whole, ids.device, shares=not router_loss)
+        index_in_row = indices.to(ids.device, non_blocking=True)
         starts = valid.sum(dim=1).cumsum(0) - valid.sum(dim=1)
     else:
         width = max(lengths)

@@ -102,22 +102,18 @@ def reshard(module: nn.Module) -> None:
             submodule.reshard()
 
 
-def frozen_copy(model: PreTrainedModel, *, precise: bool) -> PreTrainedModel:
-    """Copy a model that is not sharded without gradients, on the same device; `precise` stores at least fp32."""
-    copied = copy.deepcopy(model).requires_grad_(False)
-    copied.__dict__.pop("forward", None)  # TRL's patched forward is bound to the original
-    return copied.to(torch.promote_types(copied.dtype, torch.float32)) if precise else copied
-
-
-def sharded_copy(model: PreTrainedModel, accelerator: Accelerator, *, precise: bool) -> nn.Module:
+def frozen_copy(model: PreTrainedModel, accelerator: Accelerator | None, *, precise: bool) -> nn.Module:
     """Copy a model without gradients, and place or shard the copy as the accelerator will do with the model.
 
-    The model is not wrapped yet; ZeRO-3 may have partitioned it during loading. `precise` stores the copy in at least
-    fp32, in place of DeepSpeed's precision.
+    The model is not wrapped yet; ZeRO-3 may have partitioned it during loading. Without an accelerator the copy stays
+    on the same device. `precise` stores it in at least fp32, in place of DeepSpeed's precision.
     """
     if is_zero3(accelerator):
         return _zero3_copy(model, accelerator, precise)
-    return place_frozen(frozen_copy(model, precise=precise), accelerator)
+    copied = copy.deepcopy(model).requires_grad_(False)
+    copied.__dict__.pop("forward", None)  # TRL's patched forward is bound to the original
+    copied = copied.to(torch.promote_types(copied.dtype, torch.float32)) if precise else copied
+    return copied if accelerator is None else place_frozen(copied, accelerator)
 
 
 def place_frozen(model: PreTrainedModel, accelerator: Accelerator) -> nn.Module:
@@ -157,7 +153,8 @@ def _zero3_copy(model: PreTrainedModel, accelerator: Accelerator, precise: bool)
     copied.requires_grad_(False)
     if uses_fp32_lm_head(model):
         use_fp32_lm_head(copied)
-    named, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    named = dict(model.named_parameters())
+    buffers = dict(model.named_buffers())
     with torch.no_grad():
         for name, parameter in copied.named_parameters():
             with gathered([named[name]]), gathered([parameter], write=True):

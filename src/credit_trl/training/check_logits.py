@@ -103,7 +103,7 @@ def check_logits(model: nn.Module, accelerator: Accelerator) -> None:
     tolerance = 0.0
     if sizes == (head.vocabulary_size, head.weight.shape[1]) and head.weight.is_floating_point():
         hidden = hidden.to(head.weight.device)
-        trained = hidden.new_empty(1, head.vocabulary_size, dtype=accumulation_dtype(hidden))
+        trained = hidden.new_empty(1, head.vocabulary_size, dtype=accumulation_dtype(hidden.dtype))
         with torch.no_grad():
             project(head, hidden, out=trained, wants_entropy=False)
         dtypes = (own.dtype, hidden.dtype, computed, head.weight.dtype)

@@ -8,8 +8,8 @@ these are even. The gradient is that of the same samples. The evened batch is th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import fields
 from typing import Any
 
@@ -142,21 +142,6 @@ def _take(values: Any, rows: list[int]) -> Any:
     return values[rows] if isinstance(values, Tensor) else [values[i] for i in rows]
 
 
-@contextmanager
-def _without_autocast_cache() -> Iterator[None]:
-    """Keep no copies of the weights in the dtype of autocast after the layer that reads them.
-
-    TRL's trainer computes the loss under autocast, which keeps them until the loss of all parts is formed. With
-    recomputed activations (gradient checkpointing) nothing else needs them: each part reads a weight once.
-    """
-    enabled = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(enabled)
-
-
 def loss_in_parts(
     step: CreditStep,
     model: nn.Module,
@@ -176,18 +161,23 @@ def loss_in_parts(
         return step.loss(model, inputs, accumulation)
     inputs = inputs | {"loss_shares": step.loss_shares(model, inputs, accumulation)}
     parts = _parts(step, inputs)
+    device = inputs["completion_ids"].device
+    # TRL computes the loss under autocast, which would keep copies of the weights in its dtype until all parts
+    # are done. With recomputed activations nothing else needs them: each part reads a weight once.
+    enabled = torch.is_autocast_enabled(device.type)
+    dtype = torch.get_autocast_dtype(device.type)
+    uncached = torch.autocast(device.type, dtype, enabled, cache_enabled=False)
     losses = []
     for rows in parts:
         part = without_padding({name: _take(values, rows) for name, values in inputs.items()})
         is_last = rows is parts[-1]
         without_sync = not is_last and isinstance(model, DistributedDataParallel)
-        with model.no_sync() if without_sync else nullcontext(), _without_autocast_cache():
+        with model.no_sync() if without_sync else nullcontext(), uncached:
             loss = step.loss(model, part, accumulation)
             if not is_last and torch.is_grad_enabled():
                 backward(loss.terms.loss)
                 loss.terms.loss = loss.terms.loss.detach()
         losses.append(loss)
-    device = inputs["completion_ids"].device
     return MicroBatchLoss.joined(losses, [torch.tensor(rows, device=device) for rows in parts])
 
 
@@ -238,12 +228,6 @@ def rollout_logps(
         "completion_ids": ids[:, width:],
         "completion_mask": mask[:, width:],
     }
-    lengths = mask.sum(dim=1).tolist()
-    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    logps = None
-    for start in range(0, len(order), size):
-        rows = order[start : start + size]
-        of_rows = step.policy_logps(model, {name: values[rows] for name, values in batch.items()})
-        logps = of_rows.new_zeros(len(order), completion_width) if logps is None else logps
-        logps[rows] = of_rows
-    return logps
+    order = mask.sum(dim=1).argsort(descending=True, stable=True)
+    passes = ({name: values[rows] for name, values in batch.items()} for rows in order.split(size))
+    return torch.cat([step.policy_logps(model, one) for one in passes])[order.argsort()]

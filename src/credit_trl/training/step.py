@@ -18,7 +18,7 @@ from torch import Tensor, distributed, nn
 from credit_trl.config import CreditConfig
 from credit_trl.contexts.build import build_contexts
 from credit_trl.contexts.builder import ContextBuilder
-from credit_trl.contexts.tokens import CompletionBatch, TokenContexts, context_masks
+from credit_trl.contexts.tokens import CompletionBatch, TokenContexts
 from credit_trl.loss.correction import EngineTokens, corrects_for_engine
 from credit_trl.loss.credit_loss import credit_loss
 from credit_trl.loss.head import LMHead, choose_kernels, lm_head
@@ -26,16 +26,12 @@ from credit_trl.loss.projection import token_logps
 from credit_trl.loss.reduction import loss_shares
 from credit_trl.loss.scores import SupportConfig, score_completions, stored_scores
 from credit_trl.loss.terms import CreditLoss, LossConfig, LossTokens, MicroBatchLoss
-from credit_trl.loss.token_weight import TokenCredit, TokenWeight, weigh_tokens
+from credit_trl.loss.token_weight import TokenCredit, TokenWeight, identity, weigh_tokens
 from credit_trl.rollout.batch import GenerationBatch, loss_mask
 from credit_trl.teacher.models import Teacher
 from credit_trl.teacher.packing import cannot_pack, enable_packing
 from credit_trl.teacher.policy_pass import Sequences, chosen_sequences, policy_states
 from credit_trl.teacher.sharding import run_in_wrapped_forward
-
-
-def _alone(values: Any) -> Any:
-    return values
 
 
 class CreditStep:
@@ -65,8 +61,8 @@ class CreditStep:
         context_builder: ContextBuilder,
         teacher: Teacher,
         head: Callable[[nn.Module], LMHead] | None = None,
-        gather: Callable[[list], list] = _alone,
-        reduce: Callable[[Tensor], Tensor] = _alone,
+        gather: Callable[[list], list] = identity,
+        reduce: Callable[[Tensor], Tensor] = identity,
         token_weight: TokenWeight | None = None,
     ) -> None:
         self.config = config
@@ -94,7 +90,7 @@ class CreditStep:
             adds_to_grad=config.update_batch_tokens is not None and not is_distributed,
         )
         self.corrects_for_engine = corrects_for_engine(config)
-        self.router_loss = router_coefficient(config, teacher.student) != 0.0
+        self.router_loss = has_router_loss(config, teacher.student)
         self.packed = config.packed and cannot_pack(teacher.student) is None
         if config.packed:
             for model in teacher.models():
@@ -127,7 +123,11 @@ class CreditStep:
             loss, or GRPO's `advantages` (B, T), weighted.
         """
         contexts = self.build_contexts(batch) if contexts is None else contexts
-        masks = context_masks(contexts, tensors["completion_ids"].device)
+        device = tensors["completion_ids"].device
+        masks = {
+            "teacher_mask": torch.tensor([own.teacher is not None for own in contexts], device=device),
+            "contrast_mask": torch.tensor([len(own.contrasts) > 0 for own in contexts], device=device),
+        }
         mask = loss_mask(tensors) & masks["teacher_mask"][:, None]
         completions = CompletionBatch(tensors["completion_ids"], tensors["completion_mask"], mask)
         prepared = masks | score_completions(
@@ -166,9 +166,7 @@ class CreditStep:
             reduce=self.reduce,
         )
         weights = weigh_tokens(self.token_weight, credit)
-        weighted = {}
-        if "distillation" in weights:
-            weighted["token_weight"] = weights["distillation"]
+        weighted = {"token_weight": weights["distillation"]} if "distillation" in weights else {}
         if "grpo" in weights:
             advantages = tensors["advantages"]
             weighted["advantages"] = advantages[:, None] * weights["grpo"].to(advantages.dtype)
@@ -202,18 +200,17 @@ class CreditStep:
         scores = stored_scores(inputs, sequences.pick)
         policy = self.teacher.unwrapped(model)
 
-        def policy_loss(_: Int[Tensor, " N"]) -> tuple[Tensor, dict[str, Tensor], int, Tensor | None]:
+        def policy_loss(_: Int[Tensor, " N"]) -> tuple[dict[str, Tensor], int, Tensor | None]:
             with self.teacher.mixed_precision():
                 hidden, read, aux_loss = policy_states(
                     policy, sequences, packed=self.packed, router_loss=self.router_loss
                 )
             terms = credit_loss(hidden, self.head(policy), tokens, scores, self.loss_config)
-            others = {name: value for name, value in vars(terms).items() if name != "loss"}
-            return terms.loss, others, read, aux_loss
+            return vars(terms), read, aux_loss
 
         # Inside the wrapper's forward, DDP and FSDP see that backbone and head are used.
-        loss, others, read, aux_loss = run_in_wrapped_forward(model, policy, policy_loss, sequences.chosen)
-        terms = CreditLoss(loss=loss, **others)
+        values, read, aux_loss = run_in_wrapped_forward(model, policy, policy_loss, sequences.chosen)
+        terms = CreditLoss(**values)
         fidelity = _fidelity(terms, inputs.get("success_weights"), sequences.rows, mask)
         valid = sum(sequences.lengths)
         return MicroBatchLoss(terms, contrasted, sequences.rows, fidelity, aux_loss, read, valid, tokens.engine)
@@ -253,13 +250,12 @@ class CreditStep:
         return logps.new_zeros(mask.numel()).index_put_((sequences.chosen,), logps).view_as(mask)
 
 
-def router_coefficient(config: CreditConfig, policy: nn.Module) -> float:
-    """Coefficient of a router's load-balancing loss, by default the model's own; 0 without a mixture of experts."""
+def has_router_loss(config: CreditConfig, policy: nn.Module) -> bool:
+    """Whether the policy is a mixture of experts with a load-balancing loss, by default at the model's own weight."""
     text_config = policy.config.get_text_config()
-    if not hasattr(text_config, "output_router_logits"):
-        return 0.0
     own = getattr(text_config, "router_aux_loss_coef", 0.0)
-    return own if config.router_aux_loss_coef is None else config.router_aux_loss_coef
+    coefficient = own if config.router_aux_loss_coef is None else config.router_aux_loss_coef
+    return hasattr(text_config, "output_router_logits") and coefficient != 0.0
 
 
 def _fidelity(

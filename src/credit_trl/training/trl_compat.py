@@ -20,7 +20,6 @@ HOOKS: dict[type, dict[str, str | None]] = {
     GRPOTrainer: {
         "_calculate_rewards": "inputs prompts completions completion_ids_list",
         "_compute_loss": "model inputs",
-        "_generate": "prompts",
         "_generate_and_score_completions": "inputs",
         "_generate_single_turn": "prompt_ids images multimodal_fields num_generations has_tool_images",
         "_get_grad_norm": "model grad_norm",  # of transformers
@@ -37,7 +36,6 @@ HOOKS: dict[type, dict[str, str | None]] = {
         "log": "logs start_time",
         "save_model": "output_dir _internal_call",  # of transformers
         "train": None,  # of transformers
-        "training_step": "model inputs num_items_in_batch",
     },
     RepeatSampler: {"__iter__": ""},
     VLLMGeneration: {"_iter_named_params": ""},
