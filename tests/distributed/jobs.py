@@ -46,12 +46,8 @@ QUESTIONS = [
     {"prompt": [{"role": "user", "content": f"{a}+{b}="}], "answer": str(a + b)} for a in range(4) for b in range(5)
 ]
 QUESTIONS[3] = QUESTIONS[9]  # a duplicate, which must not be a contrast prompt
-ZERO = {
-    "train_micro_batch_size_per_gpu": "auto",
-    "gradient_accumulation_steps": "auto",
-    "gradient_clipping": "auto",
-    "zero_allow_untested_optimizer": True,
-}
+AUTOMATIC = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+ZERO = {"zero_allow_untested_optimizer": True} | dict.fromkeys(AUTOMATIC, "auto")
 
 
 def deterministic_rollouts(prompts, trainer):

@@ -33,8 +33,7 @@ SLOW = [
     ("zero3", 4, {"batch": 8, **LORA}),
 ]
 METRICS = ("credit/teacher_drift", "credit/kl_to_target", "credit/frac_without_teacher", "grad_norm", "loss")
-# Of the micro-batches and the machine, which depend on the processes.
-LOCAL = ("padding_factor", "seconds")
+LOCAL = ("padding_factor", "seconds")  # they depend on the processes
 LARGEST = 259 * 32  # elements of the tiny model's largest parameter, its embedding
 
 
