@@ -277,52 +277,6 @@ def test_statistics_ignore_blanks(n, v, size, shift, seed, data):
     assert_close(entropy.double(), torch.special.entr(p).sum(-1), rtol=1e-5, atol=1e-5 + 2e-6 * (size + abs(shift)))
 
 
-@kernels
-@given(options=heads, v=st.integers(1, 50), seed=st.integers(0, 2**16), keeps=st.booleans())
-@settings(max_examples=25, derandomize=True, deadline=None)
-def test_finished_logits_equal_torch_and_keep_blanks(options, v, seed, keeps):
-    from credit_trl.loss.triton_rows import RowStatistics
-
-    generator = torch.Generator().manual_seed(seed)
-    bias = torch.randn(v, generator=generator).to(DEVICE, torch.bfloat16) if options.pop("bias") else None
-    one = LMHead(torch.empty(v, 1, device=DEVICE), bias, kernels="triton", **options)
-    raw = (torch.randn(2, v, generator=generator) * 4).to(DEVICE)
-    finished = one.finish(raw.clone(), bias)
-    raw[:, v // 2] = finished[:, v // 2] = BLANK
-    kept = raw.clone()
-    statistics = RowStatistics(False)
-    statistics.fold(raw, raw=one, bias=bias, keeps=keeps)
-    assert_close(raw, finished if keeps else kept, rtol=1e-6, atol=1e-6 * (one.softcap or 1.0) / one.temperature)
-    assert_close(statistics.result()[0], finished.logsumexp(-1), rtol=1e-5, atol=1e-5)
-    assert (raw[:, v // 2] == BLANK).all()
-
-
-@kernels
-@pytest.mark.parametrize("softcap", [None, 3.0])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@given(n=st.integers(1, 3), v=st.integers(1, 50), seed=st.integers(0, 2**16))
-@settings(max_examples=8, derandomize=True, deadline=None)
-def test_gradient_kernel_writes_each_entry_once(softcap, dtype, n, v, seed):
-    from credit_trl.loss.triton_rows import logit_gradients
-
-    generator = torch.Generator().manual_seed(seed)
-    one = LMHead(torch.empty(v, 1), softcap=softcap, temperature=0.8)
-    logits = torch.randn(n, v, generator=generator).to(DEVICE)
-    logits[:, 0] = BLANK
-    factor, log_normalizer = torch.randn(2, n, generator=generator).to(DEVICE)
-    p = (logits.double() - log_normalizer.double()[:, None]).exp()
-    slope = 1.0 if softcap is None else 1 - (logits.double() * 0.8 / softcap) ** 2
-    before = logits.clone()
-    grads = logit_gradients(one, logits, log_normalizer, factor, dtype)
-    assert grads.dtype == dtype
-    assert (grads is logits) == (dtype == torch.float32)
-    assert dtype == torch.float32 or torch.equal(logits, before)
-    expected = (p * slope * factor.double()[:, None]).nan_to_num()
-    # A GPU rounds to bf16, the interpreter truncates.
-    rounding = 1e-5 if dtype == torch.float32 else 2**-8 if DEVICE == "cuda" else 2**-7
-    assert_close(grads.double(), expected, rtol=rounding, atol=1e-7)
-
-
 def test_sorted_scatter_of_an_accelerator_equals_that_of_a_cpu(monkeypatch):
     """The operation that sorts has a CPU implementation too; a fake device type selects it."""
     generator = torch.Generator().manual_seed(0)

@@ -326,8 +326,3 @@ def test_mistaken_reward_function_is_named_in_the_first_step(make_config, tokeni
     [message] = [m for m in messages if not m.startswith("The support holds")]
     assert value in message
     assert fix in message
-
-
-def test_suite_has_sixty_mistakes():
-    tables = (OPTIONS, TRAINERS, LINES, BUILT, AFTER_A_ROLLOUT)
-    assert sum(map(len, tables)) >= 60

@@ -34,16 +34,6 @@ def test_packed_tests_round_trip(cases, protocol):
     assert decode_cases(packed(pickle.dumps(text, protocol))) == cases
 
 
-@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
-def test_long_packed_tests_round_trip(protocol):
-    cases = [{"input": "é" * 300_000, "output": "x"}]
-    assert decode_cases(packed(pickle.dumps(json.dumps(cases, ensure_ascii=False), protocol))) == cases
-
-
-def test_plain_json_is_decoded():
-    assert decode_cases(json.dumps(CASES)) == CASES
-
-
 class Boom:
     def __reduce__(self):
         return (print, ("executed",))
@@ -83,26 +73,10 @@ def test_any_packed_bytes_give_a_list_or_value_error(data):
         assert isinstance(decode_cases(packed(data)), list)
 
 
-@given(text=st.text(max_size=100))
-def test_any_text_gives_a_list_or_value_error(text):
-    with contextlib.suppress(ValueError):
-        assert isinstance(decode_cases(text), list)
-
-
-def test_module_does_not_import_pickle():
-    assert not hasattr(lcb_cases, "pickle")
-
-
 def test_oversized_packed_tests_raise(monkeypatch):
     monkeypatch.setattr(lcb_cases, "LARGEST", 1_000_000)
     with pytest.raises(ValueError, match="unpacks to more than 1000000 bytes"):
         decode_cases(packed(pickle.dumps(json.dumps([" " * 2_000_000]))))
-
-
-def test_truncated_packed_tests_raise():
-    whole = zlib.compress(pickle.dumps(json.dumps(CASES)))
-    with pytest.raises(ValueError, match="cut off"):
-        decode_cases(base64.b64encode(whole[:-6]).decode())
 
 
 # ---- the answer ----

@@ -11,8 +11,6 @@ from functools import partial
 
 import pytest
 from datasets import Dataset
-from hypothesis import given
-from hypothesis import strategies as st
 
 from credit_trl import Verdict
 from credit_trl.rollout.deadline import deadline_in
@@ -87,19 +85,6 @@ def test_draw_depends_on_seed_and_problem_only(write_jsonl):
     assert again.items() <= first.items()
     assert len(set(first.values())) > 1
     assert sum(first[name] != other[name] for name in first) >= 7
-
-
-@given(count=st.integers(1, 300), identity=st.text(max_size=5), seed=st.integers(0, 99))
-def test_drawn_indices_are_distinct_sorted_and_half(count, identity, seed):
-    places = livecodebench._half(count, identity, seed)
-    assert places == sorted(set(places))
-    assert len(places) == max(1, int(count / 2))
-    assert set(places) <= set(range(count))
-
-
-def test_draw_is_uniform():
-    drawn = [place for number in range(2000) for place in livecodebench._half(6, f"q{number}", 0)]
-    assert all(abs(drawn.count(place) - 1000) < 120 for place in range(6))
 
 
 def test_contest_dates_are_filtered(write_jsonl):
@@ -336,13 +321,6 @@ def test_answers_and_debug_output_have_separate_limits(sandbox, code, answer):
     assert "Output Limit Exceeded" in livecodebench.verify(fenced(code), answer, sandbox=sandbox).feedback
 
 
-def test_feedback_on_time_out_shows_limit_and_input(sandbox):
-    answer = stdin_answer(("1\n", "1\n"), time_limit=0.2)
-    verdict = livecodebench.verify(fenced("while True:\n    pass"), answer, sandbox=sandbox)
-    assert verdict.reward == 0
-    assert verdict.feedback == "Test 1: Time Limit Exceeded (0.2 seconds)\nInput: 1"
-
-
 @pytest.mark.parametrize("response", ["I think that", f"<think>\n{fenced(RIGHT)}\nWait"])
 def test_response_without_program_needs_no_sandbox(monkeypatch, response):
     """Nor does one whose thinking never ends."""
@@ -373,19 +351,6 @@ def test_solutions_of_the_examples_pass_beside_other_rollouts(sandbox):
     conversations = [[{"role": "assistant", "content": text}] for text in responses]
     verdicts = livecodebench.reward(conversations, answers, [False] * 32, sandbox=sandbox, progress=False)
     assert [verdict.reward for verdict in verdicts] == [1.0, 0.0, 0.0, 1.0] * 8
-
-
-def test_mixes_with_other_tasks_in_default_sandbox(sandbox):
-    livecodebench.use_sandbox(sandbox)
-    try:
-        verdicts = load_task("livecodebench,sciknoweval:physics").reward(
-            completions=[fenced(RIGHT), "<answer>A</answer>", fenced("print(0)")],
-            task=["livecodebench", "sciknoweval:physics", "livecodebench"],
-            answer=[DOUBLE, "A", DOUBLE],
-        )
-    finally:
-        livecodebench.use_sandbox(None)
-    assert [verdict.reward for verdict in verdicts] == [1.0, 1.0, 0.0]
 
 
 def test_programs_of_a_timed_out_verifier_do_not_block_the_next(sandbox):
@@ -503,19 +468,8 @@ def test_undecided_response_has_no_reward(outcomes, reward):
     assert ("undecided" in verdict.metrics) == (reward is None)
 
 
-def test_functional_outcome_without_value_is_an_error():
-    verdict = livecodebench.verify(fenced("def turn(xs): pass"), TURN, sandbox=RecordingSandbox(ok("[2,1]"), ok("[]")))
-    assert verdict.reward == 0
-    assert verdict.feedback.startswith("Test 1: Runtime Error")
-
-
 def test_each_program_runs_once_per_test():
     box = RecordingSandbox(*[ok("6")] * 9)
     livecodebench.reward([fenced("print(6)"), "none", fenced("print(6)")], [DOUBLE] * 3, sandbox=box)
     groups = [(program.group, program.stdin) for program in box.programs]
     assert groups == [(0, "3\n"), (0, "10\n"), (2, "3\n"), (2, "10\n")]
-
-
-def test_answer_without_tests_raises():
-    with pytest.raises(ValueError, match="code answer"):
-        livecodebench.verify(fenced("print(1)"), "{}")

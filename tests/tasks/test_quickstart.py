@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import re
 
 import pytest
@@ -13,14 +12,12 @@ from hypothesis import strategies as st
 from credit_trl.tasks import quickstart
 from credit_trl.tasks.quickstart import (
     CITIES,
-    CUES,
     GROUPS,
     SHORTCUT_THOUGHT,
     TOPIC_OF,
     TOPICS,
     build,
     cities_of,
-    draw_question,
     verify,
 )
 
@@ -36,15 +33,6 @@ def options_of(row) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def splits():
     return {split: build(split).to_list() for split in ("train", "test")}
-
-
-def test_topics_cues_and_groups_have_their_sizes():
-    assert len(CUES) == 12
-    assert len(TOPIC_OF) == 72 == sum(len(cues.split()) for cues in CUES.values())
-    assert [len(GROUPS[group]) for group in ("known", "unknown", "holdout")] == [36, 24, 12]
-    assert sorted(cue for cues in GROUPS.values() for cue in cues) == sorted(TOPIC_OF)
-    words = [*TOPIC_OF, *TOPICS, *CITIES]
-    assert len(set(words)) == len(words)
 
 
 def test_splits_share_no_prompt_and_no_cue_city_pair(splits):
@@ -78,11 +66,6 @@ def test_cue_has_six_test_cities_and_eighteen_train_cities(cue):
     assert sorted(train + test) == sorted(CITIES)
 
 
-def test_correct_letters_are_balanced(splits):
-    letters = [json.loads(row["answer"])["option"] for row in splits["train"]]
-    assert all(0.2 < letters.count(letter) / len(letters) < 0.3 for letter in "ABCD")
-
-
 def test_only_the_correct_tool_is_rewarded(splits):
     for row in splits["test"]:
         for letter, tool in options_of(row).items():
@@ -99,21 +82,10 @@ def test_feedback_contains_only_the_letter(splits):
         assert not any(word in feedback for word in (*TOPICS, *TOPIC_OF, *CITIES))
 
 
-def test_same_feedback_means_different_tools(splits):
-    tools = {tool for row in splits["test"] for letter, tool in options_of(row).items() if letter == "A"}
-    assert len(tools) == len(TOPICS)
-
-
 def test_build_is_determined_by_its_seed():
     assert build("test", seed=3).to_list() == build("test", seed=3).to_list()
     assert build("test", seed=3)["prompt"] != build("test", seed=4)["prompt"]
     assert len(set(build("train")["id"])) == len(build("train"))
-
-
-def test_groups_and_rows_per_cue_are_options():
-    rows = build("test", groups=["holdout"], rows_per_cue=2)
-    assert set(rows["group"]) == {"holdout"}
-    assert len(rows) == 24
 
 
 @pytest.mark.parametrize(
@@ -179,14 +151,6 @@ def test_any_text_gets_a_verdict(text, topic, city):
     call = f'Thought: x{text}\nAction: {topic}_api\nAction Input: {{"city": "{city}"}}'
     expected = (topic, city) == ("music", "Oslo") and "\n" not in text
     assert verify(call, ANSWER).reward == float(expected)
-
-
-@given(st.sampled_from(sorted(TOPIC_OF)), st.integers(0, 2**32))
-def test_gold_response_of_a_drawn_question_is_rewarded(cue, seed):
-    question = draw_question(random.Random(seed), cue)
-    assert verify(question.response(), question.answer).reward == 1.0
-    assert verify(question.response(SHORTCUT_THOUGHT), question.answer).metrics == {"format": 1.0, "shortcut": 1.0}
-    assert verify("", question.answer).feedback == question.feedback
 
 
 def test_reward_equals_verify_for_texts_and_conversations():

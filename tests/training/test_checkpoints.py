@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import TrainerCallback
 
 from credit_trl import CreditTrainer
 from credit_trl.training import checkpoints
@@ -29,16 +28,6 @@ def make_trainer(make_model, make_config, tokenizer, dataset, tmp_path):
         )
 
     return make
-
-
-class StepCounter(TrainerCallback):
-    """Records the index of each trained step."""
-
-    def __init__(self, steps: list[int]) -> None:
-        self.steps = steps
-
-    def on_step_end(self, args, state, control, **kwargs):
-        self.steps.append(state.global_step)
 
 
 def names(folder: Path) -> list[str]:
@@ -114,12 +103,6 @@ def test_latest_is_newest_complete_checkpoint_or_none(tmp_path):
     assert checkpoint_to_resume(None, tmp_path) is None
 
 
-@pytest.mark.parametrize("asked", ["true", "elsewhere"])
-def test_missing_checkpoint_error_suggests_latest(asked, tmp_path):
-    with pytest.raises(ValueError, match=r"no such folder.*`latest` for the newest"):
-        checkpoint_to_resume(asked, tmp_path)
-
-
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
@@ -133,14 +116,6 @@ def test_folder_that_is_no_checkpoint_is_refused(asked, message, tmp_path):
         (tmp_path / name).touch()
     with pytest.raises(ValueError, match=message):
         checkpoint_to_resume(str(tmp_path / asked), tmp_path)
-
-
-def test_latest_works_before_first_checkpoint(make_trainer):
-    trained = []
-    for max_steps in (1, 3):
-        trainer = make_trainer(max_steps=max_steps, callbacks=[StepCounter(trained)])
-        trainer.train(resume_from_checkpoint="latest")
-    assert trained == [1, 2, 3]
 
 
 def test_second_call_of_train_uses_no_rollouts_of_the_first(make_trainer, monkeypatch):

@@ -127,20 +127,6 @@ def test_resumed_run_restores_alarms_and_clock(make_model, make_config, tokenize
     assert resumed.clock._step == 3
 
 
-def test_masked_samples_have_no_share_of_the_fidelity(make_model, make_config, tokenizer, dataset):
-    trainer = build(make_model, make_config, tokenizer, dataset)
-    batch = GenerationBatch([{}] * 8, ["x"] * 8, [[1]] * 8, [1.0, 0.0, 0.0, 0.0] * 2, [None] * 8, 0, group_size=4)
-    contexts = [SimpleNamespace(teacher=[1])] * 8
-    mask = torch.tensor([[True], [True], [False], [False]] * 2)
-    weights = trainer._weigh_successes(batch, contexts, mask)
-    assert weights.tolist() == [0.5, -0.5, 0.0, 0.0] * 2
-
-
-def test_missing_values_are_ignored():
-    values = [2.0, math.nan] * WINDOW + [0.5, math.nan] * WINDOW
-    assert observe(**{FIDELITY: values}) == {"fidelity"}
-
-
 def build(make_model, make_config, tokenizer, dataset, rewards=length_verdicts, **options):
     config = make_config(**{"max_steps": 30, "success_reward_threshold": 1.0, **options})
     return CreditTrainer(make_model(), rewards, config, dataset, processing_class=tokenizer)

@@ -217,31 +217,11 @@ def test_run_warns_once(run, make_model, case):
     assert all(is_same) == (case in ("masked", "no teacher"))  # whose loss is 0
 
 
-def test_evaluation_without_contrast_prompts_warns_once(run):
-    trainer, warned = run(
-        max_steps=2, eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=4, num_generations_eval=4
-    )
-    assert len([w for w in warned if "has a contrast prompt" in w]) == 1
-    entries = trainer.state.log_history
-    assert {e["eval_credit/frac_without_contrast"] for e in entries if "eval_loss" in e} == {1.0}
-    assert {e["credit/frac_without_contrast"] for e in entries if "loss" in e} == {0.0}
-
-
 def test_samples_without_a_teacher_hide_no_missing_contrast():
     contexts = [TokenContexts([1]), TokenContexts(None), TokenContexts(None)]
     shares = context_metrics(contexts, True, lambda counts: counts)
     with pytest.warns(CreditWarning, match="No sample with a teacher of this generation batch has a contrast prompt"):
         Alarms().check_contexts(shares)
-
-
-def test_step_of_samples_without_a_teacher_is_no_masked_one(run):
-    def no_feedback(completions, **kwargs):  # the only success of a group has no other success as its demonstration
-        return [Verdict(float(i % 4 == 0)) for i in range(len(completions))]
-
-    options = {"per_device_train_batch_size": 1, "steps_per_generation": 8, "contrastive_source": "dataset"}
-    trainer, warned = run(no_feedback, max_steps=8, dont_reprompt_on_self_success=True, **options)
-    assert any("credit/advantage_mean" not in entry for entry in trainer.state.log_history[:-1])
-    assert not [message for message in warned if "No token" in message]
 
 
 @pytest.mark.parametrize(
@@ -329,27 +309,6 @@ def test_undefined_metrics_reach_no_logger(run):
     logged = [value for entry in trainer.state.log_history for value in entry.values()]
     assert logged
     assert all(value is not None and math.isfinite(float(value)) for value in logged)
-
-
-def test_warnings_print_no_source_line():
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        Alarms().raise_once("cause", "Check the verifier.")
-    [one] = caught
-    shown = warnings.formatwarning(one.message, one.category, one.filename, one.lineno)
-    assert shown == "credit_trl:0: CreditWarning: Check the verifier.\n"
-
-
-def test_feedback_that_nowhere_fits_warns_once(run, tokenizer, dataset):
-    longest = max(len(tokenizer.apply_chat_template(row["prompt"], tokenize=False)) for row in dataset)
-
-    def verdicts(completions, **kwargs):
-        return [Verdict(float(i % 4 == 0), "x" * 500) for i in range(len(completions))]
-
-    trainer, messages = run(verdicts, max_reprompt_len=longest + 60)
-    [message] = [m for m in messages if "max_reprompt_len" in m]
-    assert "all of it was dropped" in message
-    assert trainer.state.log_history[0]["credit/frac_feedback_dropped"] > 0
 
 
 @pytest.mark.parametrize(("kind", "value"), [("missing", math.nan), ("infinite", -math.inf)])

@@ -62,13 +62,6 @@ def test_card_states_method_data_and_versions(train):
     assert "None" not in card
 
 
-def test_card_of_grpo_states_no_contrast(train):
-    trainer = train(distillation_weight=0.0, max_steps=1)
-    trainer.create_model_card(model_name="tiny")
-    assert "`contrastive_coef`" not in (card := read_card(trainer))
-    assert "| data | 12 rows |" in card
-
-
 def test_pushed_card_names_the_repository(train, monkeypatch, tmp_path):
     uploaded = []
 

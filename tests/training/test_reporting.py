@@ -35,25 +35,6 @@ def test_training_line_has_metrics_stages_and_time_left():
     )
 
 
-def test_evaluation_line_has_the_same_columns():
-    line = log_line({f"eval_{name}": value for name, value in LOGS.items()}, 7, 100)
-    assert line.startswith("eval at step   7/100  reward   0.438  length   21.2  s   0.846")
-    assert "left" not in line
-
-
-def test_log_without_known_metrics_shows_all_numbers():
-    logs = {"eval_avg@4": 0.25, "eval_avg@4_low": 0.2, "epoch": 1.0, "text": "x"}
-    assert log_line(logs, 5, 5) == "eval at step 5/5  avg@4 0.25  avg@4_low 0.2"
-
-
-def test_kl_of_grpo_is_shown_without_a_teacher():
-    assert "kl   0.200" in log_line({"reward": 1.0, "kl": 0.2}, 1, 2)
-
-
-def test_missing_metrics_have_no_column():
-    assert log_line({"reward": 1.0}, 1, 2, math.nan) == "step 1/2  reward   1.000"
-
-
 @pytest.mark.parametrize("disable_tqdm", [True, False])
 def test_run_prints_one_line_per_step(make_model, make_config, tokenizer, dataset, capsys, disable_tqdm):
     config = make_config(disable_tqdm=disable_tqdm)

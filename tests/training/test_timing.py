@@ -39,14 +39,6 @@ def test_report_is_mean_per_step_and_resets(now):
     assert clock.report(6) == {}
 
 
-def test_steps_of_a_resumed_run_count_from_its_first(now):
-    clock = StageClock()
-    clock.start(500)
-    with clock.stage("rollout"):
-        now[0] += 8
-    assert clock.report(502) == {"credit/seconds_rollout": 4}
-
-
 def test_failed_stage_is_timed(now):
     clock = StageClock()
 

@@ -52,13 +52,6 @@ def test_untested_minor_warns_once(version):
     assert f"TRL {version} is installed" in str(warning.message)
 
 
-@pytest.mark.parametrize("minor", TESTED_TRL)
-def test_patch_release_of_a_tested_version_passes(minor):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        check_trl(f"{minor}.9")
-
-
 @pytest.mark.parametrize(("owner", "name"), [(owner, name) for owner, hooks in HOOKS.items() for name in hooks])
 def test_missing_or_changed_method_is_an_error_that_names_it(monkeypatch, owner, name):
     for method in (None, lambda self, something_else: None):
