@@ -25,12 +25,10 @@ class Following:
 
     Args:
         teacher, contrast: share of the student's change that appears under x and under x'.
-        update_rate: rate of the exponential average of the student that is the teacher.
     """
 
     teacher: float = 1.0
     contrast: float = 1.0
-    update_rate: float = 1.0
 
 
 class Branch:
@@ -57,7 +55,7 @@ class Branch:
         self.first = torch.zeros(len(delta), size, dtype=torch.float64)
         self.first[:, A] = start
         self.logits = self.first.clone().requires_grad_()
-        self.average, self.following = self.first.clone(), following
+        self.following = following
         self.lift, self.loss_of_b = torch.zeros_like(self.first), torch.zeros_like(self.first)
         self.lift[:, A], self.loss_of_b[:, B] = delta, s
 
@@ -66,7 +64,7 @@ class Branch:
         return (self.logits[:, A] - self.logits[:, B]).detach()
 
     def loss(self, form: str, alpha: float = 1.0, weights: Tensor | None = None) -> Tensor:
-        moved = self.average.lerp_(self.logits.detach(), self.following.update_rate) - self.first
+        moved = self.logits.detach() - self.first
         teacher = self.first + self.following.teacher * moved + self.lift
         contrast = self.first + self.following.contrast * moved + self.lift - self.loss_of_b
         states = TeacherStates(teacher, contrast[None], self.head)

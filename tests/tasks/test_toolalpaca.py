@@ -16,10 +16,8 @@ RESPONSES = {
     "keys in another order": ('Action: get\nAction Input: {"days": 2, "city": "Rome"}', GOLD, 1),
     "equal as Python values": ('Action: get\nAction Input: {"days": 2.0, "city": "Rome"}', GOLD, 1),
     "another name": (RIGHT.replace("get", "set"), GOLD, 0),
-    "another value": (RIGHT.replace("Rome", "Oslo"), GOLD, 0),
     "one call twice": (f"{RIGHT}\n{RIGHT}", GOLD, 0),
     "two calls in another order": (f'Action: put\nAction Input: {{"x": 1}}\n{RIGHT}', TWO, 1),
-    "one call of two": (RIGHT, TWO, 0),
     "inputs swapped between calls": (
         'Action: get\nAction Input: {"x": true}\nAction: put\nAction Input: {"city": "Rome", "days": 2}',
         TWO,
@@ -32,7 +30,6 @@ RESPONSES = {
     ),
     "no JSON": ("Action: get\nAction Input: {city: Rome}", [{"Action": "get", "Action_Input": "{}"}], 1),
     "no call": ("It is sunny.", GOLD, 0),
-    "empty": ("", GOLD, 0),
 }
 
 

@@ -38,7 +38,9 @@ def adapters(**options):
     return LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, **options)
 
 
-@pytest.mark.parametrize("peft", [None, adapters(), adapters(use_dora=True)], ids=["full", "lora", "dora"])
+@pytest.mark.parametrize(
+    "peft", [None, adapters(), adapters(use_dora=True, modules_to_save=["norm"])], ids=["full", "lora", "dora"]
+)
 @pytest.mark.parametrize(
     ("options", "updates"),
     [

@@ -19,13 +19,11 @@ from tiny import length_verdicts
 
 @pytest.fixture
 def make_trainer(make_model, make_config, tokenizer, dataset, tmp_path):
-    def make(callbacks=None, **options):
+    def make(**options):
         options = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 1, "max_steps": 3, **options}
         config = make_config(output_dir=str(tmp_path / "run"), **options)
         held_out = dataset.select(range(2)) if config.eval_strategy != "no" else None
-        return CreditTrainer(
-            make_model(), length_verdicts, config, dataset, held_out, processing_class=tokenizer, callbacks=callbacks
-        )
+        return CreditTrainer(make_model(), length_verdicts, config, dataset, held_out, processing_class=tokenizer)
 
     return make
 
@@ -106,6 +104,7 @@ def test_latest_is_newest_complete_checkpoint_or_none(tmp_path):
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
+        ("elsewhere", "no such folder.*`latest` for the newest"),
         (".", "folder of a run. Give a checkpoint"),
         ("checkpoint-3", "manifest.json is missing.*not written completely"),
     ],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import warnings
 from types import SimpleNamespace
@@ -33,22 +32,22 @@ REWARD = "reward"
 def test_success_weights_give_the_mean_gap_of_mixed_groups(rewards, size, data):
     rewards = rewards[: len(rewards) // size * size]
     has_teacher = [data.draw(st.booleans()) for _ in rewards]
+    has_tokens = [data.draw(st.booleans()) for _ in rewards]
+    is_scored = [has and tokens for has, tokens in zip(has_teacher, has_tokens, strict=True)]
     values = [data.draw(st.floats(-5, 5)) for _ in rewards]
     gaps = []
-    for group in (
-        itertools.batched(range(len(rewards)), size)
-        if hasattr(itertools, "batched")
-        else [range(i, i + size) for i in range(0, len(rewards), size)]
-    ):
-        won = [values[i] for i in group if has_teacher[i] and rewards[i] == 1.0]
-        lost = [values[i] for i in group if has_teacher[i] and rewards[i] == 0.0]
+    for first in range(0, len(rewards), size):
+        group = range(first, first + size)
+        won = [values[i] for i in group if is_scored[i] and rewards[i] == 1.0]
+        lost = [values[i] for i in group if is_scored[i] and rewards[i] == 0.0]
         if won and lost:
             gaps.append(sum(won) / len(won) - sum(lost) / len(lost))
     count = len(rewards)
     batch = GenerationBatch([{}] * count, ["x"] * count, [[1]] * count, rewards, [None] * count, 0, group_size=size)
     contexts = [SimpleNamespace(teacher=[1] if has else None) for has in has_teacher]
-    weights, mixed, scored = teacher_success_weights(batch, contexts, torch.ones(count, 1, dtype=torch.bool), 1.0)
-    assert (mixed, scored) == (len(gaps), sum(has_teacher))
+    mask = torch.tensor(has_tokens)[:, None]
+    weights, mixed, scored = teacher_success_weights(batch, contexts, mask, 1.0)
+    assert (mixed, scored) == (len(gaps), sum(is_scored))
     if gaps:
         assert weights @ torch.tensor(values) == pytest.approx(sum(gaps) / len(gaps), abs=1e-5)
     else:

@@ -100,17 +100,6 @@ def test_final_model_of_an_earlier_run_leaves_unless_it_is_the_base(tmp_path, is
     assert (tmp_path / "previous-1" / "checkpoint-2").is_dir()
 
 
-@pytest.mark.parametrize("is_base", [False, True])
-def test_model_of_an_earlier_quickstart_leaves_unless_it_is_the_base(tmp_path, is_base):
-    for name in ("checkpoint-2/state", "model/adapter_config.json", "token_maps.html"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).touch()
-    set_aside(tmp_path, 0, str(tmp_path / "model") if is_base else "Qwen/Qwen3-0.6B")
-    assert (tmp_path / "model").exists() == is_base
-    assert (tmp_path / "previous-1" / "model").exists() != is_base
-    assert (tmp_path / "previous-1" / "token_maps.html").is_file()
-
-
 def test_log_of_a_run_that_saved_no_checkpoint_is_kept(train, tmp_path):
     """`latest` starts from the beginning after a crash before the first checkpoint."""
     for _ in range(3):
