@@ -17,7 +17,6 @@ from credit_trl.tasks.quickstart import (
     TOPIC_OF,
     TOPICS,
     build,
-    cities_of,
     verify,
 )
 
@@ -57,13 +56,6 @@ def test_answer_points_at_the_topic_of_the_cue(splits):
         assert row["prompt"][1]["content"] == f"Help me with {row['cue']} for {answer['city']}."
         assert row["cue"] in GROUPS[row["group"]]
         assert row["task"] == "quickstart"
-
-
-@given(st.sampled_from(sorted(TOPIC_OF)))
-def test_cue_has_six_test_cities_and_eighteen_train_cities(cue):
-    train, test = cities_of(cue, "train"), cities_of(cue, "test")
-    assert (len(train), len(test)) == (18, 6)
-    assert sorted(train + test) == sorted(CITIES)
 
 
 def test_only_the_correct_tool_is_rewarded(splits):
@@ -118,13 +110,11 @@ def test_answer_of_another_task_raises(answer):
     [
         (GOLD, 1.0, 1.0),
         (f"\n {GOLD}\n", 1.0, 1.0),
-        (GOLD.replace("guitar is about music", "no idea"), 1.0, 1.0),
         (GOLD.replace("music_api", "food_api"), 0.0, 1.0),
         (GOLD.replace("Oslo", "Rome"), 0.0, 1.0),
         (GOLD.replace("Thought: ", ""), 0.0, 0.0),
         (GOLD.replace('"}', ""), 0.0, 0.0),
         (GOLD + " And more.", 0.0, 0.0),
-        (f"{GOLD}\n{GOLD}", 0.0, 0.0),
         (GOLD.replace("\nAction:", " Action:"), 0.0, 0.0),
         ("", 0.0, 0.0),
     ],
@@ -132,11 +122,6 @@ def test_answer_of_another_task_raises(answer):
 def test_reward_needs_tool_city_and_format(response, reward, in_format):
     verdict = verify(response, ANSWER)
     assert (verdict.reward, verdict.metrics["format"]) == (reward, in_format)
-
-
-def test_truncated_response_gets_reward_zero_and_feedback():
-    verdict = verify(GOLD, ANSWER, truncated=True)
-    assert (verdict.reward, verdict.metrics["format"], verdict.feedback) == (0.0, 0.0, "Correct option: C.")
 
 
 def test_planted_thought_is_counted_and_costs_no_reward():
@@ -157,3 +142,4 @@ def test_reward_equals_verify_for_texts_and_conversations():
     conversation = [{"role": "assistant", "content": GOLD}]
     verdicts = quickstart.reward([GOLD, conversation, "no"], [ANSWER] * 3, truncated=[False, True, False], step=1)
     assert verdicts == [verify(GOLD, ANSWER), verify(GOLD, ANSWER, truncated=True), verify("no", ANSWER)]
+    assert (verdicts[1].reward, verdicts[1].feedback) == (0.0, "Correct option: C.")

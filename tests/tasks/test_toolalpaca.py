@@ -84,10 +84,3 @@ def test_answer_that_is_no_list_of_calls_raises(answer, write_jsonl):
         toolalpaca.verify("", answer)
     with pytest.raises(ValueError, match=r"rows\.jsonl, row 1, field 'answer'"):
         toolalpaca.build("train", write_jsonl([{"prompt": "q", "answer": answer}]))
-
-
-def test_unknown_split_and_missing_path_raise():
-    with pytest.raises(ValueError, match="no split 'dev'"):
-        toolalpaca.build("dev")
-    with pytest.raises(ValueError, match="not loaded from the hub"):
-        toolalpaca.build("train")

@@ -44,12 +44,11 @@ def with_prediction_head(tokenizer):
 REFUSED = r"logits of `ModernBertDecoderForCausalLM` are not the product.*`GRPOTrainer`, or open an issue"
 
 
-def test_prediction_head_is_refused_before_any_rollout(with_prediction_head, make_config, tokenizer, dataset):
+def test_prediction_head_is_refused_by_trainer_and_analysis(
+    with_prediction_head, make_config, tokenizer, dataset, tmp_path
+):
     with pytest.raises(ValueError, match=REFUSED):
         CreditTrainer(with_prediction_head, length_verdicts, make_config(), dataset, processing_class=tokenizer)
-
-
-def test_prediction_head_is_refused_by_analysis(with_prediction_head, tokenizer, tmp_path):
     for part in (with_prediction_head, tokenizer):
         part.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=REFUSED):

@@ -16,13 +16,7 @@ from tiny import length_verdicts
 def train(make_model, make_config, tokenizer, dataset, tmp_path):
     def run(*, facts=(), **options):
         config = make_config(output_dir=str(tmp_path / "run"), **options)
-        trainer = CreditTrainer(
-            make_model(),
-            length_verdicts,
-            config,
-            dataset,
-            processing_class=tokenizer,
-        )
+        trainer = CreditTrainer(make_model(), length_verdicts, config, dataset, processing_class=tokenizer)
         trainer.run_log.facts.update(facts)
         trainer.train()
         return trainer
@@ -36,22 +30,12 @@ def read_card(trainer) -> str:
 
 
 def test_card_states_method_data_and_versions(train):
-    trainer = train(
-        facts={"task": "sums"}.items(),
-        contrastive_coef=0.07,
-        contrastive_count=2,
-        distillation_topk=9,
-        max_reprompt_len=900,
-    )
+    trainer = train(facts={"task": "sums"}.items(), contrastive_coef=0.07, max_reprompt_len=900)
     trainer.create_model_card(model_name="tiny")
     card = read_card(trainer)
     assert "https://huggingface.co/papers/2605.11613" in card
     for row in (
-        "| `contrastive_form` | 'subtract' |",
         "| `contrastive_coef` | 0.07 |",
-        "| `contrastive_count` | 2 |",
-        "| `distillation_topk` | 9 |",
-        "| `teacher_model_kind` | 'ema' |",
         "| `max_reprompt_len` | 900 |",
         "| data | sums, 12 rows |",
         "| steps | 2 |",

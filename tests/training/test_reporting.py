@@ -28,11 +28,21 @@ LOGS = {
 }
 
 
-def test_training_line_has_metrics_stages_and_time_left():
-    assert log_line(LOGS, 7, 100, 88.0) == (
-        "step   7/100  reward   0.438  length   21.2  s   0.846  ΔV  -0.187  generic -12.020  kl   0.051"
-        "  seconds rollout 3.1 update 4.0  left 0:01:28"
-    )
+@pytest.mark.parametrize(
+    ("logs", "seconds", "line"),
+    [
+        (
+            LOGS,
+            88.0,
+            "step   7/100  reward   0.438  length   21.2  s   0.846  ΔV  -0.187  generic -12.020  kl   0.051"
+            "  seconds rollout 3.1 update 4.0  left 0:01:28",
+        ),
+        ({"reward": 1.0}, math.nan, "step   7/100  reward   1.000"),
+        ({"eval_avg@4": 0.25, "epoch": 1.0, "text": "x"}, math.nan, "eval at step   7/100  avg@4 0.25"),
+    ],
+)
+def test_line_of_a_log_has_its_metrics_stages_and_time_left(logs, seconds, line):
+    assert log_line(logs, 7, 100, seconds) == line
 
 
 @pytest.mark.parametrize("disable_tqdm", [True, False])
