@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from credit_trl.tasks import lcb_cases
-from credit_trl.tasks.lcb_cases import answer_of, decode_cases, parse_answer, same_output, same_return_value
+from credit_trl.tasks.lcb_cases import decode_cases, parse_answer, same_output, same_return_value
 
 
 def packed(data: bytes) -> str:
@@ -85,12 +85,6 @@ def test_parse_answer_reads_text_and_objects():
     assert (len(cases), cases.fn_name, cases.time_limit) == (1, None, 6.0)
     assert parse_answer(ANSWER) == cases
     assert parse_answer(json.dumps(FUNCTIONAL)).arguments == ["[1, [2]]"]
-
-
-def test_answer_of_round_trips():
-    answer = answer_of([{"input": "1\n2", "output": "[3]", "testtype": "functional"}] * 2, "f", 2.0)
-    cases = parse_answer(answer)
-    assert (cases.inputs, cases.outputs, cases.fn_name) == (("1\n2",) * 2, ("[3]",) * 2, "f")
 
 
 MALFORMED = [  # (answer, what the message names)

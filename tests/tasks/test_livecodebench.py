@@ -17,7 +17,6 @@ from credit_trl.rollout.deadline import deadline_in
 from credit_trl.rollout.verdict import FAILED, VerifierPolicy
 from credit_trl.sandbox import Outcome, Program, Sandbox, open_sandbox
 from credit_trl.tasks import livecodebench, load_task
-from credit_trl.tasks.lcb_cases import parse_answer
 from credit_trl.tasks.lcb_feedback import CUT_OFF, WRONG_FORMAT
 
 
@@ -121,13 +120,6 @@ def test_release_selects_files_of_the_hub(tmp_path, write_jsonl, release, count)
     assert from_hub[:] == by_path[:]
     if release == "v6":
         assert by_path["id"] == ["livecodebench-q60", "livecodebench-q61"]
-
-
-def test_folder_lacking_release_files_raises(tmp_path, write_jsonl):
-    write_jsonl([hub_row()], "part/test6.jsonl")
-    assert len(livecodebench.build("test", tmp_path / "part")) == 1
-    with pytest.raises(FileNotFoundError, match=r"lacks test\.jsonl, test2\.jsonl for release_v2"):
-        livecodebench.build("test", tmp_path / "part", release="release_v2")
 
 
 @pytest.mark.parametrize(
@@ -404,19 +396,6 @@ def test_wrong_answers_are_rejected_in_the_batch():
     box = RecordingSandbox(ok("6"), ok("21"), ok("6"), Outcome("timeout"))
     livecodebench.reward([fenced("print(6)")] * 2, [DOUBLE, json.loads(DOUBLE)], sandbox=box)
     assert [outcome.status for outcome in box.kept] == ["ok", "rejected", "ok", "timeout"]
-
-
-def test_outputs_are_compared_at_once_and_not_kept():
-    long = "7" * 100_000
-    box = RecordingSandbox(
-        ok("6"), ok(long), Outcome("ok", value=json.dumps(long), stdout=long), Outcome("ok", value="[]")
-    )
-    verdicts = livecodebench.reward([fenced("print(6)"), fenced("def turn(xs): pass")], [DOUBLE, TURN], sandbox=box)
-    assert [(outcome.stdout, outcome.value) for outcome in box.kept] == [("", None)] * 4
-    assert [verdict.reward for verdict in verdicts] == [0.0, 0.0]
-    assert "7" * 247 + "..." in verdicts[0].feedback
-    outcome = ok("\U0001f642" + long)
-    assert sys.getsizeof(livecodebench._result(parse_answer(DOUBLE), 0, outcome).output) < 2_000
 
 
 def test_limits_follow_from_the_tests():

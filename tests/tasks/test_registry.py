@@ -5,10 +5,9 @@ import sys
 import textwrap
 
 import pytest
-from datasets import Dataset
 
 from credit_trl import Verdict
-from credit_trl.tasks import as_task, known_tasks, load_task
+from credit_trl.tasks import known_tasks, load_task
 from credit_trl.tasks.registry import BUILT_IN
 from credit_trl.testing import check_task
 
@@ -104,18 +103,6 @@ def test_unknown_names_raise_and_list_known_tasks(name, message):
 def test_object_without_build_and_verify_raises(own_package):
     with pytest.raises(TypeError, match="`build` and `verify`"):
         load_task("sums_env:not_a_task")
-
-
-def test_rows_without_required_columns_raise():
-    class Unasked:
-        def build(self, split, path=None):
-            return Dataset.from_list([{"question": "1 + 1?"}])
-
-        def verify(self, response, answer, *, truncated=False):
-            return Verdict(1.0)
-
-    with pytest.raises(ValueError, match=r"no column `prompt`, `answer`; its columns are question\. Rename one"):
-        as_task(Unasked, "unasked").build("train")
 
 
 def test_entry_points_add_names(own_package):

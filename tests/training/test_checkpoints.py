@@ -5,27 +5,21 @@ from __future__ import annotations
 import errno
 import json
 import os
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-from credit_trl import CreditTrainer
 from credit_trl.training import checkpoints
 from credit_trl.training.checkpoints import CheckpointError, checkpoint_to_resume, rename_atomically
 from credit_trl.training.manifest import write_manifest
-from tiny import length_verdicts
 
 
 @pytest.fixture
-def make_trainer(make_model, make_config, tokenizer, dataset, tmp_path):
-    def make(**options):
-        options = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 1, "max_steps": 3, **options}
-        config = make_config(output_dir=str(tmp_path / "run"), **options)
-        held_out = dataset.select(range(2)) if config.eval_strategy != "no" else None
-        return CreditTrainer(make_model(), length_verdicts, config, dataset, held_out, processing_class=tokenizer)
-
-    return make
+def make_trainer(make_trainer):
+    """`make_trainer` for three steps with their checkpoints."""
+    return partial(make_trainer, save_strategy="steps", save_steps=1, save_total_limit=1, max_steps=3)
 
 
 def names(folder: Path) -> list[str]:
@@ -127,8 +121,9 @@ def test_second_call_of_train_uses_no_rollouts_of_the_first(make_trainer, monkey
     assert generated == [0, 0]
 
 
-def test_best_checkpoint_has_its_final_name(make_trainer, tmp_path):
+def test_best_checkpoint_has_its_final_name(make_trainer, dataset, tmp_path):
     trainer = make_trainer(
+        eval_rows=dataset.select(range(2)),
         eval_strategy="steps",
         eval_steps=1,
         load_best_model_at_end=True,

@@ -12,11 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from credit_trl import CreditTrainer
 from credit_trl.rollout.batch import GenerationBatch
 from credit_trl.training.drift import WINDOW, DriftAlarms
 from credit_trl.training.metrics import Alarms, CreditWarning, teacher_success_weights
-from tiny import length_verdicts
 
 FIDELITY = "credit/teacher_fidelity"
 LENGTH = "completions/mean_length"
@@ -113,11 +111,11 @@ def test_resumed_run_compares_with_its_first_values():
         drift.observe({REWARD: [0.1]})
 
 
-def test_resumed_run_restores_alarms_and_clock(make_model, make_config, tokenizer, dataset):
+def test_resumed_run_restores_alarms_and_clock(make_trainer):
     options = {"max_steps": 3, "save_steps": 2, "save_strategy": "steps"}
-    first = build(make_model, make_config, tokenizer, dataset, **options)
+    first = make_trainer(**options)
     first.train()
-    resumed = build(make_model, make_config, tokenizer, dataset, **options)
+    resumed = make_trainer(**options)
     resumed.train("latest")
     assert resumed.state.global_step == 3
     rewards = [trainer.drift_alarms.history[REWARD] for trainer in (first, resumed)]
@@ -126,14 +124,8 @@ def test_resumed_run_restores_alarms_and_clock(make_model, make_config, tokenize
     assert resumed.clock._step == 3
 
 
-def build(make_model, make_config, tokenizer, dataset, rewards=length_verdicts, **options):
-    config = make_config(**{"max_steps": 30, "success_reward_threshold": 1.0, **options})
-    return CreditTrainer(make_model(), rewards, config, dataset, processing_class=tokenizer)
-
-
-def test_fidelity_is_the_gap_of_delta_v_in_mixed_groups(make_model, make_config, tokenizer, dataset):
-    options = {"max_steps": 1, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
-    trainer = build(make_model, make_config, tokenizer, dataset, **options)
+def test_fidelity_is_the_gap_of_delta_v_in_mixed_groups(make_trainer):
+    trainer = make_trainer(max_steps=1, per_device_train_batch_size=4, gradient_accumulation_steps=2)
     losses = []
     compute = trainer._distillation_loss
 

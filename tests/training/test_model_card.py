@@ -8,15 +8,11 @@ from types import SimpleNamespace
 import pytest
 import transformers.trainer
 
-from credit_trl import CreditTrainer
-from tiny import length_verdicts
-
 
 @pytest.fixture
-def train(make_model, make_config, tokenizer, dataset, tmp_path):
+def train(make_trainer):
     def run(*, facts=(), **options):
-        config = make_config(output_dir=str(tmp_path / "run"), **options)
-        trainer = CreditTrainer(make_model(), length_verdicts, config, dataset, processing_class=tokenizer)
+        trainer = make_trainer(**options)
         trainer.run_log.facts.update(facts)
         trainer.train()
         return trainer

@@ -9,9 +9,7 @@ from pathlib import Path
 import pytest
 from datasets import Dataset
 
-from credit_trl import CreditTrainer
 from credit_trl.training.reporting import log_line
-from tiny import length_verdicts
 
 LOGS = {
     "loss": 0.1,
@@ -46,20 +44,18 @@ def test_line_of_a_log_has_its_metrics_stages_and_time_left(logs, seconds, line)
 
 
 @pytest.mark.parametrize("disable_tqdm", [True, False])
-def test_run_prints_one_line_per_step(make_model, make_config, tokenizer, dataset, capsys, disable_tqdm):
-    config = make_config(disable_tqdm=disable_tqdm)
-    CreditTrainer(make_model(), length_verdicts, config, dataset, processing_class=tokenizer).train()
+def test_run_prints_one_line_per_step(make_trainer, capsys, disable_tqdm):
+    make_trainer(disable_tqdm=disable_tqdm).train()
     printed = capsys.readouterr().out
     steps = re.findall(r"step (\d)/2  reward .*  s .*  ΔV .*  kl .*  seconds rollout .*  left [\d:]+$", printed, re.M)
     assert steps == ["1", "2"]
     assert "{" not in printed
 
 
-def test_table_of_completions_has_feedback_teacher_prompt_and_mean_credit(make_model, make_config, tokenizer, dataset):
-    config = make_config(log_completions=True, max_steps=1)
-    trainer = CreditTrainer(make_model(), length_verdicts, config, dataset, processing_class=tokenizer)
+def test_table_of_completions_has_feedback_teacher_prompt_and_mean_credit(make_trainer):
+    trainer = make_trainer(log_completions=True, max_steps=1)
     trainer.train()
-    [path] = Path(config.output_dir).glob("completions/*.parquet")
+    [path] = Path(trainer.args.output_dir).glob("completions/*.parquet")
     table = Dataset.from_parquet(str(path))
     assert len(table) == 8
     for row in table:

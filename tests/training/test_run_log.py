@@ -8,15 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from credit_trl import CreditTrainer
 from credit_trl.training.checkpoints import checkpoint_to_resume
 from credit_trl.training.run_directory import read_lines, set_aside
-from tiny import length_verdicts
 
 
-def test_every_run_writes_its_settings_and_log(make_model, make_config, tokenizer, dataset, tmp_path):
-    config = make_config(output_dir=str(tmp_path), contrastive_coef=0.2)
-    trainer = CreditTrainer(make_model(), length_verdicts, config, dataset, processing_class=tokenizer)
+def test_every_run_writes_its_settings_and_log(make_trainer, tmp_path):
+    trainer = make_trainer(output_dir=str(tmp_path), contrastive_coef=0.2)
     trainer.run_log.facts["arm"] = "mine"
     trainer.train()
     run = json.loads((tmp_path / "run.json").read_text())
@@ -29,14 +26,12 @@ def test_every_run_writes_its_settings_and_log(make_model, make_config, tokenize
 
 
 @pytest.fixture
-def train(make_model, make_config, tokenizer, dataset, tmp_path):
+def train(make_trainer, dataset, tmp_path):
     """Train in the same directory, with a checkpoint after every second step."""
 
     def run(resume=None, evaluates=False, **options):
-        config = make_config(output_dir=str(tmp_path), save_strategy="steps", save_steps=2, **options)
-        trainer = CreditTrainer(
-            make_model(), length_verdicts, config, dataset, dataset.select(range(4)), processing_class=tokenizer
-        )
+        saving = {"output_dir": str(tmp_path), "save_strategy": "steps", "save_steps": 2}
+        trainer = make_trainer(eval_rows=dataset.select(range(4)), **saving, **options)
         if evaluates:
             trainer.evaluate()
         trainer.train(resume_from_checkpoint=resume)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from credit_trl import CreditTrainer
 from credit_trl.training.timing import StageClock
-from tiny import length_verdicts
 
 
 @pytest.fixture
@@ -53,12 +51,15 @@ def test_failed_stage_is_timed(now):
     assert dict(clock.seconds) == {"verdict": 2, "update": 0}
 
 
-def test_evaluation_time_is_not_counted(now, make_model, make_config, tokenizer, dataset, monkeypatch):
+def test_evaluation_time_is_not_counted(now, make_trainer, dataset, monkeypatch):
     """Each generation takes ten seconds; each step is followed by an evaluation of three generations."""
-    config = make_config(eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=4, num_generations_eval=1)
-    trainer = CreditTrainer(
-        make_model(), length_verdicts, config, dataset, eval_dataset=dataset, processing_class=tokenizer
-    )
+    evaluation = {
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "per_device_eval_batch_size": 4,
+        "num_generations_eval": 1,
+    }
+    trainer = make_trainer(eval_rows=dataset, eval_strategy="steps", eval_steps=1, **sizes)
     generate = trainer._generate_single_turn
 
     def slowly(*args, **kwargs):
