@@ -53,12 +53,7 @@ def test_failed_stage_is_timed(now):
 
 def test_evaluation_time_is_not_counted(now, make_trainer, dataset, monkeypatch):
     """Each generation takes ten seconds; each step is followed by an evaluation of three generations."""
-    evaluation = {
-        "eval_strategy": "steps",
-        "eval_steps": 1,
-        "per_device_eval_batch_size": 4,
-        "num_generations_eval": 1,
-    }
+    sizes = {"per_device_eval_batch_size": 4, "num_generations_eval": 1}
     trainer = make_trainer(eval_rows=dataset, eval_strategy="steps", eval_steps=1, **sizes)
     generate = trainer._generate_single_turn
 
