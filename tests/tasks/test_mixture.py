@@ -92,19 +92,6 @@ def test_tasks_of_one_name_raise():
         mix_tasks([part(), part()])
 
 
-def test_rows_take_turns_and_keep_their_order(shared_data):
-    task = load_task("sciknoweval:physics, toolalpaca")
-    built = task.build("test", shared_data)  # the subfolders with the tasks' names
-    assert task.name == task.reward.__name__ == "sciknoweval:physics,toolalpaca"
-    assert built["task"][:] == ["sciknoweval:physics", "toolalpaca"] * 68 + ["sciknoweval:physics"] * 12
-    for name in ("sciknoweval:physics", "toolalpaca"):
-        alone = load_task(name).build("test", shared_data).to_list()
-        assert [row for row in built.to_list() if row["task"] == name] == alone
-    golden = ["Action: none" if row["task"] == "toolalpaca" else f"<answer>{row['answer']}</answer>" for row in built]
-    verdicts = task.reward(golden, built["task"][:], answer=built["answer"][:])
-    assert [verdict.reward for verdict in verdicts] == [float(name != "toolalpaca") for name in built["task"]]
-
-
 def test_columns_of_all_tasks_and_contexts_of_any_are_kept():
     mixed = mix_tasks([part("one", privileged_context="z", extra=1), part("two", id="i")]).build("train")
     assert set(mixed.column_names) == {"prompt", "answer", "task", "privileged_context"}

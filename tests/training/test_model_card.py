@@ -8,21 +8,11 @@ from types import SimpleNamespace
 import pytest
 import transformers.trainer
 
-from credit_trl import CreditTrainer
-from tiny import length_verdicts
-
 
 @pytest.fixture
-def train(make_model, make_config, tokenizer, dataset, tmp_path):
+def train(make_trainer):
     def run(*, facts=(), **options):
-        config = make_config(output_dir=str(tmp_path / "run"), **options)
-        trainer = CreditTrainer(
-            make_model(),
-            length_verdicts,
-            config,
-            dataset,
-            processing_class=tokenizer,
-        )
+        trainer = make_trainer(**options)
         trainer.run_log.facts.update(facts)
         trainer.train()
         return trainer
@@ -36,22 +26,12 @@ def read_card(trainer) -> str:
 
 
 def test_card_states_method_data_and_versions(train):
-    trainer = train(
-        facts={"task": "sums"}.items(),
-        contrastive_coef=0.07,
-        contrastive_count=2,
-        distillation_topk=9,
-        max_reprompt_len=900,
-    )
+    trainer = train(facts={"task": "sums"}.items(), contrastive_coef=0.07, max_reprompt_len=900)
     trainer.create_model_card(model_name="tiny")
     card = read_card(trainer)
     assert "https://huggingface.co/papers/2605.11613" in card
     for row in (
-        "| `contrastive_form` | 'subtract' |",
         "| `contrastive_coef` | 0.07 |",
-        "| `contrastive_count` | 2 |",
-        "| `distillation_topk` | 9 |",
-        "| `teacher_model_kind` | 'ema' |",
         "| `max_reprompt_len` | 900 |",
         "| data | sums, 12 rows |",
         "| steps | 2 |",
@@ -60,13 +40,6 @@ def test_card_states_method_data_and_versions(train):
     assert "`teacher_prompt`" not in card
     assert f"- credit_trl: {version('credit-trl')}\n- TRL: {version('trl')}\n" in card
     assert "None" not in card
-
-
-def test_card_of_grpo_states_no_contrast(train):
-    trainer = train(distillation_weight=0.0, max_steps=1)
-    trainer.create_model_card(model_name="tiny")
-    assert "`contrastive_coef`" not in (card := read_card(trainer))
-    assert "| data | 12 rows |" in card
 
 
 def test_pushed_card_names_the_repository(train, monkeypatch, tmp_path):

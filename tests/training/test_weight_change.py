@@ -7,21 +7,19 @@ import warnings
 import pytest
 import torch
 
-from credit_trl import CreditTrainer
 from credit_trl.training.metrics import CreditWarning
 from tiny import length_verdicts
 
 
 @pytest.fixture
-def warned(make_model, make_config, tokenizer, dataset):
+def warned(make_model, make_trainer):
     """Warnings of a run with weights of a dtype, at construction and while it trains."""
 
     def run(dtype, rewards=length_verdicts, **options):
-        config = make_config(**{"learning_rate": 1e-6, **options})
         model = make_model().to(dtype)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            trainer = CreditTrainer(model, rewards, config, dataset, processing_class=tokenizer)
+            trainer = make_trainer(rewards, model=model, learning_rate=1e-6, **options)
             count = len(caught)
             trainer.train()
         messages = [str(w.message) if w.category is CreditWarning else "" for w in caught]
