@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -198,36 +197,15 @@ def test_resume_with_changed_options_names_the_option_that_allows_it(folder, cap
     assert training.run([*changed, "--resume_changes", "allow"]) == 0
 
 
-def test_a_missing_model_names_the_option():
-    with pytest.raises(ValueError, match="give `--model_name_or_path"):
-        training.resolve_model(None)
-
-
 def test_bug_in_a_verifier_keeps_its_traceback(folder):
     own = ["--model_name_or_path", "quickstart", "--output_dir", "run", "--save_strategy", "no"]
     with pytest.raises(TypeError, match="NoneType"):
         training.run(["--dataset_name", "./data", "--reward_funcs", "own_module.buggy", *own, *ON_CPU, *SMALL])
 
 
-def test_traceback_of_a_user_error_is_shown_on_request(folder, monkeypatch):
-    monkeypatch.setenv(errors.TRACEBACK, "1")
-    with pytest.raises(ValueError, match="`steps` must be at least 1"):
-        cli.main(["credit-quickstart", "--steps", "0"])
-
-
 def test_errors_spell_control_characters_out(capsys):
     assert errors.report_user_error("trl credit", ValueError("a\x1b[2J\nb\r\u202e"), 3) == 3
     assert capsys.readouterr().err == "trl credit: error: a⟨U+001B⟩[2J\nb⟨U+000D⟩⟨U+202E⟩\n"
-
-
-def test_errors_begin_on_a_line_of_their_own_under_a_progress_bar(capsys):
-    from tqdm.auto import tqdm
-
-    bar = tqdm(total=2, file=sys.stderr, mininterval=0)
-    bar.update()
-    errors.report_user_error("trl credit", ValueError("wrong"))
-    printed = capsys.readouterr().err
-    assert printed.splitlines()[-1] == "trl credit: error: wrong"
 
 
 @pytest.mark.parametrize(

@@ -103,32 +103,6 @@ def test_last_line_is_the_cause_of_the_failed_process(run, task, code, reason):
 
 
 @pytest.mark.slow
-def test_user_error_under_accelerate_launch_is_reported(run):
-    module = ["--module", "credit_trl.cli.training"]
-    launcher = ["-m", "accelerate.commands.launch", *TWO, *module]
-    failed = run(*launcher, "--task", "tasks:Unasked", *RUN)
-    assert failed.returncode != 0
-    printed = [line for line in failed.stderr.splitlines() if line.startswith("trl credit: error: ")]
-    assert printed
-    assert all("no column `prompt`; its columns are question, answer" in line for line in printed)
-
-
-@pytest.mark.slow
-def test_misspelt_option_is_reported_once_before_the_launch(run):
-    failed = run(*TRL, *TWO, "--task", "tasks:Asked", *RUN, "--contrastive_coeff", "0.1")
-    assert failed.returncode == 2
-    (printed,) = [line for line in failed.stderr.splitlines() if "error: " in line]
-    assert "Did you mean --contrastive_coef?" in printed
-
-
-@pytest.mark.slow
-def test_same_run_without_an_error_succeeds(run):
-    finished = run(*TRL, *TWO, "--task", "tasks:Asked", *RUN)
-    assert finished.returncode == 0, finished.stderr[-3000:]
-    assert "error: " not in finished.stderr
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("processes", [[], TWO], ids=["one", "two"])
 def test_sigterm_to_the_command_ends_it_with_a_checkpoint(run, tmp_path, processes):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from pathlib import Path
 
 import pytest
@@ -364,8 +363,3 @@ def test_feedback_that_is_switched_off_is_off_for_turns_too(scripted):
     _, built = batch(scripted(factory=Right, environment_feedback_only_without_solution=True))
     assert all(c.privileged.demonstration for c in built)
     assert not any(c.privileged.turns for c in built)
-
-
-def test_privileged_context_survives_json():
-    privileged = PrivilegedContext("d", None, {2: "x"})
-    assert PrivilegedContext(**json.loads(json.dumps(vars(privileged)))) == privileged

@@ -12,7 +12,6 @@ from datasets import Dataset
 
 from credit_trl import CreditTrainer, Verdict
 from credit_trl.evaluation import EvaluationCallback, SamplingConfig, engines, evaluate
-from credit_trl.evaluation.callback import score_summary
 from credit_trl.evaluation.engines import Request, TrainerEngine, weight_fingerprint
 from credit_trl.tasks.registry import Task, batch_of
 from credit_trl.training.run_directory import keep_up_to, read_lines
@@ -102,12 +101,6 @@ def test_summary_has_best_and_final_and_best_model_is_kept(train, tmp_path):
     assert weight_fingerprint(kept) != weight_fingerprint(trainer.model)
 
 
-def test_equal_scores_keep_the_earlier_model():
-    rows = [{"step": s, "score": v} for s, v in [(0, 0.1), (5, 0.4), (10, 0.4)]]
-    assert score_summary(rows, 10)["best_during_training"]["step"] == 5
-    assert score_summary(rows, 10)["final"]["step"] == 10
-
-
 def results(folder):
     """The files of a run, without times."""
     log = [
@@ -174,13 +167,6 @@ def test_evaluation_of_other_weights_is_replaced(train, tmp_path):
     assert (again / "samples.jsonl").read_bytes() != first
     assert [row["step"] for row in read_lines(tmp_path / "evaluations.jsonl")] == [0, 2, 4]
     assert len([row for row in read_lines(tmp_path / "log.jsonl") if "loss" in row]) == 4
-
-
-def test_trainer_with_tools_raises(train, tmp_path):
-    trainer = train(tmp_path, evaluated=False, max_steps=1)
-    trainer.tools = [len]
-    with pytest.raises(ValueError, match="eval_strategy"):
-        EvaluationCallback(trainer, TASK)
 
 
 def test_trainer_engine_gives_vllm_the_evaluation_settings(train, tmp_path, tokenizer):

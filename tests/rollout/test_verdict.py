@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from credit_trl import Verdict
-from credit_trl.rollout.verdict import VerdictLog, VerifierPolicy, join_feedback
+from credit_trl.rollout.verdict import VerdictLog, VerifierPolicy
 
 REFUSED = [
     (lambda: Verdict("1.0"), "number or None, got str"),
@@ -84,11 +84,6 @@ def test_wrapped_coroutine_functions_stay_coroutines(func):
     assert asyncio.iscoroutinefunction(wrapped)
     assert asyncio.run(wrapped(completions=["a", "b"])) == [1.0, 1.0]
     assert log.feedback(2) == ["async", "async"]
-
-
-def test_join_feedback_drops_blanks_and_repetitions():
-    assert join_feedback([None, " ", "a", "b", "a"]) == "a\n\nb"
-    assert join_feedback([None, "", "\n"]) is None
 
 
 def graded(reward_func, completions=("a", "b"), **columns):

@@ -153,37 +153,6 @@ def test_each_limit_has_its_status(sandbox) -> None:
     assert (one_more.status, len(one_more.stdout)) == ("output_limit", 5000)
 
 
-@pytest.mark.parametrize(
-    ("status", "ending", "limits"),
-    [
-        ("timeout", "while True: pass", Limits(wall_seconds=0.5)),
-        ("memory", "bytearray(300 * 1024 * 1024)", Limits(memory_bytes=192 * MIB)),
-        ("output_limit", "while True: print('x' * 1000)", Limits(output_bytes=3 * MIB)),
-        ("runtime_error", "1 / 0", Limits()),
-    ],
-)
-def test_failed_program_keeps_excerpt_of_stdout(sandbox, status, ending, limits) -> None:
-    outcome = run_one(sandbox, f"print('first', 'x' * 2_000_000, 'last', flush=True)\n{ending}", limits=limits)
-    assert outcome.status == status
-    assert outcome.stdout.startswith("first x")
-    assert len(outcome.stdout) < 9000
-    assert status == "output_limit" or outcome.stdout.endswith("x last\n")
-
-
-def test_mmap_allows_only_accounted_memory(sandbox) -> None:
-    source = """
-    import mmap
-    print(mmap.mmap(0, 0, access=mmap.ACCESS_READ).readline())
-    private = mmap.mmap(-1, 1 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    private.madvise(mmap.MADV_DONTNEED)
-    try:
-        mmap.mmap(-1, 1 << 20)
-    except PermissionError:
-        print("refused")
-    """
-    assert run_one(sandbox, source, stdin="42\n").stdout == "b'42\\n'\nrefused\n"
-
-
 def test_answer_bytes_limits_the_answer_only(any_sandbox) -> None:
     limits = Limits(output_bytes=50_000, answer_bytes=5_000)
     aside = run_one(any_sandbox, "import sys\nprint('x' * 40_000, file=sys.stderr)\nprint(1)", limits=limits)
@@ -200,8 +169,3 @@ def test_answer_bytes_limits_the_answer_only(any_sandbox) -> None:
 def test_smallest_limits_run_a_program(sandbox) -> None:
     limits = Limits(cpu_seconds=1, memory_bytes=64 * MIB, processes=1, open_files=16, file_bytes=4096)
     assert run_one(sandbox, "import json; print(json.dumps([1]))", limits=limits).stdout == "[1]\n"
-
-
-@pytest.mark.slow  # depends on the load of the machine
-def test_clock_excludes_process_start(sandbox) -> None:
-    assert run_one(sandbox, "import time; time.sleep(0.2)").seconds == pytest.approx(0.2, abs=0.15)

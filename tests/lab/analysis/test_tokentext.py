@@ -59,10 +59,6 @@ def test_split_characters_are_shown_as_bytes_and_named(tokenizer):
     assert [t.character for t in tokens] == [None, "é", "é", "🙂", "🙂", "🙂", "🙂"]
 
 
-def test_line_feed_is_marked_and_kept(tokenizer):
-    assert shown(tokenizer, "a\nb") == "a↵\nb"
-
-
 def test_added_tokens_of_byte_level_tokenizers_are_shown_as_written():
     added = ["<｜tool▁calls▁begin｜>", "日本", "<think>"]
     tokenizer = build_tokenizer()
