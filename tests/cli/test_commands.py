@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -181,13 +180,3 @@ def test_option_of_the_sandbox_selects_it(monkeypatch, tmp_path):
     script, *_ = training.make_parser().parse_args_and_config(["--config", str(config), *ON_CPU])
     assert script.reward_funcs == ["a.b", "c.d"]  # a text in YAML is a list of names
     assert os.environ[CHOICE] == "landlock"
-
-
-@pytest.mark.parametrize("locale", [{"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0"}])
-def test_characters_that_the_locale_lacks_are_spelled_out(locale):
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONIOENCODING"}
-    line = [sys.executable, "-m", "credit_trl", "credit-map", "--help"]
-    environment |= {"PYTHONUTF8": "0", **locale}
-    result = subprocess.run(line, env=environment, capture_output=True, cwd=ROOT, timeout=120, check=False)
-    assert result.returncode == 0, result.stderr[-1000:]
-    assert b"\\u03bb (default" in result.stdout

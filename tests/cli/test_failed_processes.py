@@ -51,17 +51,7 @@ class Killed(Asked):
         return Verdict(0.0, "no")
 """
 TRL = ["-m", "credit_trl", "credit"]
-TWO = [
-    "--multi_gpu",
-    "--num_processes",
-    "2",
-    "--num_machines",
-    "1",
-    "--mixed_precision",
-    "no",
-    "--dynamo_backend",
-    "no",
-]
+TWO = "--multi_gpu --num_processes 2 --num_machines 1 --mixed_precision no --dynamo_backend no".split()
 RUN = (
     "--model_name_or_path quickstart --use_cpu true --bf16 false --max_steps 1 --report_to none --save_strategy no "
     "--per_device_train_batch_size 4 --num_generations 2 --max_completion_length 4 --output_dir run"

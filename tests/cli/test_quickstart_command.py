@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from credit_trl import cli
 from credit_trl.cli import quickstart
 from credit_trl.tasks.quickstart_model import read_base
 from credit_trl.training.run_directory import EVALUATIONS_FILE, LOG_FILE, read_lines
@@ -57,15 +56,6 @@ def test_readme_shows_the_printed_table(table):
     printed = masked(table)
     start = printed.index(masked(shown)[0])
     assert printed[start : start + len(masked(shown))] == masked(shown)
-
-
-def test_command_passes_its_arguments(monkeypatch):
-    given = {}
-    monkeypatch.setattr(quickstart, "run_quickstart", lambda *args, **options: given.update(args=args, **options))
-    line = "credit-quickstart --output_dir somewhere --steps 7 --seed 3 --world shortcut --contrastive_coef 0"
-    assert cli.main(line.split()) == 0
-    expected = {"world": "shortcut", "contrastive_coef": 0.0, "distillation_weight": 1.0}
-    assert given == {"args": ("somewhere", 7, 3), **expected}
 
 
 @pytest.mark.slow

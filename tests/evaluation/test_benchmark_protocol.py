@@ -6,7 +6,6 @@ import json
 import math
 import multiprocessing
 import os
-import re
 import signal
 from contextlib import nullcontext
 
@@ -123,15 +122,9 @@ def test_scores_follow_from_the_samples(tmp_path):
 
 def test_a_single_prompt_has_no_interval(tmp_path):
     one = evaluate(FakeEngine(), TASK, 2, max_prompts=1, output_dir=tmp_path, progress=False)
-    two = evaluate(FakeEngine(), TASK, 2, max_prompts=2, progress=False)  # one of each group
     assert "%  95 % CI needs at least two prompts\n" in str(one)
-    assert re.search(r"95 % CI \[[\d.]+, [\d.]+\]\n", str(two))
-    assert len(re.findall("^  (even|odd) .*%  needs at least two prompts$", str(two), re.MULTILINE)) == 2
-    assert "nan" not in str(one) + str(two)
-    assert one.log_metrics().keys() == two.log_metrics().keys() - {
-        *(f"eval_avg@2_{end}" for end in ("low", "high")),
-        *(f"eval_{group}/avg@2" for group in ("even", "odd")),
-    }
+    assert "nan" not in str(one)
+    assert not [name for name in one.log_metrics() if name.endswith(("low", "high"))]
     assert json.loads((tmp_path / "result.json").read_text())["low"] is None
 
 

@@ -223,9 +223,7 @@ def test_vllm_requests_have_ids_settings_and_seeds(vllm, tokenizer):
     ("options", "message"),
     [
         ({"temperature": -1.0}, "`temperature` must be at least 0"),
-        ({"temperature": float("nan")}, "`temperature`"),
         ({"top_p": 0.0}, "`top_p` must be in"),
-        ({"top_p": 1.1}, "`top_p`"),
         ({"top_k": -1}, "`top_k`"),
         ({"max_completion_length": 0}, "`max_completion_length`"),
         ({"k": 0}, "`k` must be at least 1"),

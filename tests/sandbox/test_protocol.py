@@ -109,15 +109,6 @@ def run_batch(batch: Batch, seconds: list[float], workers: int = 2) -> list[int]
     return ended
 
 
-@pytest.mark.parametrize("slow", [range(3), range(6, 9)])
-def test_slow_groups_do_not_delay_quick_ones(slow: range) -> None:
-    groups = [name for name in range(9) for _ in range(20)]
-    programs = [Program("pass", group=name) for name in groups]
-    ended = run_batch(Batch(programs), [10.0 if name in slow else 0.1 for name in groups])
-    last_quick = max(ended.index(index) for index in range(len(groups)) if groups[index] not in slow)
-    assert sum(groups[index] in slow for index in ended[:last_quick]) <= 2 * 3  # of 60
-
-
 def test_failed_group_has_a_budget_of_seconds() -> None:
     programs = [Program("pass", group=n % 2) for n in range(40)]
 

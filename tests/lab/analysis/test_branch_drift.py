@@ -19,26 +19,22 @@ from lab.drawn import FORMULA, drawn_rollout
 A, B, OTHER, FOREIGN, RARE = range(5)
 
 
-def student_logits(count: int, other: float = -12.0) -> torch.Tensor:
-    """(count, 5), logits of a policy that says A or B, and OTHER as given."""
+def student_logits(count: int) -> torch.Tensor:
+    """(count, 5), logits of a policy that says A or B."""
     logits = torch.full((count, 5), -12.0, dtype=torch.float64)
-    logits[:, OTHER] = other
     logits[:, [A, B]] = 2 * torch.rand(count, 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     return logits
 
 
-def branch_map(
-    delta: torch.Tensor, s: torch.Tensor, *, sampled: int = A, contrasts: int = 2, other: float = -12.0
-) -> TokenMap:
+def branch_map(delta: torch.Tensor, s: torch.Tensor, *, sampled: int = A, contrasts: int = 2) -> TokenMap:
     """Map with one branch a token: z raises A by δ, and under contrast prompts FOREIGN takes the place of B.
 
     Args:
         delta, s: (T,), δ, and s as the mean over the contrast prompts.
         sampled: the sampled token of every position; the alternatives are all five tokens.
         contrasts: number of contrast prompts.
-        other: logit of OTHER; those of A and B lie in [0, 2], those of FOREIGN and RARE are -12.
     """
-    student = student_logits(len(delta), other)
+    student = student_logits(len(delta))
     teacher = student.clone()
     teacher[:, A] += delta
     contrast = teacher.expand(contrasts, -1, -1).clone()

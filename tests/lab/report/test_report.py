@@ -140,16 +140,6 @@ def test_files_of_a_run_that_is_being_written_are_read(tmp_path, scores):
     assert write_report([folder]) == folder / "report.html"
 
 
-def test_evaluations_without_training_are_compared(tmp_path, scores):
-    for i, row in enumerate(scores[:2, 0]):
-        prompts = [{"id": f"p{n}", "score": float(value)} for n, value in enumerate(row)]
-        result = {"model": f"m{i}", "task": "sums", "k": 4, "score": float(row.mean()), "prompts": prompts}
-        write_json(tmp_path / f"e{i}" / "result.json", result)
-    base, other = compare_arms(arms([tmp_path / "e0", tmp_path / "e1"]))
-    assert (base["arm"], other["arm"]) == ("model=m0", "model=m1")
-    assert other["difference"] == pytest.approx((scores[1, 0] - scores[0, 0]).mean())
-
-
 def test_markdown_escapes_hostile_names(tmp_path, scores):
     paths = [make_run(tmp_path / f"r{i}", scores[i], run_text=text) for i, text in enumerate(("a|<b>\x1b[2J", "c"))]
     text = write_report(paths, tmp_path / "x.html").with_suffix(".md").read_text()

@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from credit_trl.lab.analysis.formula import CreditFormula
 from credit_trl.lab.analysis.tokenmap import QUANTITIES, TokenMap
 from credit_trl.lab.analysis.tokentext import visible
 from credit_trl.lab.report import write_token_maps
-from credit_trl.lab.report.token_maps import group_scales
 from lab.drawn import HOSTILE, drawn_map
 
 Show = Callable[..., Any]
@@ -46,17 +43,6 @@ def as_shown(values: torch.Tensor, digits: int = 4) -> list[str]:
     return [text.lstrip("-") if float(text) == 0 else text.replace("-", "−") for text in texts]
 
 
-def test_group_shares_its_scale():
-    maps = [drawn_map(["a", "b"], seed=1), drawn_map(["a", "b", "c"], seed=2, identifier="r1", checkpoint="step-2")]
-    other = drawn_map(["a"] * 9, seed=3, identifier="r2", problem="another")
-    scales = group_scales([*maps, other, drawn_map(["a"], contrasts=0, identifier="r3", problem="alone")])
-    assert len(scales) == 3
-    assert scales["alone"]["specific"] == 1.0  # without finite values
-    for quantity in QUANTITIES:
-        together = torch.cat([m.values(quantity) for m in maps]).double().abs().numpy()
-        assert scales[maps[0].response.group][quantity] == pytest.approx(np.quantile(together, 0.99))
-
-
 def test_pointer_and_keys_show_numbers_and_alternatives_of_a_token(show):
     token_map = drawn_map(["a", "b", "c", "d"])
     page = show([token_map])
@@ -78,34 +64,6 @@ def test_pointer_and_keys_show_numbers_and_alternatives_of_a_token(show):
     assert "token 2 of 4" in page.locator("#inspector").inner_text()
     page.keyboard.press("ArrowRight")
     assert "token 3 of 4" in page.locator("#inspector").inner_text()
-
-
-def test_checkpoints_of_a_response_are_shown_side_by_side(show):
-    maps = [drawn_map(["a ", "b ", "c "], seed=s, checkpoint=f"step-{s}") for s in (1, 2)]
-    maps.append(drawn_map(["a ", "b ", "c "], seed=3, checkpoint="step-3", formula=CreditFormula(2.0, "guide")))
-    page = show(maps)
-    assert page.locator(".pane").count() == 2
-    assert page.locator(".pane h3").all_inner_texts() == [
-        "step-1 · R_t = ΔV_t − λ Ĝ, λ = 0.1",
-        "step-3 · R_t = ΔV_t + λ S_t, λ = 2",
-    ]
-    tokens(page).nth(2).hover()
-    assert page.locator(".t.at").count() == 2
-    assert numbers(page)["R_t"] == [as_shown(maps[i].scores.advantage)[2] for i in (0, 2)]
-    page.select_option("#right", "-1")
-    assert page.locator(".pane").count() == 1
-    page.select_option("#left", "1")
-    tokens(page).nth(1).hover()
-    assert numbers(page)["ΔV_t"] == [as_shown(maps[1].scores.delta_v)[1]]
-
-
-def test_missing_and_infinite_values_are_shown(show):
-    alone = drawn_map(["a", "b"], contrasts=0)
-    alone.scores.teacher_logps[1] = -torch.inf
-    page = show([alone])
-    tokens(page).nth(1).hover()
-    assert numbers(page)["S_t"] == ["–"]
-    assert numbers(page)["ΔV_t"] == ["−∞"]
 
 
 def test_hostile_text_is_shown_as_text(show):
