@@ -15,7 +15,6 @@ from trl.cli.commands import get_commands
 from credit_trl import cli
 from credit_trl.cli import credit, training
 from credit_trl.sandbox import CHOICE
-from credit_trl.training.preemption import REQUEUE
 
 ROOT = Path(__file__).parents[2]
 ON_CPU = ["--use_cpu", "true", "--bf16", "false", "--gradient_accumulation_steps", "4"]
@@ -163,14 +162,6 @@ def test_interrupted_command_prints_one_line(monkeypatch, capsys, line, module, 
     monkeypatch.setattr(f"credit_trl.cli.{module}", interrupt)
     assert cli.main(line.split()) == 130
     assert capsys.readouterr().err == printed
-
-
-def test_sigterm_outside_of_steps_ends_with_the_code_to_requeue(monkeypatch):
-    monkeypatch.setattr(training, "make_trainer", lambda *args: None)
-    monkeypatch.setattr(training, "train", lambda *args: os.kill(os.getpid(), signal.SIGTERM))
-    with pytest.raises(SystemExit) as ended:
-        training.run(ON_CPU)
-    assert ended.value.code == REQUEUE
 
 
 def test_option_of_the_sandbox_selects_it(monkeypatch, tmp_path):

@@ -125,27 +125,9 @@ def run(program: Path, *argv: str, cwd: Path, code: int = 0, timeout: float = 25
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("program", ["trl", "credit-trl"])
-def test_installed_command_lists_credit_and_trl_commands(clean, tmp_path, program):
-    assert "usage: trl credit" in (output := run(clean / program, "credit", "--help", cwd=tmp_path))
-    assert "--contrastive_coef" in output
-    assert "livecodebench_qwen3_8b" in output  # a recipe of the wheel
-    listed = run(clean / program, "--help", cwd=tmp_path)
-    assert all(f"    {name} " in listed for name in ("credit", "credit-init", "credit-map", "grpo", "sft"))
-
-
-@pytest.mark.slow
 def test_quickstart_runs_from_the_wheel(clean, tmp_path):
     output = run(clean / "credit-trl", "credit-quickstart", "--steps", "3", cwd=tmp_path)
     assert re.search(r"unknown cues +\d+\.\d -> +\d+\.\d", output)
     assert (tmp_path / "runs" / "quickstart" / "report.html").is_file()
     where = run(clean / "python", "-c", "import credit_trl; print(credit_trl.__file__)", cwd=tmp_path)
     assert Path(where.strip()).is_relative_to(clean.parent)
-
-
-@pytest.mark.slow
-def test_starter_trains_from_the_wheel_in_an_empty_folder(clean, tmp_path):
-    run(clean / "trl", "credit-init", cwd=tmp_path)
-    output = run(clean / "trl", "credit", "--config", "run.yaml", "--max_steps", "1", cwd=tmp_path)
-    assert re.search(r"Model saved to .*first\.", output)
-    assert (tmp_path / "runs" / "first" / "report.html").is_file()

@@ -138,34 +138,6 @@ def test_close_ends_batch_of_another_thread(sandbox) -> None:
     assert opened.server_pid is None
 
 
-def test_orphaned_sessions_are_killed() -> None:
-    """Without namespaces a process can leave its group, and its children can leave it."""
-    leave_three = """
-        import os, time
-        leader = os.getpid()
-        for _ in range(3):
-            if os.fork():
-                break
-            os.setsid()
-            os.closerange(0, 6)
-        time.sleep(0.5 if os.getpid() == leader else 60)
-    """
-    with PoolSandbox("unprotected", 1) as bare:
-        server = bare.server_pid
-        assert run_one(bare, leave_three).ok
-        give_up = time.monotonic() + 5
-        while list(observe.descendants(server)) != [server] and time.monotonic() < give_up:
-            time.sleep(0.05)
-        assert list(observe.descendants(server)) == [server]
-
-
-def test_concurrency_equals_workers(sandbox) -> None:
-    source = "import time; print(time.monotonic()); time.sleep(0.2); print(time.monotonic())"
-    spans = [tuple(map(float, o.stdout.split())) for o in sandbox.run([Program(source)] * 10)]
-    at_once = [sum(start <= other < end for start, end in spans) for other, _ in spans]
-    assert max(at_once) == sandbox.workers
-
-
 @pytest.fixture
 def interruptible():
     """Let SIGINT raise, also if the shell started the tests in the background and ignores it."""

@@ -122,14 +122,6 @@ def test_failed_group_has_a_budget_of_seconds() -> None:
     assert statuses[0::2] == ["ok", "ok", "rejected", *["ok"] * 4, *["skipped"] * 13]
 
 
-def test_requeue_keeps_order_and_outcomes() -> None:
-    batch = Batch([Program(str(n)) for n in range(5)])
-    assert [batch.take(9), batch.take(9), batch.take(9)] == [0, 1, 2]
-    batch.done(1, Outcome("ok"))
-    batch.requeue()
-    assert [batch.take(9) for _ in range(5)] == [0, 2, 3, 4, None]
-
-
 @given(st.lists(st.dictionaries(st.text(), st.text() | st.integers() | st.none(), max_size=3), max_size=10))
 def test_messages_arrive_whole_and_in_order(messages: list[dict]) -> None:
     ours, theirs = (Channel(end) for end in socket.socketpair())
