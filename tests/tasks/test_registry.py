@@ -97,7 +97,7 @@ def test_option_after_colon_is_passed_to_build(shared_data):
         ("json:NoSuchName", "json has no attribute 'NoSuchName'"),
         ("sciknoweval:alchemy", "use one of biology, .*physics"),
         ("math:algebra", "takes no option"),
-        ("sciknoweval:physics,nothing", "Unknown task 'nothing'"),
+        ("sciknoweval:physics,toolalpaca", "use one of biology, .*physics"),
         ("", "Known tasks"),
         (None, "Known tasks"),
         (".relative:Task", "Unknown task"),
