@@ -59,6 +59,8 @@ OWN = {f.name for f in dataclasses.fields(CreditConfig)} - {f.name for f in data
         ({"generation_kwargs": {"temperature": 0.2}}, "has the temperature 0.2.* Set `temperature` instead"),
         ({"enable_jit_checkpoint": True}, "saves inside a step.*save_steps"),
         ({"use_transformers_continuous_batching": True}, "casts the teacher's adapter.*Set `use_vllm=True`"),
+        ({"torch_compile": True}, "forward pass of the whole model.*Set `torch_compile=False`"),
+        ({"torch_compile_backend": "eager"}, "Set `torch_compile=False`, without a backend"),
         *(
             ({name: value}, f"`{name}` is an option of GRPO's loss")
             for name, value in {

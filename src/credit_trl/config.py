@@ -395,6 +395,12 @@ def _check_values(config: CreditConfig) -> None:
             f"`contrastive_coef` must be in [0, 1], got {config.contrastive_coef}. The paper finds 0.05 to 0.1 best; "
             "only `contrastive_form='guide'` takes more than 1."
         )
+    compiles = config.torch_compile or config.torch_compile_backend or config.torch_compile_mode
+    if config.distillation_weight > 0.0 and compiles:  # before transformers tells accelerate by the environment
+        raise ValueError(
+            "`torch_compile` compiles the forward pass of the whole model, and the distillation loss calls the layers "
+            "inside it. Set `torch_compile=False`, without a backend or mode."
+        )
     for name, placeholders in TEMPLATE_PLACEHOLDERS.items():
         check_template(name, getattr(config, name), placeholders)
 

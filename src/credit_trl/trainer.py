@@ -9,11 +9,10 @@ This module wires the stages and computes nothing itself:
 from __future__ import annotations
 
 import textwrap
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from accelerate.utils import DynamoBackend, gather_object
+from accelerate.utils import gather_object
 from datasets import Dataset, IterableDataset
 from torch import Tensor, nn
 from trl.trainer.utils import get_config_model_id
@@ -45,7 +44,6 @@ from credit_trl.training.check_run import check_run
 from credit_trl.training.checkpoints import ResumableTrainer
 from credit_trl.training.drift import DriftAlarms
 from credit_trl.training.metrics import Alarms, TokenMetrics, context_metrics, drop_undefined, teacher_success_weights
-from credit_trl.training.model_card import complete_card
 from credit_trl.training.reporting import ContinueReports, add_completion_columns, print_lines
 from credit_trl.training.run_data import describe_data
 from credit_trl.training.run_log import RunLog
@@ -171,8 +169,6 @@ class CreditTrainer(ResumableTrainer):
     def _init_credit(self, token_weight: TokenWeight | None) -> None:
         args = self.args
         checks.check_machine(args, self.accelerator, self.aux_loss_enabled)
-        if args.torch_compile:
-            self.accelerator.state.dynamo_plugin.backend = DynamoBackend.NO  # of whole models
         self.teacher = build_teacher(args, self.model, self.accelerator, self._tokenizer)
         check_logits.check_model(self.model, self.accelerator)
         if args.teacher_model_kind == "model":
@@ -194,9 +190,6 @@ class CreditTrainer(ResumableTrainer):
             )
         if self.credit_step.corrects_for_engine:
             self.vllm_importance_sampling_correction = False  # TRL's, which costs a forward pass
-        if args.torch_compile:
-            models = [self.model, *self.teacher.models()]
-            causal_lm.compile_layers(models, args.torch_compile_backend, args.torch_compile_mode)
         if args.teacher_model_kind == "ema":
             self.add_callback(TeacherUpdate(self))
 
@@ -276,7 +269,7 @@ class CreditTrainer(ResumableTrainer):
         if self.credit_step is not None:
             checks.check_no_images(inputs)
         self._turn = 0
-        with self.clock.stage("rollout"), causal_lm.layers_run("force_eager", self.args.torch_compile):
+        with self.clock.stage("rollout"):
             output = super()._generate_and_score_completions(inputs)
         if self.args.on_verifier_error == "skip":
             mask_skipped_tokens(output, self._verdicts.skipped(len(inputs)), self.accelerator)
@@ -355,7 +348,7 @@ class CreditTrainer(ResumableTrainer):
         corrects = self.use_vllm and self.vllm_importance_sampling_correction
         if self.args.distillation_weight == 1.0 and self.args.distillation_is_clip is None and not corrects:
             return None, None, None  # nothing reads them
-        with self.clock.stage("old_logps"), causal_lm.layers_run("default", self.args.torch_compile):
+        with self.clock.stage("old_logps"):
             logps = micro_batches.rollout_logps(
                 self.credit_step, model, input_ids, attention_mask, logits_to_keep, batch_size or len(input_ids)
             )
@@ -396,15 +389,6 @@ class CreditTrainer(ResumableTrainer):
         self._eval_batches = 0  # so that every evaluation draws the same contrast prompts
         drop_undefined(self._metrics[self._mode])
         super().log(logs, start_time)
-
-    def create_model_card(
-        self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
-    ) -> None:
-        """Write TRL's card and add how the credit was trained, the metrics, and how to load the model."""
-        super().create_model_card(model_name, dataset_name, tags)
-        if self.is_world_process_zero():
-            data = dataset_name or self.run_log.facts.get("task")
-            complete_card(Path(self.args.output_dir) / "README.md", self, data)
 
     def check(self) -> None:
         """Print a rollout as the teacher reads it, and the time, memory and disk of the run. Changes no weight."""

@@ -141,17 +141,17 @@ tokens_of_two = st.lists(st.integers(0, 1), max_size=20).map(lambda ids: torch.t
     )
 )
 def test_shared_row_holds_every_sequence(sequences):
-    row = packed_row([ids.tolist() for ids in sequences])
-    places = row.indices.split(list(map(len, sequences)))
-    piece_of = torch.repeat_interleave(torch.arange(len(row.lengths)), torch.tensor(row.lengths))
+    row, positions, layout, indices = packed_row([ids.tolist() for ids in sequences])
+    places = indices.split(list(map(len, sequences)))
+    piece_of = torch.repeat_interleave(torch.arange(len(layout.lengths)), torch.tensor(layout.lengths))
     for ids, own in zip(sequences, places, strict=True):
-        assert row.ids[own].tolist() == ids.tolist()
-        assert row.positions[own].tolist() == list(range(len(ids)))
+        assert row[own].tolist() == ids.tolist()
+        assert positions[own].tolist() == list(range(len(ids)))
         first, *rest = piece_of[own].unique_consecutive().tolist()
-        assert row.parents[first] is None
-        assert [row.parents[piece] for piece in rest] == [first][: len(rest)]
-    assert len(row.ids) <= sum(map(len, sequences))
-    assert sorted(set(row.indices.tolist())) == list(range(len(row.ids)))
+        assert layout.parents[first] is None
+        assert [layout.parents[piece] for piece in rest] == [first][: len(rest)]
+    assert len(row) <= sum(map(len, sequences))
+    assert sorted(set(indices.tolist())) == list(range(len(row)))
 
 
 def tokens_read(sequences):
@@ -177,7 +177,7 @@ def tokens_read(sequences):
 def test_shared_row_reads_as_few_tokens_as_possible(drawn):
     """Prompts with a common prefix, as a system prompt: few samples of one do not cost the others theirs."""
     sequences = [[*prompt, last] for prompt, last in drawn]
-    assert len(packed_row(sequences).ids) == tokens_read(sorted(sequences))
+    assert len(packed_row(sequences)[0]) == tokens_read(sorted(sequences))
 
 
 @pytest.mark.parametrize("family", [*sorted(FAMILIES.keys() - {"Gemma2"}), "sliding window"])
@@ -192,12 +192,12 @@ def test_states_of_a_shared_row_are_those_of_its_sequences(make_model, tokenizer
     prompt = draw((30,))
     sequences = [torch.cat([prompt, draw((size,))]) for size in (1, 7, 12, 20)]
     sequences += [torch.cat([prompt[:18], draw((5,))]), sequences[1], prompt, draw((4,))]
-    row = packed_row([ids.tolist() for ids in sequences])
-    assert len(row.ids) == 30 + (1 + 7 + 12 + 20 + 7) + (18 + 5) + 4
+    row, _, _, indices = packed_row([ids.tolist() for ids in sequences])
+    assert len(row) == 30 + (1 + 7 + 12 + 20 + 7) + (18 + 5) + 4
     with torch.no_grad():
         inputs, _ = packed_inputs(model, [ids.tolist() for ids in sequences], torch.device("cpu"))
         states = model.base_model(**inputs, use_cache=False).last_hidden_state[0]
-        for ids, places in zip(sequences, row.indices.split(list(map(len, sequences))), strict=True):
+        for ids, places in zip(sequences, indices.split(list(map(len, sequences))), strict=True):
             expected = model.base_model(input_ids=ids[None], use_cache=False).last_hidden_state[0]
             assert_close(states[places], expected, rtol=1e-4, atol=1e-5)
 

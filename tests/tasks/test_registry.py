@@ -89,7 +89,7 @@ def test_a_class_of_fifteen_lines_is_a_task(own_package, name):
         ("json:NoSuchName", "json has no attribute 'NoSuchName'"),
         ("sciknoweval:alchemy", "use one of biology, .*physics"),
         ("math:algebra", "takes no option"),
-        ("sciknoweval:physics,nothing", "Unknown task 'nothing'"),
+        ("sciknoweval:physics,toolalpaca", "use one of biology, .*physics"),
         ("", "Known tasks"),
         (None, "Known tasks"),
         (".relative:Task", "Unknown task"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -31,6 +32,11 @@ class EngineTokens:
 
     def __getitem__(self, rows: slice) -> EngineTokens:
         return replace(self, logps=self.logps[rows], rows=self.rows[rows])
+
+    @classmethod
+    def joined(cls, parts: Sequence[EngineTokens], rows: Int[Tensor, " N"], samples: int) -> EngineTokens:
+        """The tokens of several micro-batches' parts; `rows` and `samples` are those of the whole."""
+        return replace(parts[0], logps=torch.cat([part.logps for part in parts]), rows=rows, samples=samples)
 
     @property
     def per_sequence(self) -> bool:

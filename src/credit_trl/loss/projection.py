@@ -36,12 +36,11 @@ def project(
     """
     dtype = accumulation_dtype(hidden.dtype)
     blocks = head.blocks(hidden)
-    widest = blocks[0].stop
-    block_logits = hidden.new_empty((len(hidden), widest), dtype=dtype) if out is None else None
+    block_logits = hidden.new_empty((len(hidden), blocks[0].stop), dtype=dtype) if out is None else None
     kernels = row_kernels(head, hidden)
     statistics = Statistics(wants_entropy) if kernels is None else kernels.RowStatistics(wants_entropy)
     # The kernels read a block without one.
-    scratch = hidden.new_empty((len(hidden), 0 if kernels else min(widest, _FOLDED_COLUMNS)), dtype=dtype)
+    scratch = hidden.new_empty((len(hidden), 0 if kernels else min(blocks[0].stop, _FOLDED_COLUMNS)), dtype=dtype)
     hidden = hidden.to(matmul_dtype(hidden))
     taken = [None if x is None else (ByBlock(x, blocks), torch.empty_like(x, dtype=dtype)) for x in (tokens, ids)]
     for i, block in enumerate(blocks):
@@ -65,19 +64,25 @@ def project(
             if logits is not None:
                 head.finish(logits, None if head.bias is None else head.bias[of])
     if topk is not None:
-        ids = top_columns(out, topk)
-        columns = out.gather(-1, ids)
-        out.scatter_(-1, ids, BLANK)
+        ids, columns = _take_top(out, topk)
         # Sum the tokens outside the support again, instead of subtracting those inside.
         statistics = type(statistics)(wants_entropy)
         for block in blocks:
             statistics.fold(out[:, block], scratch)
+    outside, entropy = statistics.result()
     if ids is None:
-        return Projection(out, *statistics.result(), token_logits=token_logits)
-    outside, _ = statistics.result()
+        return Projection(out, outside, entropy, token_logits=token_logits)
     statistics.fold(columns, torch.empty_like(columns))
     log_normalizer, entropy = statistics.result()
     return Projection(out, log_normalizer, entropy, ids, columns, outside - log_normalizer, token_logits)
+
+
+def _take_top(out: Float[Tensor, "n V"], topk: int) -> tuple[Int[Tensor, "n K"], Float[Tensor, "n K"]]:
+    """Ids and logits of the most likely tokens, whose logits in `out` are replaced by `BLANK`."""
+    ids = top_columns(out, topk)
+    columns = out.gather(-1, ids)
+    out.scatter_(-1, ids, BLANK)
+    return ids, columns
 
 
 def row_kernels(head: LMHead, hidden: Tensor) -> ModuleType | None:

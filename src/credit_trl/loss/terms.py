@@ -118,10 +118,9 @@ class MicroBatchLoss:
             rows: samples of each part, as indices into the micro-batch.
         """
         samples = torch.cat([of[part.samples] for part, of in zip(parts, rows, strict=True)])
-        engine = parts[0].engine
-        if engine is not None:
-            logps = torch.cat([part.engine.logps for part in parts])
-            engine = replace(engine, logps=logps, rows=samples, samples=sum(map(len, rows)))
+        engine = None
+        if parts[0].engine is not None:
+            engine = EngineTokens.joined([part.engine for part in parts], samples, sum(map(len, rows)))
         return cls(
             CreditLoss.joined([part.terms for part in parts]),
             torch.cat([part.contrasted for part in parts]),

@@ -1,11 +1,9 @@
 """Tasks: sources of prompts with the verifiers that grade responses to them.
 
-`load_task` resolves a name, and `mix_tasks` makes one task of several. A task's module is imported when its name is
-loaded.
+`load_task` resolves a name. A task's module is imported when its name is loaded.
 """
 
-from credit_trl.tasks.mixture import mix_tasks
 from credit_trl.tasks.registry import as_task, known_tasks, load_task
 from credit_trl.tasks.task import Task, TaskOption, batch_of
 
-__all__ = ["Task", "TaskOption", "as_task", "batch_of", "known_tasks", "load_task", "mix_tasks"]
+__all__ = ["Task", "TaskOption", "as_task", "batch_of", "known_tasks", "load_task"]

@@ -1,8 +1,7 @@
 """Task registry: `load_task("sciknoweval:chemistry")` returns a `Task`, a dataset builder with its verifier.
 
 A name is a built-in task (`BUILT_IN`), with an option after a colon where its module declares one; an entry point of
-the group `credit_trl.tasks`; or a module or `package.module:name`. Several names with commas form a mixed task. A
-module is imported when its name is loaded.
+the group `credit_trl.tasks`; or a module or `package.module:name`. A module is imported when its name is loaded.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
-from credit_trl.tasks.mixture import mix_tasks
 from credit_trl.tasks.task import Task, batch_of, renamed
 
 if TYPE_CHECKING:
@@ -31,20 +29,18 @@ def known_tasks() -> list[str]:
 
 
 def check_name(name: str) -> None:
-    """Check the form of a task name, or of several with commas between them, without importing anything."""
+    """Check the form of a task name without importing anything."""
     if not isinstance(name, str) or not name.strip():
         raise ValueError(f"A task name must be a text, got {name!r}. Known tasks: {', '.join(known_tasks())}.")
-    for one in map(str.strip, name.split(",")):
-        head, _, tail = one.partition(":")
-        if one and head not in known_tasks() and (head.startswith(".") or ("." not in head and not tail)):
-            raise _unknown_task(one)
+    head, _, tail = name.partition(":")
+    if head not in known_tasks() and (head.startswith(".") or ("." not in head and not tail)):
+        raise _unknown_task(name)
 
 
 def load_task(name: str | Task) -> Task:
     """Resolve `"sciknoweval:chemistry"`, `"toolalpaca"` or `"my_package.my_task:MyTask"` to a `Task`.
 
-    Several names (`"sciknoweval:physics,toolalpaca"`) give the mixed task of `mix_tasks`. A `Task` is returned as it
-    is.
+    A `Task` is returned as it is.
 
     Raises:
         ValueError: unknown name or option; the message lists the known ones.
@@ -53,8 +49,6 @@ def load_task(name: str | Task) -> Task:
     if isinstance(name, Task):
         return name
     check_name(name)
-    if "," in name:
-        return mix_tasks([load_task(one) for one in dict.fromkeys(map(str.strip, name.split(",")))])
     head, colon, tail = name.partition(":")
     option = tail if colon else None
     if head in BUILT_IN:

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
-from typing import Literal
-
 import torch
-from accelerate.utils.other import is_repeated_blocks
 from torch import Tensor, nn
 
 
@@ -75,29 +70,3 @@ def head_dtype(hidden: torch.dtype, weight: torch.dtype, device: str, autocast: 
     if autocast == torch.bfloat16 and device == "cuda":
         return autocast
     return torch.promote_types(hidden, weight)
-
-
-def compile_layers(models: Iterable[nn.Module], backend: str, mode: str | None) -> None:
-    """Compile the layers of unwrapped models in place, each model once, as in torchtitan.
-
-    Accelerate compiles the forward pass of the whole model, but scores and loss call the backbone below it. Names of
-    parameters, hooks of FSDP2 and checkpointing stay as they are, and layers of one class share a graph.
-    """
-    for model in {id(model): model for model in models}.values():
-        for layer in _layers(backbone(model)):
-            layer.compile(backend=backend, mode=mode)
-
-
-def layers_run(stance: Literal["default", "force_eager"], compiles: bool) -> AbstractContextManager:
-    """Inside the block layers that `compile_layers` compiled run by a stance of `torch.compiler.set_stance`.
-
-    Generation runs them eagerly: its cache grows with each token, and a graph for each size would use up the limit of
-    recompilations.
-    """
-    return torch.compiler.set_stance(stance) if compiles else nullcontext()
-
-
-def _layers(module: nn.Module) -> Iterator[nn.Module]:
-    """The outermost repeated blocks."""
-    for child in module.children():
-        yield from child if is_repeated_blocks(child) else _layers(child)

@@ -2,7 +2,7 @@
 
 Attention implementations with variable lengths (FlashAttention) read `cu_seq_lens`, FlexAttention reads the position
 ids. PyTorch's attention has no variable lengths here: `PACKED_SDPA` calls it once for every sequence, so that no mask
-of the square of the row is formed. It also reads a prefix that several sequences share once (`PackedRow`): the
+of the square of the row is formed. It also reads a prefix that several sequences share once (`packed_row`): the
 rollouts of a group have one prompt, which is also the contrast prompt of others.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,22 +32,28 @@ SHORTEST_SHARED = 16
 _PACKABLE_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
-@dataclass(frozen=True)
-class PackedRow:
-    """Sequences in one row, in main memory, that may hold a prefix which several of them share once."""
+class RowLayout:
+    """Pieces of a packed row: tokens of each, and the piece that precedes it in its sequence, or None at a start.
 
-    ids: Int[Tensor, " R"]  # tokens of the row: its pieces, one after the other
-    positions: Int[Tensor, " R"]  # position of each token in its sequence
-    lengths: tuple[int, ...]  # tokens of each piece
-    parents: tuple[int | None, ...]  # the piece that precedes each in its sequence, or None at the start of a sequence
-    indices: Int[Tensor, " S"]  # (ΣL,), index in the row of each token of the sequences, one sequence after the other
+    By default every piece is a sequence.
+    """
+
+    def __init__(self, lengths: Sequence[int], parents: Sequence[int | None] | None = None) -> None:
+        self.lengths = list(lengths)
+        self.parents = [None] * len(self.lengths) if parents is None else list(parents)
 
 
-def packed_row(sequences: Sequence[list[int]], shares: bool = True) -> PackedRow:
+def packed_row(
+    sequences: Sequence[list[int]], shares: bool = True
+) -> tuple[Int[Tensor, " R"], Int[Tensor, " R"], RowLayout, Int[Tensor, " S"]]:
     """The row of some sequences, whose hidden states in a causal model are those of the sequences.
 
     With `shares` those with a common prefix of at least `SHORTEST_SHARED` tokens share it where this saves most; else
     the row is one sequence after the other.
+
+    Returns:
+        In main memory: tokens of the row, its pieces one after the other; position of each in its sequence; layout;
+        and (ΣL,) index in the row of each token of the sequences, one sequence after the other.
     """
     groups = _prefix_groups(sequences) if shares else [([i], 0) for i in range(len(sequences))]
     pieces: list[tuple[list[int], int | None, int]] = []  # tokens, parent, position of the first token
@@ -68,7 +73,7 @@ def packed_row(sequences: Sequence[list[int]], shares: bool = True) -> PackedRow
     positions = [torch.arange(start, start + length) for start, length in zip(starts, lengths, strict=True)]
     of_piece = torch.arange(sum(lengths)).split(lengths)
     indices = torch.cat([of_piece[piece] for of_sequence in own for piece in of_sequence])
-    return PackedRow(torch.tensor(list(itertools.chain(*ids))), torch.cat(positions), lengths, parents, indices)
+    return torch.tensor(list(itertools.chain(*ids))), torch.cat(positions), RowLayout(lengths, parents), indices
 
 
 def _prefix_groups(sequences: Sequence[list[int]]) -> list[tuple[list[int], int]]:
@@ -104,17 +109,6 @@ def _common_length(one: list[int], other: list[int]) -> int:
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
-class RowLayout:
-    """Lengths of the pieces of a `PackedRow`, and their parents; by default every piece is a sequence.
-
-    No tuple, since a compiled layer would be compiled again for each tuple that it is given.
-    """
-
-    def __init__(self, lengths: Sequence[int], parents: Sequence[int | None] | None = None) -> None:
-        self.lengths = list(lengths)
-        self.parents = [None] * len(self.lengths) if parents is None else list(parents)
-
-
 def packed_sdpa(
     module: nn.Module,
     query: Tensor,
@@ -124,7 +118,7 @@ def packed_sdpa(
     row_layout: RowLayout | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """PyTorch's attention, called once for each piece of a `PackedRow`.
+    """PyTorch's attention, called once for each piece of a packed row.
 
     Args:
         module: the attention layer.
@@ -141,7 +135,6 @@ def packed_sdpa(
     return _attend_to_pieces(module, (query, key, value), row_layout, **kwargs), None
 
 
-@torch.compiler.disable  # a graph would hold one number of pieces
 def _attend_to_pieces(
     module: nn.Module, states: tuple[Tensor, Tensor, Tensor], layout: RowLayout, **kwargs: Any
 ) -> Tensor:
@@ -248,16 +241,18 @@ def packed_inputs(
     Returns:
         The inputs; and the index in the row of each token of the sequences, in main memory.
     """
-    row = packed_row(sequences, shares and shares_prefixes(model))
-    ids = row.ids[None].to(device, non_blocking=True)
-    inputs = {"input_ids": ids, "position_ids": row.positions[None].to(device, non_blocking=True)}
+    ids, positions, layout, indices = packed_row(sequences, shares and shares_prefixes(model))
+    inputs = {
+        "input_ids": ids[None].to(device, non_blocking=True),
+        "position_ids": positions[None].to(device, non_blocking=True),
+    }
     if shares_prefixes(model):
-        inputs |= {"attention_mask": _no_mask(device), "row_layout": RowLayout(row.lengths, row.parents)}
+        inputs |= {"attention_mask": _no_mask(device), "row_layout": layout}
     elif "flash" in attention_of(model):
-        ends = [0, *itertools.accumulate(row.lengths)]
+        ends = [0, *itertools.accumulate(layout.lengths)]
         bounds = torch.tensor(ends, dtype=torch.int32).to(device, non_blocking=True)
-        inputs |= _flash_lengths(bounds, max(row.lengths))
-    return inputs, row.indices
+        inputs |= _flash_lengths(bounds, max(layout.lengths))
+    return inputs, indices
 
 
 def shares_prefixes(model: nn.Module) -> bool:

@@ -4,7 +4,7 @@ Each prompt of each sample is read once, followed by the completion; only the hi
 are kept. Samples are processed in *groups*, whose hidden states are held at once. Within a group the sequences of all
 prompts are sorted and cut into *passes*, calls of the backbone with at most `batch_tokens` tokens, padded or packed.
 Padded passes are sorted by length and end early where padding would cost more than another pass. Packed ones are
-sorted by prompt, so that a prefix that several prompts share is read once (`packing.PackedRow`).
+sorted by prompt, so that a prefix that several prompts share is read once (`packing.packed_row`).
 """
 
 from __future__ import annotations

@@ -32,7 +32,6 @@ HOOKS: dict[type, dict[str, str | None]] = {
         "_run_epoch": None,  # of transformers
         "_save_checkpoint": "model trial",
         "compute_loss": "model inputs return_outputs num_items_in_batch",
-        "create_model_card": "model_name dataset_name tags",
         "log": "logs start_time",
         "save_model": "output_dir _internal_call",  # of transformers
         "train": None,  # of transformers
