@@ -16,8 +16,8 @@ from credit_trl.contexts.builder import ContextBuilder
 from credit_trl.loss import TokenCredit
 from credit_trl.teacher.models import make_teacher
 from credit_trl.training.step import CreditStep
-from dense import gradients, naive_loss, scoring_model, step_problem
-from test_trainer_parity import logps, loss_and_gradients, perturb, prepared, samples
+from dense import gradients, logps, move, naive_loss, scoring_model, step_problem
+from test_trainer_parity import loss_and_gradients, prepared
 
 ROOT = Path(__file__).parents[2]
 WRONG = "examples.family.wrong_feedback:wrong_feedback"
@@ -113,10 +113,17 @@ def make_trainer(make_model, make_config, tokenizer, dataset):
             token_weight=token_weight,
         )
         if trainer.teacher is not None:
-            perturb(trainer.teacher.model, scale=0.02)
+            move(trainer.teacher.model.parameters())
         return trainer
 
     return make
+
+
+def samples(inputs):
+    """(prompt ids, completion ids) of each sample, without padding."""
+    for i in range(len(inputs["prompt_ids"])):
+        prompt = inputs["prompt_ids"][i][inputs["prompt_mask"][i].bool()].tolist()
+        yield prompt, inputs["completion_ids"][i][inputs["completion_mask"][i].bool()].tolist()
 
 
 def naive_sample(name, advantage, is_success, p, own, g, tokens):
@@ -149,10 +156,10 @@ def test_first_step_loss_is_the_formula(make_trainer, name):
     losses, entropies = [], {}
     for i, (prompt, completion) in enumerate(samples(inputs)):
         with torch.no_grad():
-            f = logps(teacher, trainer.contexts[i].teacher, completion)
-            g = [logps(teacher, ids, completion) for ids in trainer.contexts[i].contrasts]
+            f = logps(teacher, trainer.contexts[i].teacher, completion, 1.0)
+            g = [logps(teacher, ids, completion, 1.0) for ids in trainer.contexts[i].contrasts]
         is_success = rewards.flatten()[i] >= 1
-        p = logps(model, prompt, completion)
+        p = logps(model, prompt, completion, 1.0)
         losses.append(naive_sample(name, advantages[i], is_success, p, f, g, torch.tensor(completion)))
         if not is_success:
             entropies[i] = -(f.exp() * f).sum(-1)
