@@ -213,7 +213,7 @@ def test_wrong_contexts_are_of_failed_siblings_with_the_parts_of_z(make_trainer,
         for ids in own.contrasts:
             text = tokenizer.decode(ids)
             (sibling,) = (j for j in range(8) if f"wrong number {j}" in text)
-            assert f"Correct solution:\n\n{texts[sibling]}" in text or own.privileged.demonstration is None
+            assert f"Correct solution:\n{texts[sibling]}" in text or own.privileged.demonstration is None
             found.add(sibling)
         assert found <= siblings
         assert len(found) == 2
