@@ -112,7 +112,13 @@ def check_command(words: list[str], page: Path) -> None:
 
 
 def test_wrong_commands_fail():
-    for line in ("trl credit --contrastive_coeff 0.1", "trl credit-map --pmi", "make quickstrat", "python examples/none.py", "rm -r x"):
+    for line in (
+        "trl credit --contrastive_coeff 0.1",
+        "trl credit-map --pmi",
+        "make quickstrat",
+        "python examples/none.py",
+        "rm -r x",
+    ):
         with pytest.raises((AssertionError, ValueError, SystemExit)):
             check_command(line.split(), ROOT / "README.md")
 
