@@ -8,11 +8,10 @@ from __future__ import annotations
 import re
 import warnings
 
-import huggingface_hub
 import pytest
 from datasets import Dataset
 
-from credit_trl import CreditTrainer, Verdict, cli
+from credit_trl import CreditTrainer, Verdict
 from credit_trl.training.metrics import CreditWarning
 from tiny import build_model, length_verdicts
 
@@ -99,102 +98,6 @@ def test_mistake_in_data_model_or_reward_is_refused(build, mistake):
         build(**arguments())
     assert re.search("|".join(map(re.escape, value.split("|"))), str(error.value))
     assert fix in str(error.value)
-
-
-# Command lines -> a part of the error with the value, and one with the fix. `q.jsonl` and `rewards.py` exist.
-CPU = ["--use_cpu", "true", "--bf16", "false"]
-TASK = ["--task", "quickstart", "--model_name_or_path", "quickstart"]
-OWN = ["--model_name_or_path", "quickstart", "--reward_funcs", "rewards.right"]
-LINES = {
-    "misspelt command": (["trian"], "'trian'", "trl --help"),
-    "misspelt argument": (["credit", *TASK, "--contrastive_coeff", "1"], "--contrastive_coeff", "Did you mean"),
-    "unknown task": (
-        ["credit", "--task", "quikstart", "--contrastive_coef", "0", *CPU],
-        "'quikstart'",
-        "Did you mean 'quickstart'",
-    ),
-    "option set twice": (["credit", "--config", "twice.yaml"], "`max_steps`", "Remove one"),
-    "second configuration that is a list": (
-        ["credit", "--config", "a.yaml", "--config", "list.yaml"],
-        "list",
-        "value",
-    ),
-}
-BUILT = {
-    "no grader": (["--model_name_or_path", "quickstart", "--dataset_path", "q.jsonl"], "grades", "--reward_funcs"),
-    "file that does not exist": ([*OWN, "--dataset_path", "p.jsonl"], "p.jsonl", "no such file"),
-    "damaged file": ([*OWN, "--dataset_path", "damaged.jsonl"], "damaged.jsonl", "cannot be read"),
-    "split that does not exist": (
-        [*OWN, "--dataset_path", "q.jsonl", "--eval_strategy", "steps", "--eval_steps", "1"],
-        "test",
-        "the data has train",
-    ),
-    "misspelt reward": (
-        ["--model_name_or_path", "quickstart", "--reward_funcs", "rewards.rigth", "--dataset_path", "q.jsonl"],
-        "no `rigth`",
-        "Did you mean right?",
-    ),
-    "reward as a task": (
-        ["--model_name_or_path", "quickstart", "--task", "rewards:right"],
-        "the function `right` has no function `build`",
-        "`--reward_funcs`",
-    ),
-    "folder that does not exist": (
-        ["--model_name_or_path", "./quickstart", "--task", "quickstart"],
-        "no model folder `./quickstart`",
-        "Give its path",
-    ),
-    "checkpoint that does not exist": ([*TASK, "--resume_from_checkpoint", "runs/1"], "runs/1", "`latest`"),
-    "filter that drops everything": ([*TASK, "--max_prompt_tokens", "1"], "--max_prompt_tokens 1", "Raise it"),
-}
-
-
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    """A working directory with data, a module and configurations."""
-    (tmp_path / "q.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 12)
-    (tmp_path / "damaged.jsonl").write_text('{"prompt": ')
-    (tmp_path / "list.yaml").write_text("- task\n")
-    (tmp_path / "twice.yaml").write_text("max_steps: 3\ntask: quickstart\nmax_steps: 5\n")
-    (tmp_path / "a.yaml").write_text("task: quickstart\n")
-    (tmp_path / "rewards.py").write_text("def right(completions, **kwargs):\n    return [1.0] * len(completions)\n")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    return tmp_path
-
-
-@pytest.mark.usefixtures("folder")
-@pytest.mark.parametrize("mistake", LINES)
-def test_mistaken_command_line_is_one_line(capsys, mistake):
-    line, value, fix = LINES[mistake]
-    try:
-        code = cli.main(line)
-    except SystemExit as ended:
-        code = ended.code
-    printed = capsys.readouterr().err
-    assert code not in (0, None)
-    [error] = [line for line in printed.splitlines() if "error: " in line]
-    assert value in error
-    assert fix in error
-    assert "Traceback" not in printed
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("folder")
-@pytest.mark.parametrize("mistake", BUILT)
-def test_mistaken_data_of_a_command_are_one_line(capsys, monkeypatch, mistake):
-    from credit_trl.cli import training
-
-    monkeypatch.setattr(CreditTrainer, "_generate", lambda self, prompts: pytest.fail("a completion was generated"))
-    line, value, fix = BUILT[mistake]
-    small = ["--per_device_train_batch_size", "8", "--num_generations", "4", "--output_dir", "run"]
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    code = training.run([*line, *small, "--use_cpu", "true", "--bf16", "false", "--max_steps", "1"])
-    printed = capsys.readouterr().err
-    assert code == 2
-    [error] = [line for line in printed.splitlines() if line.startswith("trl credit: error: ")]
-    assert value in error
-    assert fix in error
 
 
 def each(value):

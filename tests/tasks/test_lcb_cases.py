@@ -80,13 +80,6 @@ ANSWER = {"inputs": ["1"], "outputs": ["2"], "testtype": "stdin", "fn_name": "",
 FUNCTIONAL = ANSWER | {"inputs": ["1\n[2]"], "testtype": "functional", "fn_name": "f"}
 
 
-def test_parse_answer_reads_text_and_objects():
-    cases = parse_answer(json.dumps(ANSWER))
-    assert (len(cases), cases.fn_name, cases.time_limit) == (1, None, 6.0)
-    assert parse_answer(ANSWER) == cases
-    assert parse_answer(json.dumps(FUNCTIONAL)).arguments == ["[1, [2]]"]
-
-
 MALFORMED = [  # (answer, what the message names)
     ("no json", "JSON text"),
     (None, "got None"),
