@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from functools import partial
-from itertools import takewhile
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ from credit_trl.loss import SupportConfig, TeacherStates, score_tokens
 from credit_trl.loss.head import lm_head
 from credit_trl.loss.scores import score_completions
 from credit_trl.teacher.models import Teacher
-from credit_trl.teacher.packing import SHORTEST_SHARED, enable_packing, packed_inputs, packed_row
+from credit_trl.teacher.packing import enable_packing, packed_inputs, packed_row
 from credit_trl.teacher.passes import _Sequence, passes
 from families import FAMILIES, SMALL, build_family
 from tiny import context_ids
@@ -152,32 +151,6 @@ def test_shared_row_holds_every_sequence(sequences):
         assert [row.parents[piece] for piece in rest] == [first][: len(rest)]
     assert len(row.ids) <= sum(map(len, sequences))
     assert sorted(set(row.indices.tolist())) == list(range(len(row.ids)))
-
-
-def tokens_read(sequences):
-    """The fewest tokens of a row, over all divisions of the sorted sequences into groups that share a prefix."""
-    if not sequences:
-        return 0
-    found = []
-    for size in range(1, len(sequences) + 1):
-        group = sequences[:size]
-        common = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(group[0], group[-1], strict=False))))
-        if size == 1 or common >= SHORTEST_SHARED:
-            found.append(sum(map(len, group)) - common * (size - 1) + tokens_read(sequences[size:]))
-    return min(found)
-
-
-@given(
-    st.lists(
-        st.tuples(st.sampled_from([(5,) * 30, (5,) * 20 + (6,) * 40, (5,) * 20 + (7,) * 90]), st.integers(0, 9)),
-        min_size=1,
-        max_size=7,
-    )
-)
-def test_shared_row_reads_as_few_tokens_as_possible(drawn):
-    """Prompts with a common prefix, as a system prompt: few samples of one do not cost the others theirs."""
-    sequences = [[*prompt, last] for prompt, last in drawn]
-    assert len(packed_row(sequences).ids) == tokens_read(sorted(sequences))
 
 
 @pytest.mark.parametrize("family", [*sorted(FAMILIES.keys() - {"Gemma2"}), "sliding window"])

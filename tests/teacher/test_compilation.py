@@ -62,15 +62,3 @@ def test_compiled_run_equals_plain_run(train, name):
         assert all(layer._compiled_call_impl is not None for layer in backbone(model).layers)
     torch.testing.assert_close(torch.tensor(compiled_log), torch.tensor(log), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(compiled_weights, weights, rtol=0, atol=1e-6)
-
-
-@pytest.mark.slow
-def test_packed_rows_of_any_layout_share_their_graphs(train):
-    """Rows differ in the number and lengths of their pieces at each step."""
-    options = {"packed": True, "torch_compile": True, "torch_compile_backend": "eager"}
-    graphs = []
-    for steps in (4, 10):
-        train(**options, max_steps=steps, per_device_train_batch_size=16)
-        graphs.append(counters["stats"]["unique_graphs"])
-        assert not counters["recompile_limit"]
-    assert graphs[0] == graphs[1] > 0

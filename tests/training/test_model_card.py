@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from importlib.metadata import version
-from types import SimpleNamespace
 
 import pytest
-import transformers.trainer
 
 
 @pytest.fixture
@@ -40,25 +38,3 @@ def test_card_states_method_data_and_versions(train):
     assert "`teacher_prompt`" not in card
     assert f"- credit_trl: {version('credit-trl')}\n- TRL: {version('trl')}\n" in card
     assert "None" not in card
-
-
-def test_pushed_card_names_the_repository(train, monkeypatch, tmp_path):
-    uploaded = []
-
-    def upload(**options):
-        uploaded.append((options["repo_id"], read_card(trainer)))
-        return SimpleNamespace()
-
-    hub = SimpleNamespace(create_repo=lambda name, **_: SimpleNamespace(repo_id=name), upload_folder=upload)
-    if hasattr(transformers.trainer, "hf_api"):
-        monkeypatch.setattr(transformers.trainer, "hf_api", lambda: hub)
-    else:  # transformers 5.6
-        for name, function in vars(hub).items():
-            monkeypatch.setattr(transformers.trainer, name, function)
-    trainer = train(max_steps=1, hub_model_id="user/tiny")
-    trainer.push_to_hub(dataset_name="user/sums")
-    ((repository, card),) = uploaded
-    assert repository == "user/tiny"
-    assert "# Model Card for tiny" in card
-    assert "| data | user/sums, 12 rows |" in card
-    assert "https://huggingface.co/papers/2605.11613" in card
