@@ -1,4 +1,4 @@
-"""How often a micro-batch waits for the device, and how much memory scores take, without a device."""
+"""How often a micro-batch waits for the device, without a device."""
 
 from __future__ import annotations
 

@@ -1,18 +1,17 @@
-"""Mistakes of users: each is one clear error or one warning that names the value and the fix.
+"""Mistakes in the trainer's arguments are one clear error with the value and the fix, before anything is generated.
 
-All but those of `AFTER_A_ROLLOUT` are found before anything is generated.
+Mistakes in options stand in tests/test_config.py, in command lines in tests/cli/test_errors.py, in what reward
+functions return in tests/rollout/test_verdict.py.
 """
 
 from __future__ import annotations
 
 import re
-import warnings
 
 import pytest
 from datasets import Dataset
 
-from credit_trl import CreditTrainer, Verdict
-from credit_trl.training.metrics import CreditWarning
+from credit_trl import CreditTrainer
 from tiny import build_model, length_verdicts
 
 
@@ -21,7 +20,7 @@ def questions(**columns) -> Dataset:
     return Dataset.from_dict({**rows, **{name: [value] * 12 for name, value in columns.items()}})
 
 
-# Arguments -> a part of the error with the value, and one with the fix. Options stand in tests/test_config.py.
+# Arguments -> a part of the error with the value, and one with the fix.
 TRAINERS = {
     "columns without a question": (
         lambda: {"train_dataset": questions().remove_columns("prompt")},
@@ -98,46 +97,3 @@ def test_mistake_in_data_model_or_reward_is_refused(build, mistake):
         build(**arguments())
     assert re.search("|".join(map(re.escape, value.split("|"))), str(error.value))
     assert fix in str(error.value)
-
-
-def each(value):
-    return lambda completions, **kwargs: [value] * len(completions)
-
-
-# Reward functions -> a part of the error or warning with the value, and one with the fix. Other malformed results
-# stand in tests/rollout/test_verdict.py.
-AFTER_A_ROLLOUT = {
-    "no return": (lambda **kwargs: None, {}, "None", "`return`"),
-    "pairs": (each((1.0, "right")), {}, "tuple for completion 0", "Verdict(reward, feedback)"),
-    "never a success": (each(0.5), {"success_reward_threshold": 1.0}, "success_reward_threshold", "lower"),
-    "feedback that is ignored": (
-        lambda completions, **kwargs: [Verdict(float(i % 2), "no") for i in range(len(completions))],
-        {"include_environment_feedback": False},
-        "include_environment_feedback=False",
-        "Set it to True",
-    ),
-    "all completions masked": (
-        each(Verdict(0.0, "no")),
-        {"mask_truncated_completions": True},
-        "mask_truncated_completions",
-        "max_completion_length",
-    ),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mistake", AFTER_A_ROLLOUT)
-def test_mistaken_reward_function_is_named_in_the_first_step(make_config, tokenizer, mistake):
-    reward, options, value, fix = AFTER_A_ROLLOUT[mistake]
-    config = make_config(max_steps=1, **options)
-    trainer = CreditTrainer(build_model(tokenizer), reward, config, questions(), processing_class=tokenizer)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        try:
-            trainer.train()
-            messages = [str(w.message) for w in caught if w.category is CreditWarning]
-        except (ValueError, TypeError) as error:
-            messages = [str(error)]
-    [message] = [m for m in messages if not m.startswith("The support holds")]
-    assert value in message
-    assert fix in message
