@@ -47,9 +47,8 @@ def test_line_of_a_log_has_its_metrics_stages_and_time_left(logs, seconds, line)
 def test_run_prints_one_line_per_step(make_trainer, capsys, disable_tqdm):
     make_trainer(disable_tqdm=disable_tqdm).train()
     printed = capsys.readouterr().out
-    steps = re.findall(
-        r"step (\d)/2  reward .*  s .*  ΔV .*  kl .*  seconds .*rollout .*  left [\d:]+$", printed, re.M
-    )
+    pattern = r"step (\d)/2  reward .*  s .*  ΔV .*  kl .*  seconds .*rollout.*  left [\d:]+$"
+    steps = re.findall(pattern, printed, re.MULTILINE)
     assert steps == ["1", "2"]
     assert "{" not in printed
 
