@@ -48,6 +48,8 @@ LINE_BUDGETS: dict[str, tuple[list[str], int]] = {
     "tests": (["tests/**/*.py"], 20_000),
     "examples, benchmarks and notebooks": (["examples/**/*.py", "benchmarks/**/*.py", "notebooks/*.py"], 5_500),
 }
+# Rooms that are not within their budget yet -> lines that they must not exceed until they are. Only lower these.
+RATCHETS = {"src": 20_650, "core": 9_100, "tasks": 2_500, "cli": 1_740}
 MAX_OPTIONS = 34  # of `CreditConfig` beyond `GRPOConfig`
 MAX_PROSE_BYTES = 115_000  # README and docs
 MAX_PACKED_ASSIGNMENTS = 60
@@ -211,7 +213,8 @@ def test_modules_at_the_top_are_those_of_the_layout():
 
 @pytest.mark.parametrize("room", LINE_BUDGETS)
 def test_lines_are_within_the_budget(room):
-    globs, limit = LINE_BUDGETS[room]
+    globs, budget = LINE_BUDGETS[room]
+    limit = RATCHETS.get(room, budget)
     files = {path for glob in globs for path in ROOT.glob(glob)}
     assert sum(len(path.read_text("utf-8").splitlines()) for path in files) <= limit
 
