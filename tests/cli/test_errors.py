@@ -127,6 +127,7 @@ TRAINING = [
     ("--dataset_path empty.jsonl --reward_funcs own_module.exact", "empty.jsonl` cannot be read: it is empty"),
     ("--dataset_name ./data --reward_funcs own_module.exact", "Reward function `exact` has the parameter `answer`"),
     ("--dataset_name ./data --reward_funcs no_module.exact", "no module `no_module`"),
+    ("--dataset_name ./data --reward_funcs own_module.nothing", "has no `nothing`"),
     ("--dataset_name ./data --reward_funcs own_module.exact --dataset_train_split tran", "tran"),
     ("--task quickstart --resume_from_checkpoint nowhere", "nowhere"),
     (
