@@ -7,7 +7,7 @@ Symbols (natural logs, of a token or bucket `v` at position `t`):
     Ĝ_t(v)   = (1/C) Σ_k g_k,t(v)               input-generic baseline                  `generic_logps`
     p_t(v)   = π_θ(v | x, y_<t)                 student                                 `student_logps`
 
-Not in the paper is the form `"guide"` (`docs/contrast.md`).
+Not in the paper is the form `"guide"` (`docs/options.md`).
 
 The last dimension is the vocabulary, or the buckets of a truncated support: K tokens and, with a tail bucket, one
 bucket for the rest. Leading dimensions are free. The first dimension of `contrast_logps` is C.

@@ -50,7 +50,7 @@ if ! made_from_these_files; then
   done
 fi
 
-OMP_NUM_THREADS=1 "$python" -m pytest -m "slow or not slow" $here tests/loss/test_support_matrix.py tests/lab/planning/test_recipes.py \
+OMP_NUM_THREADS=1 "$python" -m pytest -m "slow or not slow" $here tests/loss/test_support_matrix.py \
   tests/teacher/test_external.py \
   -k "zero or deepspeed or four_bits"
 # Without a GPU, the kernels run in Triton's interpreter.

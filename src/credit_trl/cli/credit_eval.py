@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "prompts, pass@k, lengths and truncation. The same command continues an interrupted evaluation."
     )
     parser.add_argument("run", nargs="?", metavar="RUN", help="run directory, whose model, data and verifier are used")
-    parser.add_argument("--model", metavar="NAME", help="hub name or directory, smollm2 or quickstart")
+    parser.add_argument("--model", metavar="NAME", help="hub name or directory, or quickstart")
     parser.add_argument("--task", metavar="NAME", help="such as sciknoweval:chemistry, my_package.task:Task")
     parser.add_argument("--k", metavar="K", type=int, default=16, help="samples per prompt (default 16)")
     parser.add_argument("--temperature", metavar="T", type=float, default=0.6, help="default 0.6")

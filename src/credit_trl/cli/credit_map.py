@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "and options."
     )
     parser.add_argument("run", nargs="?", metavar="RUN", help="run directory")
-    parser.add_argument("--model", metavar="NAME", help="hub name or directory, smollm2 or quickstart")
+    parser.add_argument("--model", metavar="NAME", help="hub name or directory, or quickstart")
     parser.add_argument(
         "--checkpoint", metavar="PATH", action="append", default=[], help="of a run of that model; repeat for several"
     )

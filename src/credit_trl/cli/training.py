@@ -187,7 +187,7 @@ def evaluate_during_training(trainer: CreditTrainer, script_args: CreditScriptAr
 
 
 def resolve_model(name: str | None, reads_config: bool = False) -> str:
-    """Path of the model for `"quickstart"` and `"smollm2"`; any other path or hub name unchanged.
+    """Path of the model for `"quickstart"`; any other path or hub name unchanged.
 
     Args:
         name: what the user gave; None raises a `ValueError`.
@@ -198,7 +198,7 @@ def resolve_model(name: str | None, reads_config: bool = False) -> str:
     from credit_trl.tasks.model_names import model_path, naming_model
 
     if name is None:
-        raise ValueError("No model: give `--model_name_or_path Qwen/Qwen3-0.6B`, a path, `smollm2` or `quickstart`.")
+        raise ValueError("No model: give `--model_name_or_path Qwen/Qwen3-0.6B`, a path, or `quickstart`.")
     path = model_path(name)
     if reads_config:
         with naming_model(name):

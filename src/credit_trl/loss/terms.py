@@ -103,7 +103,7 @@ class MicroBatchLoss:
     contrasted: Bool[Tensor, " N"]  # True where the sample has a contrast
     samples: Int[Tensor, " N"]  # index of each token's sample in the micro-batch
     # This process's part of the teacher's fidelity: Σ_i w_i mean_t ΔV_t of sample i, with the weights of
-    # `training.metrics.success_weights`; NaN where no group is mixed.
+    # `training.metrics.teacher_success_weights`; NaN where no group is mixed.
     fidelity: Float[Tensor, ""]
     aux_loss: Float[Tensor, ""] | None  # load-balancing loss of a mixture of experts
     read: int  # tokens of the student's forward pass, with padding

@@ -72,7 +72,7 @@ class Checkpoint:
         """Load a model, or a checkpoint of a run that started from it.
 
         Args:
-            model: path, hub name, `"quickstart"` for the embedded model, or `"smollm2"`.
+            model: path, hub name, `"quickstart"` for the embedded model.
             checkpoint: `checkpoint-…` directory with full weights or adapters of `model`. The teacher that
                 `CreditTrainer` saved there is loaded too; without it the policy is its own teacher.
             device: None takes the GPU if there is one.
