@@ -44,12 +44,10 @@ from credit_trl.training.check_run import check_run
 from credit_trl.training.checkpoints import ResumableTrainer
 from credit_trl.training.drift import DriftAlarms
 from credit_trl.training.metrics import Alarms, TokenMetrics, context_metrics, drop_undefined, teacher_success_weights
-from credit_trl.training.reporting import ContinueReports, add_completion_columns, print_lines
+from credit_trl.training.reporting import ContinueReports, StageClock, add_completion_columns, print_lines
 from credit_trl.training.run_data import describe_data
 from credit_trl.training.run_log import RunLog
 from credit_trl.training.step import CreditStep
-from credit_trl.training.timing import StageClock
-from credit_trl.training.weight_change import WeightChange
 
 
 class CreditTrainer(ResumableTrainer):
@@ -163,7 +161,7 @@ class CreditTrainer(ResumableTrainer):
         self.run_log = RunLog()
         self.add_callback(self.run_log)
         self.add_callback(ContinueReports(self.drift_alarms, self.clock))
-        self.add_callback(WeightChange(self.alarms, self.model))
+        self.alarms.check_precision(self.model)
         print_lines(self.callback_handler)
 
     def _init_credit(self, token_weight: TokenWeight | None) -> None:

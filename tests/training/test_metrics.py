@@ -28,7 +28,6 @@ from credit_trl.training.metrics import (
 from tiny import length_verdicts
 
 ZERO = torch.tensor(0.0)
-SAMPLES = torch.empty(0, dtype=torch.long)  # not read
 
 
 def terms(n, seed=0):
@@ -41,7 +40,7 @@ def terms(n, seed=0):
 
 
 def micro_batch(terms, contrasted, fidelity=ZERO, engine=None):
-    return MicroBatchLoss(terms, contrasted, SAMPLES, fidelity, None, len(contrasted), len(contrasted), engine)
+    return MicroBatchLoss(terms, contrasted, fidelity, None, len(contrasted), len(contrasted), engine)
 
 
 def token_metrics(loss, is_sampled, reduce):
@@ -355,7 +354,7 @@ def test_feedback_that_nowhere_fits_warns_once(run, tokenizer, dataset):
 @pytest.mark.parametrize(("kind", "value"), [("missing", math.nan), ("infinite", -math.inf)])
 def test_engine_without_log_probabilities_is_no_engine_without_differences(kind, value):
     given = terms(10)
-    engine = EngineTokens(given.token_logps.clone(), torch.arange(10), 10)
+    engine = EngineTokens(given.token_logps.clone())
     loss = micro_batch(given, torch.ones(10, dtype=torch.bool), engine=engine)
     assert engine_metrics(loss, lambda x: x)[f"sampling/frac_{kind}_logps"] == 0.0
     engine.logps[:4] = value
@@ -367,3 +366,14 @@ def test_engine_without_log_probabilities_is_no_engine_without_differences(kind,
     alarms.check_engine(metrics)
     assert f"engine_{kind}" in dict(raised)
     assert "40.0% of the sampled tokens" in dict(raised)[f"engine_{kind}"]
+
+
+@pytest.mark.parametrize(("dtype", "count"), [(torch.bfloat16, 1), (torch.float32, 0)])
+def test_trained_weights_in_half_precision_are_an_alarm(make_model, dtype, count):
+    alarms = Alarms()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        alarms.check_precision(make_model().to(dtype))
+    messages = [str(one.message) for one in caught if "trained weights are bfloat16" in str(one.message)]
+    assert len(messages) == count
+    assert all("keep `bf16=True`" in message for message in messages)

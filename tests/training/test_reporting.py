@@ -1,4 +1,4 @@
-"""One line a log on the console, and the columns of the table of completions."""
+"""One line a log on the console, seconds of the stages with a fake clock, the columns of the table of completions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from datasets import Dataset
 
 from credit_trl import CreditTrainer
-from credit_trl.training.reporting import log_line
+from credit_trl.training.reporting import StageClock, log_line
 from tiny import length_verdicts
 
 LOGS = {
@@ -59,7 +59,9 @@ def test_run_prints_one_line_per_step(make_model, make_config, tokenizer, datase
     config = make_config(disable_tqdm=disable_tqdm)
     CreditTrainer(make_model(), length_verdicts, config, dataset, processing_class=tokenizer).train()
     printed = capsys.readouterr().out
-    steps = re.findall(r"step (\d)/2  reward .*  s .*  ΔV .*  kl .*  seconds rollout .*  left [\d:]+$", printed, re.M)
+    steps = re.findall(
+        r"step (\d)/2  reward .*  s .*  ΔV .*  kl .*  seconds .*rollout .*  left [\d:]+$", printed, re.M
+    )
     assert steps == ["1", "2"]
     assert "{" not in printed
 
@@ -76,3 +78,73 @@ def test_table_of_completions_has_feedback_teacher_prompt_and_mean_credit(make_m
         assert row["feedback"] in row["teacher_prompt"]
         assert math.isfinite(row["s_mean"])
     assert any(row["s_mean"] != 0.0 for row in table)
+
+
+@pytest.fixture
+def now(monkeypatch):
+    time = [0.0]
+    monkeypatch.setattr("credit_trl.training.reporting.time.perf_counter", lambda: time[0])
+    return time
+
+
+def test_outer_stage_excludes_time_of_inner_stages(now):
+    clock = StageClock()
+    with clock.stage("update"):
+        now[0] += 1
+        with clock.stage("rollout"):
+            now[0] += 10
+        with clock.stage("scores"):
+            now[0] += 100
+        now[0] += 1000
+    assert dict(clock.seconds) == {"rollout": 10, "scores": 100, "update": 1001}
+
+
+def test_report_is_mean_per_step_and_resets(now):
+    clock = StageClock()
+    with clock.stage("rollout"):
+        now[0] += 12
+    assert clock.report(4) == {"credit/seconds_rollout": 3}
+    with clock.stage("rollout"):
+        now[0] += 6
+    assert clock.report(6) == {"credit/seconds_rollout": 3}
+    assert clock.report(6) == {}
+
+
+def test_steps_of_a_resumed_run_count_from_its_first(now):
+    clock = StageClock()
+    clock.start(500)
+    with clock.stage("rollout"):
+        now[0] += 8
+    assert clock.report(502) == {"credit/seconds_rollout": 4}
+
+
+def test_failed_stage_is_timed(now):
+    clock = StageClock()
+
+    def fail():
+        with clock.stage("update"), clock.stage("verdict"):
+            now[0] += 2
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail()
+    assert dict(clock.seconds) == {"verdict": 2, "update": 0}
+
+
+def test_evaluation_time_is_not_counted(now, make_model, make_config, tokenizer, dataset, monkeypatch):
+    """Each generation takes ten seconds; each step is followed by an evaluation of three generations."""
+    config = make_config(eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=4, num_generations_eval=1)
+    trainer = CreditTrainer(
+        make_model(), length_verdicts, config, dataset, eval_dataset=dataset, processing_class=tokenizer
+    )
+    generate = trainer._generate_single_turn
+
+    def slowly(*args, **kwargs):
+        now[0] += 10
+        return generate(*args, **kwargs)
+
+    monkeypatch.setattr(trainer, "_generate_single_turn", slowly)
+    trainer.train()
+    assert now[0] == 10 * (1 + 3 + 1 + 3)
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert [entry["credit/seconds_rollout"] for entry in logs] == [10, 10]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from accelerate.utils import gather_object
 from jaxtyping import Bool, Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from credit_trl.config import CreditConfig
 from credit_trl.contexts.tokens import TokenContexts
@@ -69,6 +69,9 @@ _MESSAGES = {
     "{specific:.3f} and {credit:.3f} nats), in {batches} micro-batches in a row: the feedback makes the same tokens "
     "likely under any prompt, so λ lowers the reward of the answer itself. Return feedback that is read together with "
     "the prompt, such as a letter, a position or a failing check, instead of the answer; or set `contrastive_coef=0`.",
+    "low_precision": "The trained weights are {name}, which rounds small updates away. Load the model in fp32 "
+    "(`dtype=torch.float32`) and keep `bf16=True`, which computes in bf16 and keeps fp32 weights, or raise "
+    "`learning_rate`.",
     "lost_gradient": "The loss is not 0 and its gradient is exactly 0: an operation between the trained weights and "
     "the loss blocks gradients. Check that the forward pass uses the weights that train (`target_modules`), and that "
     "a quantised base passes gradients on this device.",
@@ -165,6 +168,11 @@ class Alarms:
             self._generic = self._generic + 1 if is_generic else 0
         values = {"specific": specific, "credit": credit, "batches": self._generic}
         self._raise_if(self._generic >= GENERIC_BATCHES, "generic_credit", **values)
+
+    def check_precision(self, model: nn.Module) -> None:
+        """Warn where weights in half precision train: the first update at the paper's rate changes 1 % of them."""
+        for dtype in {p.dtype for p in model.parameters() if p.requires_grad} & {torch.bfloat16, torch.float16}:
+            self._raise_if(True, "low_precision", name=str(dtype).removeprefix("torch."))
 
     def check_gradient(self, logs: Mapping[str, float], metrics: Mapping[str, Sequence[float]]) -> float:
         """Warn where the loss of tokens with an advantage has a gradient of exactly 0.
