@@ -24,24 +24,22 @@ API = {
     "Teacher": "teacher",
     "Loss": "loss",
     "Training": "training",
+    "Extensions": "testing",
     "Tasks": "tasks",
     "Sandbox": "sandbox.protocol",
     "Evaluation": "evaluation",
-    "Comparison": "lab.comparison",
-    "Sweeps": "lab.sweeps",
-    "Planning": "lab.planning",
     "Analysis": "lab.analysis",
+    "Report": "lab.report",
 }
 # Beginnings of modules of these folders that are internal, or documented elsewhere.
 INTERNAL = tuple(
     """
-    contexts.prompts evaluation.generation evaluation.samples evaluation.trainer_engine evaluation.verdicts
-    lab.analysis.compatibility_report lab.analysis.formula lab.analysis.naming lab.analysis.passes
-    lab.analysis.tokentext lab.comparison.figures lab.comparison.tables lab.planning.duration lab.planning.fit
-    lab.planning.limits lab.planning.memory lab.planning.work lab.sweeps.job loss.blocks loss.correction loss.head
-    loss.projection loss.rehearsal loss.steps loss.target loss.terms loss.triton rollout.deadline rollout.threads
-    tasks.cache tasks.lcb_ tasks.math_ tasks.model_names tasks.printable
-    tasks.records tasks.toolalpaca_protocols teacher.causal_lm teacher.sharding training.timing
+    evaluation.generation evaluation.verdicts lab.analysis.formula lab.analysis.token_classes lab.analysis.tokentext
+    lab.analysis.vocabulary_logps lab.report.comparison lab.report.page lab.report.runs lab.report.token_maps
+    loss.blocks loss.correction loss.head loss.projection loss.student loss.target loss.triton_rows contexts.prompts
+    rollout.deadline tasks.escaping tasks.lcb_ tasks.math_answers tasks.model_names
+    tasks.records tasks.run_data teacher.causal_lm teacher.sharding training.check_logits training.future_warnings
+    training.timing training.trl_compat
     """.split()
 )
 
@@ -80,7 +78,7 @@ def api_markdown() -> str:
             lines += ["", f"::: credit_trl.{module}"]
             if module == "trainer":
                 lines.append("    options: {members: [CreditTrainer]}")
-            elif part == "tasks" and module.partition(".")[2] not in ("completions", "registry", "smollm2", "task"):
+            elif part == "tasks" and module.partition(".")[2] not in ("mixture", "registry", "responses", "task"):
                 lines.append("    options: {members: [build, verify], show_root_heading: true}")
     return "\n".join(lines)
 

@@ -39,12 +39,12 @@ class Problem:
         return {name: x[rows] if x.ndim else x for name, x in self.tensors.items()}
 
 
-def move(parameters: Any) -> None:
+def move(parameters: Any, scale: float = 0.05) -> None:
     """Move the teacher away from the policy, so that the two cannot be confused."""
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for parameter in parameters:
-            parameter += 0.05 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter += scale * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
 
 
 def step_problem(
@@ -91,7 +91,7 @@ def padded(sequences: list[list[int]], name: str, left: bool = False) -> dict[st
     return {f"{name}_ids": ids, f"{name}_mask": mask}
 
 
-def logps(model: nn.Module, prompt: list[int], completion: list[int], temperature: float) -> Tensor:
+def logps(model: nn.Module, prompt: list[int], completion: list[int], temperature: float = 1.0) -> Tensor:
     """(t, V) log-probabilities of one completion under one prompt: the plainest forward pass."""
     logits = model(input_ids=torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
     return torch.log_softmax(logits / temperature, dim=-1)

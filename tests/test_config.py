@@ -12,7 +12,7 @@ from trl import GRPOConfig, TrlParser
 from trl.experimental.sdpo import SDPOConfig
 
 from credit_trl import CreditConfig
-from credit_trl.config import OTHER_NAMES, check_template
+from credit_trl.config import OTHER_NAMES
 from credit_trl.contexts.builder import ContextBuilder
 from credit_trl.contexts.privileged import PrivilegedContext
 
@@ -23,34 +23,22 @@ OWN = {f.name for f in dataclasses.fields(CreditConfig)} - {f.name for f in data
     ("options", "message"),
     [
         ({"contrastive_coef": 2.0}, r"`contrastive_coef` must be in \[0, 1\], got 2.0.*`contrastive_form='guide'`"),
-        ({"contrastive_coef": -0.1}, "`contrastive_coef` must be finite and at least 0, got -0.1"),
-        ({"contrastive_coef": float("nan")}, "must be finite and at least 0, got nan"),
         ({"contrastive_coef": "0.1"}, "must be finite and at least 0, got '0.1'"),
-        ({"contrastive_form": "guide", "contrastive_coef": float("inf")}, "must be finite and at least 0"),
         ({"contrastive_form": "divide"}, "must be one of subtract, guide; got 'divide'"),
         ({"contrastive_count": 0}, "`contrastive_count` must be at least 1"),
         ({"distillation_weight": 1.5}, r"`distillation_weight` must be in \[0, 1\]"),
-        ({"distillation_alpha": 1.1}, r"`distillation_alpha` must be in \[0, 1\]"),
-        ({"distillation_support": "student_topk"}, "must be one of teacher_topk, sampled"),
         ({"distillation_topk": 0}, "`distillation_topk` must be at least 1 or None"),
-        ({"distillation_tail": "drop"}, "must be one of bucket, renormalize"),
         ({"distillation_is_clip": 0.0}, "`distillation_is_clip` must be positive or None"),
         ({"distillation_kernels": "cuda"}, "must be one of auto, torch, triton"),
         ({"distillation_support": "sampled", "distillation_alpha": 0.5}, "set `distillation_alpha=1`"),
         ({"distillation_topk": 1, "distillation_tail": "renormalize"}, "a loss of 0. Increase `distillation_topk`"),
-        ({"teacher_update_rate": 0.0}, r"`teacher_update_rate` must be in \(0, 1\]"),
         ({"teacher_update_rate": None}, r"`teacher_update_rate` must be in \(0, 1\], got None"),
-        ({"teacher_sync_steps": 0}, "`teacher_sync_steps` must be at least 1 or None"),
         ({"teacher_model_kind": "trust_region"}, "must be one of ema, live, base, model"),
         ({"teacher_model_kind": "model"}, "need each other: set both or neither"),
-        ({"teacher_model_name_or_path": "a/b"}, "need each other: set both or neither"),
         (
             {"teacher_prompt": "student", "teacher_model_kind": "live", "contrastive_coef": 0.0},
             "makes the policy its own target",
         ),
-        ({"teacher_context": "all"}, "must be one of solution, think, think"),
-        ({"success_reward_threshold": float("nan")}, "`success_reward_threshold` must be finite"),
-        ({"max_reprompt_len": 0}, "`max_reprompt_len` must be at least 1"),
         ({"update_batch_tokens": 0}, "`update_batch_tokens` must be at least 1 or None"),
         ({"per_device_train_batch_size": 4}, "holds one prompt.*contrastive_source='dataset'"),
         (
@@ -62,19 +50,12 @@ OWN = {f.name for f in dataclasses.fields(CreditConfig)} - {f.name for f in data
             {"reprompt_template": "{prompt}{solution}"},
             "`reprompt_template` must have each of {prompt}, {solution}, {f",
         ),
-        ({"solution_template": "nothing"}, "each of {successful_previous_attempt} once"),
-        ({"feedback_template": "{feedback_raw}{feedback_raw}"}, "once, no other"),
         ({"feedback_template": "{feedback_raw}{other}"}, "no other placeholder"),
         ({"feedback_template": "{feedback_raw} {"}, "literal braces as {{ and }}"),
-        ({"on_verifier_error": "ignore"}, "must be one of raise, skip"),
         ({"on_nonfinite": "ignore"}, "must be one of raise, skip"),
         ({"verifier_timeout": 0.0}, "`verifier_timeout` must be positive or None"),
-        ({"verifier_timeout": float("inf")}, "`verifier_timeout` must be positive or None"),
-        ({"temperature": 0.0}, "`temperature` must be above 0"),
         ({"temperature": "0.7"}, "`temperature` must be above 0, got '0.7'"),
-        ({"top_p": 0.0}, r"`top_p` must be in \(0, 1\]"),
         ({"learning_rate": -1e-6}, "`learning_rate` must be finite and at least 0"),
-        ({"num_iterations": 0}, "`num_iterations` must be at least 1"),
         ({"generation_kwargs": {"temperature": 0.2}}, "has the temperature 0.2.* Set `temperature` instead"),
         ({"enable_jit_checkpoint": True}, "saves inside a step.*save_steps"),
         ({"use_transformers_continuous_batching": True}, "casts the teacher's adapter.*Set `use_vllm=True`"),
@@ -116,12 +97,6 @@ def test_bad_options_raise_at_construction_and_name_the_fix(make_config, options
 )
 def test_what_can_train_is_accepted(make_config, options):
     make_config(**options)
-
-
-def test_own_options_are_checked_before_the_machine(monkeypatch):
-    monkeypatch.setattr("trl.GRPOConfig.__post_init__", lambda self: pytest.fail("TRL was asked first"))
-    with pytest.raises(ValueError, match="`contrastive_coef` must be in"):
-        CreditConfig("out", contrastive_coef=2.0)
 
 
 ROOT = Path(__file__).parents[1]
@@ -176,10 +151,8 @@ def test_paper_takes_overrides_and_processes(tmp_path, monkeypatch):
     [
         ({}, 8),
         ({"num_generations": 6}, 8),
-        ({"num_generations": 16}, 8),
         ({"gradient_accumulation_steps": 2}, 2),
         ({"per_device_train_batch_size": 32}, 4),
-        ({"generation_batch_size": 16}, 2),
         ({"steps_per_generation": 3}, 3),
         ({"distillation_weight": 0.0}, 1),  # TRL's
     ],
@@ -228,18 +201,6 @@ def test_names_that_sdpo_has_are_sdpos():
     assert set(shared.split()) <= OWN & theirs
 
 
-def test_help_of_every_option_is_its_part_of_the_docstring():
-    docstring = " ".join(CreditConfig.__doc__.split())
-    for name in OWN:
-        entry, _, description = docstring.partition(CreditConfig.__dataclass_fields__[name].metadata["help"])
-        assert f"{name} (" in entry or f"{name}, " in entry
-        assert description  # other entries, or the errors, follow
-
-
-def test_there_are_at_most_34_options():
-    assert len(OWN) <= 34
-
-
 def test_json_options_are_parsed(make_config):
     config = make_config(
         teacher_model_kind="model",
@@ -261,6 +222,7 @@ def test_json_options_are_parsed(make_config):
         "ema_decay": "Set `teacher_update_rate` to 1",
         "topk": "Set `distillation_topk`",
         "tokenizer": "`processing_class`, an argument of `CreditTrainer`",
+        "lmbda": "sampled from the policy",
     }.items(),
 )
 def test_unknown_options_name_their_counterpart(name, advice):
@@ -268,13 +230,7 @@ def test_unknown_options_name_their_counterpart(name, advice):
         CreditConfig("run", **{name: 1})
 
 
-def test_all_unknown_options_are_reported_at_once():
-    with pytest.raises(TypeError, match=r"no option `lr`\. Set `learning_rate`\. `alpha`\. Set `distillation_alpha`"):
-        CreditConfig("run", lr=1, alpha=2, seed=1)
-
-
-def test_names_of_other_trainers_are_a_small_table_of_names_that_are_not_ours():
-    assert len(OTHER_NAMES) <= 30
+def test_names_of_other_trainers_are_not_ours():
     assert not {f.name for f in dataclasses.fields(CreditConfig)} & OTHER_NAMES.keys()
 
 
@@ -294,9 +250,3 @@ def test_none_is_a_value_of_optional_numbers_after_parsing(make_config, tmp_path
     (parsed,) = TrlParser(CreditConfig).parse_args_and_config(["--config", str(tmp_path / "run.yaml")])
     assert (parsed.distillation_is_clip, parsed.distillation_topk) == (None, None)
     assert make_config(distillation_topk=None).distillation_topk is None
-
-
-def test_template_of_the_analysis_is_checked_alike():
-    check_template("--feedback", "It is {letter}.", ("letter",))
-    with pytest.raises(ValueError, match=r"`--feedback` must have each of \{letter\} once"):
-        check_template("--feedback", "It is A.", ("letter",))

@@ -18,7 +18,8 @@ from datasets import Dataset
 from trl import GRPOConfig
 
 from credit_trl import CreditConfig, CreditTrainer, Verdict
-from test_trainer_parity import loss_and_gradients, perturb, prepared
+from dense import move
+from test_trainer_parity import loss_and_gradients, prepared
 from tiny import build_model, build_tokenizer, save_model
 
 # Options that the loss of an update does not show, or that choose where another teacher is loaded from.
@@ -187,7 +188,7 @@ def make_trainer(folder: str, options: dict[str, object]) -> CreditTrainer:
     trainer = CreditTrainer(build_model(TOKENIZER), verdicts, config, ROWS, processing_class=TOKENIZER)
     trainer._decode = lambda ids: [f"<think>since {sum(x)}</think>so {x[0]} {'so ' * (sum(x) % 7 * 16)}" for x in ids]
     if config.distillation_weight and config.teacher_model_kind in ("ema", "base"):
-        perturb(trainer.teacher.model)
+        move(trainer.teacher.model.parameters())
     return trainer
 
 

@@ -6,8 +6,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
-from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
@@ -17,15 +15,9 @@ from trl.cli.commands import get_commands
 from credit_trl import cli
 from credit_trl.cli import credit, training
 from credit_trl.sandbox import CHOICE
-from credit_trl.training.preemption import REQUEUE
 
 ROOT = Path(__file__).parents[2]
 ON_CPU = ["--use_cpu", "true", "--bf16", "false", "--gradient_accumulation_steps", "4"]
-
-
-def test_both_scripts_run_the_same_program():
-    scripts = {p.name: p.value for p in entry_points(group="console_scripts") if p.value.startswith("credit_trl")}
-    assert scripts == {"trl": "credit_trl.cli:main", "credit-trl": "credit_trl.cli:main"}
 
 
 def test_help_lists_commands_of_trl_and_of_this_package(capsys):
@@ -34,18 +26,6 @@ def test_help_lists_commands_of_trl_and_of_this_package(capsys):
     for name in [command.name for command in get_commands()] + ["credit", *cli.COMPANIONS]:
         assert f"    {name} " in listed or f"    {name}\n" in listed, name
     assert len(listed.splitlines()) <= 40
-
-
-@pytest.mark.parametrize("name", cli.COMPANIONS)
-def test_help_of_companions_fits_a_screen(name, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    with pytest.raises(SystemExit) as ended:
-        cli.main([name, "--help"])
-    assert ended.value.code == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith(f"usage: trl {name}")
-    assert len(lines) <= 40
-    assert max(map(len, lines)) <= 80
 
 
 @pytest.mark.parametrize("line", [["--help"], ["--help-all"], ["--help", "contrastive"]])
@@ -69,38 +49,12 @@ def test_help_of_all_has_every_option(capsys):
     assert {action.dest for action in training.make_parser()._actions} - {"help"} <= shown
 
 
-def test_help_is_coloured_on_a_terminal(capsys, monkeypatch):
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    credit.run(["--help"])
-    assert "\x1b[1;36m--contrastive_coef\x1b[0m" in capsys.readouterr().out
-
-
-def test_help_of_companions_loads_neither_torch_nor_trl():
-    code = (
-        "import argparse, importlib, sys\n"
-        f"for module in {[module for module, _ in cli.COMPANIONS.values()]}:\n"
-        "    importlib.import_module(module).add_arguments(argparse.ArgumentParser())\n"
-        "print([name for name in ('torch', 'trl', 'transformers', 'datasets') if name in sys.modules])"
-    )
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert ran.stdout.strip() == "[]"
-
-
 @pytest.mark.parametrize("argv", [["sft", "--help"], ["grpo", "--help"], ["env"]])
 def test_trl_commands_receive_the_unchanged_line(monkeypatch, argv):
     given = []
     monkeypatch.setattr("trl.cli.main", lambda line: given.append(line) or 0)
     assert cli.main(argv) == 0
     assert given == [argv]
-
-
-def test_version_names_both_packages(capsys):
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["--version"])
-    assert ended.value.code == 0
-    assert re.fullmatch(r"trl \S+, credit-trl \S+\n", capsys.readouterr().out)
 
 
 @pytest.fixture
@@ -170,11 +124,6 @@ def test_batches_are_checked_for_the_launched_processes(launched, capsys):
     assert len(launched) == 1
 
 
-def test_named_accelerate_config_is_resolved_as_by_trl(launched):
-    assert credit.run(["--accelerate_config", "single_gpu", *ON_CPU]) == 0
-    assert launched[0].config_file.endswith("single_gpu.yaml")
-
-
 @pytest.mark.parametrize(
     ("raised", "code", "printed"),
     [
@@ -197,17 +146,6 @@ def test_ended_launches_return_their_code_without_traceback(monkeypatch, capfd, 
     assert error.count("\n") == bool(printed)
 
 
-@pytest.mark.parametrize("interrupted", ["make_trainer", "train"])
-def test_interrupted_training_process_prints_no_traceback(monkeypatch, capfd, interrupted):
-    def interrupt(*args):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(training, "make_trainer", lambda *args: None)
-    monkeypatch.setattr(training, interrupted, interrupt)
-    assert training.run(ON_CPU) == 130
-    assert capfd.readouterr().err == ""
-
-
 @pytest.mark.parametrize(
     ("line", "module", "printed"),
     [
@@ -226,14 +164,6 @@ def test_interrupted_command_prints_one_line(monkeypatch, capsys, line, module, 
     assert capsys.readouterr().err == printed
 
 
-def test_sigterm_outside_of_steps_ends_with_the_code_to_requeue(monkeypatch):
-    monkeypatch.setattr(training, "make_trainer", lambda *args: None)
-    monkeypatch.setattr(training, "train", lambda *args: os.kill(os.getpid(), signal.SIGTERM))
-    with pytest.raises(SystemExit) as ended:
-        training.run(ON_CPU)
-    assert ended.value.code == REQUEUE
-
-
 def test_option_of_the_sandbox_selects_it(monkeypatch, tmp_path):
     monkeypatch.setenv(CHOICE, "")
     config = tmp_path / "run.yaml"
@@ -241,22 +171,3 @@ def test_option_of_the_sandbox_selects_it(monkeypatch, tmp_path):
     script, *_ = training.make_parser().parse_args_and_config(["--config", str(config), *ON_CPU])
     assert script.reward_funcs == ["a.b", "c.d"]  # a text in YAML is a list of names
     assert os.environ[CHOICE] == "landlock"
-
-
-def test_output_whose_reader_ends_is_no_error(tmp_path):
-    line = [sys.executable, "-m", "credit_trl", "credit-init", str(tmp_path / "first")]
-    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:
-        process.stdout.close()  # before the command writes
-        error = process.stderr.read()
-    assert process.returncode == 128 + signal.SIGPIPE
-    assert error == ""
-
-
-@pytest.mark.parametrize("locale", [{"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0"}])
-def test_characters_that_the_locale_lacks_are_spelled_out(locale):
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONIOENCODING"}
-    line = [sys.executable, "-m", "credit_trl", "credit-map", "--help"]
-    environment |= {"PYTHONUTF8": "0", **locale}
-    result = subprocess.run(line, env=environment, capture_output=True, cwd=ROOT, timeout=120, check=False)
-    assert result.returncode == 0, result.stderr[-1000:]
-    assert b"\\u03bb (default" in result.stdout

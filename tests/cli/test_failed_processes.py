@@ -51,17 +51,7 @@ class Killed(Asked):
         return Verdict(0.0, "no")
 """
 TRL = ["-m", "credit_trl", "credit"]
-TWO = [
-    "--multi_gpu",
-    "--num_processes",
-    "2",
-    "--num_machines",
-    "1",
-    "--mixed_precision",
-    "no",
-    "--dynamo_backend",
-    "no",
-]
+TWO = "--multi_gpu --num_processes 2 --num_machines 1 --mixed_precision no --dynamo_backend no".split()
 RUN = (
     "--model_name_or_path quickstart --use_cpu true --bf16 false --max_steps 1 --report_to none --save_strategy no "
     "--per_device_train_batch_size 4 --num_generations 2 --max_completion_length 4 --output_dir run"
@@ -103,32 +93,6 @@ def test_last_line_is_the_cause_of_the_failed_process(run, task, code, reason):
 
 
 @pytest.mark.slow
-def test_user_error_under_accelerate_launch_is_reported(run):
-    module = ["--module", "credit_trl.cli.training"]
-    launcher = ["-m", "accelerate.commands.launch", *TWO, *module]
-    failed = run(*launcher, "--task", "tasks:Unasked", *RUN)
-    assert failed.returncode != 0
-    printed = [line for line in failed.stderr.splitlines() if line.startswith("trl credit: error: ")]
-    assert printed
-    assert all("no column `prompt`; its columns are question, answer" in line for line in printed)
-
-
-@pytest.mark.slow
-def test_misspelt_option_is_reported_once_before_the_launch(run):
-    failed = run(*TRL, *TWO, "--task", "tasks:Asked", *RUN, "--contrastive_coeff", "0.1")
-    assert failed.returncode == 2
-    (printed,) = [line for line in failed.stderr.splitlines() if "error: " in line]
-    assert "Did you mean --contrastive_coef?" in printed
-
-
-@pytest.mark.slow
-def test_same_run_without_an_error_succeeds(run):
-    finished = run(*TRL, *TWO, "--task", "tasks:Asked", *RUN)
-    assert finished.returncode == 0, finished.stderr[-3000:]
-    assert "error: " not in finished.stderr
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("processes", [[], TWO], ids=["one", "two"])
 def test_sigterm_to_the_command_ends_it_with_a_checkpoint(run, tmp_path, processes):
@@ -136,8 +100,8 @@ def test_sigterm_to_the_command_ends_it_with_a_checkpoint(run, tmp_path, process
     line += ["--max_steps", "6", "--save_strategy", "steps", "--save_steps", "100", "--disable_tqdm", "true"]
     line += ["--logging_steps", "1", "--resume_from_checkpoint", "latest"]
 
-    def last_logged(folder):
-        path = tmp_path / folder / "log.jsonl"
+    def last_logged():
+        path = tmp_path / "run" / "log.jsonl"
         rows = [json.loads(row) for row in path.read_text().splitlines()] if path.exists() else []
         return [row for row in rows if "loss" in row]
 
@@ -147,7 +111,7 @@ def test_sigterm_to_the_command_ends_it_with_a_checkpoint(run, tmp_path, process
         job = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=out, stderr=out)
     try:
         limit = time.monotonic() + 300
-        while len(last_logged("run")) < 2:
+        while len(last_logged()) < 2:
             assert job.poll() is None, (tmp_path / "out").read_text()[-3000:]
             assert time.monotonic() < limit
             time.sleep(0.05)
@@ -157,10 +121,6 @@ def test_sigterm_to_the_command_ends_it_with_a_checkpoint(run, tmp_path, process
         job.kill()
     assert "error: " not in (tmp_path / "out").read_text()
     [saved] = (tmp_path / "run").glob("checkpoint-*")
-    assert int(saved.name.split("-")[1]) == len(last_logged("run"))
+    assert int(saved.name.split("-")[1]) == len(last_logged())
     assert run(*TRL, *processes, *line, timeout=500).returncode == 0
-    whole = run(*TRL, *processes, *line, "--output_dir", "whole", timeout=500)
-    assert whole.returncode == 0, whole.stderr[-3000:]
-    assert [row["loss"] for row in last_logged("run")] == [row["loss"] for row in last_logged("whole")]
-    evaluations = [(tmp_path / folder / "evaluations.jsonl").read_text() for folder in ("run", "whole")]
-    assert evaluations[0] == evaluations[1]
+    assert [row["step"] for row in last_logged()] == [1, 2, 3, 4, 5, 6]

@@ -8,9 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from credit_trl import cli
 from credit_trl.cli import quickstart
-from credit_trl.lab.analysis.tokenmap_summary import ClassShare
 from credit_trl.tasks.quickstart_model import read_base
 from credit_trl.training.run_directory import EVALUATIONS_FILE, LOG_FILE, read_lines
 
@@ -42,26 +40,10 @@ def test_run_writes_log_evaluations_report_and_model(folder, table):
     assert model.config.vocab_size == len(tokenizer)
 
 
-def test_table_shows_the_logged_evaluations_and_seconds(folder, table):
-    first, *_, last = read_lines(folder / EVALUATIONS_FILE)
-    for group in quickstart.CUE_GROUPS:
-        shown = re.search(rf"{group} cues +([\d.]+) -> +([\d.]+) ", table)
-        assert shown.groups() == tuple(f"{100 * row['groups'][group]:.1f}" for row in (first, last))
-    logs = [row for row in read_lines(folder / LOG_FILE) if "reward" in row]
-    for stage in quickstart.STAGES:
-        mean = sum(row[f"credit/seconds_{stage}"] for row in logs) / 3
-        assert float(re.search(rf"  {stage} +([\d.]+)", table)[1]) == pytest.approx(mean, abs=1e-3)
-
-
 def test_credit_is_on_input_words_and_not_on_the_template(table):
     before = {name: float(re.search(rf"  {name}.* ([\d.-]+) -> ", table)[1]) for name in ("generic", "cue", "city")}
     assert before["generic"] == 0.0
     assert min(before["cue"], before["city"]) > 3.0
-
-
-def test_small_negative_credit_is_printed_without_a_sign():
-    share = ClassShare("generic", 1, 1.0, 0.0, 0.0, 0.0, -1e-4)
-    assert quickstart._credit_lines([share], [])[-1].split()[2:5] == ["0.00", "->", "none"]
 
 
 def test_readme_shows_the_printed_table(table):
@@ -74,15 +56,6 @@ def test_readme_shows_the_printed_table(table):
     printed = masked(table)
     start = printed.index(masked(shown)[0])
     assert printed[start : start + len(masked(shown))] == masked(shown)
-
-
-def test_command_passes_its_arguments(monkeypatch):
-    given = {}
-    monkeypatch.setattr(quickstart, "run_quickstart", lambda *args, **options: given.update(args=args, **options))
-    line = "credit-quickstart --output_dir somewhere --steps 7 --seed 3 --world shortcut --contrastive_coef 0"
-    assert cli.main(line.split()) == 0
-    expected = {"world": "shortcut", "contrastive_coef": 0.0, "distillation_weight": 1.0}
-    assert given == {"args": ("somewhere", 7, 3), **expected}
 
 
 @pytest.mark.slow

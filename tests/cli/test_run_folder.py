@@ -9,8 +9,7 @@ import pytest
 
 from credit_trl import CreditTrainer, Verdict, cli
 from credit_trl.cli import training
-from credit_trl.cli.run_folder import model_of_run, read_run, task_of_run
-from credit_trl.evaluation import evaluate
+from credit_trl.cli.run_folder import model_of_run, read_run
 from credit_trl.tasks.run_data import task_of_data
 from credit_trl.training.run_data import describe_data, describe_function, describe_rows
 
@@ -47,12 +46,6 @@ def test_commands_need_the_run_alone(folder, command, monkeypatch, tmp_path, cap
     assert (run / written.get(command, "report.html")).is_file()
     if command == "credit-eval":
         assert "5 prompts × 2 samples" in capsys.readouterr().out
-
-
-def test_task_of_a_run_is_found_again_in_python(folder):
-    task = task_of_run(folder / "runs" / "first", None)
-    result = evaluate("quickstart", task, k=1, max_completion_length=4, progress=False)
-    assert (result.task, len(result.prompts)) == ("questions", 5)
 
 
 def test_starter_and_recipes_are_not_overwritten(folder, tmp_path, capsys):
@@ -110,9 +103,3 @@ def test_changed_or_missing_data_is_refused(tmp_path):
     moved = {**describe_function(half), "name": "no_such_module:half"}
     with pytest.raises(ValueError, match=r"no_such_module:half of this run is not found .* Run from the folder"):
         task_of_data({**describe_data(half), "reward_funcs": [moved]})
-
-
-def test_built_in_task_is_found_by_its_name():
-    task = task_of_data(describe_data([], task="quickstart"))
-    assert task.name == "quickstart"
-    assert len(task.build("test", None, rows_per_cue=1)) > 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from dataclasses import replace
 
@@ -15,7 +14,6 @@ from credit_trl.contexts.build import gather_contrast_batch
 from credit_trl.contexts.builder import ContextBuilder
 from credit_trl.contexts.contrast import Contrast
 from credit_trl.contexts.privileged import PrivilegedContext, demonstration_text
-from credit_trl.contexts.prompts import has_images
 from credit_trl.contexts.turns import place_turns
 from credit_trl.rollout.batch import GenerationBatch, is_successful, total_rewards
 from tiny import build_tokenizer, context_ids
@@ -44,13 +42,6 @@ def test_default_wording_is_the_papers(builder, tokenizer):
     """Appendix: question, correct solution, previous assessment, cue."""
     turn = "2+2?\n\nCorrect solution:\n4\n\nPrevious assessment:\nNot 5.\n\nNow solve this problem step by step."
     assert builder.encode(PROMPT, PrivilegedContext("4", "Not 5.")) == student_ids(tokenizer, ask(turn))
-
-
-@pytest.mark.parametrize("privileged", [PrivilegedContext("4"), PrivilegedContext(None, "Not 5.")])
-def test_a_missing_part_leaves_no_trace(builder, tokenizer, privileged):
-    text = tokenizer.decode(builder.encode(PROMPT, privileged))
-    assert ("Correct solution" in text) == (privileged.demonstration is not None)
-    assert ("Previous assessment" in text) == (privileged.feedback is not None)
 
 
 @pytest.mark.parametrize("has_template", [True, False], ids=["chat model", "base model"])
@@ -139,20 +130,6 @@ def test_over_budget_feedback_is_cut_before_the_demonstration(tokenizer, make_co
         assert built.privileged.feedback.endswith("f")
 
 
-@pytest.mark.parametrize("text", ["日本語テキスト。", "🙂🙃 ", "plain "])
-@pytest.mark.parametrize("budget", [150, 300, 450])
-def test_the_mark_states_the_number_of_characters_cut(tokenizer, make_config, text, budget):
-    """Characters of several tokens, whose halves take more tokens than they replace."""
-    whole = text * 100
-    builder = ContextBuilder(tokenizer, make_config(max_reprompt_len=budget))
-    built = builder.build("Q", PrivilegedContext(feedback=whole))
-    assert len(built.teacher) <= budget
-    begin, count, end = re.fullmatch(r"(.*)\n\[… (\d+) characters cut …\]\n(.*)", built.privileged.feedback).groups()
-    assert whole.startswith(begin)
-    assert whole.endswith(end)
-    assert int(count) == len(whole) - len(begin) - len(end)
-
-
 @pytest.mark.parametrize("character", ["a", "<|im_end|>", "\ud800", "🙂"])
 def test_feedback_of_ten_million_characters_is_cut_at_once(builder, character):
     feedback = character * (10**7 // len(character))
@@ -236,12 +213,6 @@ def test_success_threshold_tolerates_fp32_rounding(rewards, weights, threshold):
     totals = total_rewards(torch.tensor([rewards, missed]), torch.tensor(weights))
     assert totals[0] < threshold
     assert is_successful([*totals, float("nan")], threshold) == [True, False, False]
-
-
-def test_images_are_found_in_structured_turns():
-    text, image = {"type": "text", "text": "a"}, {"type": "image"}
-    contents = [[text, image, text], [text], "text"]
-    assert [has_images([{"role": "user", "content": content}]) for content in contents] == [True, False, False]
 
 
 def test_a_prompt_without_a_user_turn_is_named(builder):

@@ -19,7 +19,7 @@ from credit_trl.contexts.build import build_contexts
 from credit_trl.contexts.builder import ContextBuilder
 from credit_trl.contexts.contrast import SOURCES, Contrast, ContrastBatch, draw_contrasts, find_source
 from credit_trl.contexts.privileged import PrivilegedContext
-from credit_trl.rollout.batch import GenerationBatch, prompt_key
+from credit_trl.rollout.batch import GenerationBatch
 from credit_trl.testing import check_source
 from tiny import context_ids
 
@@ -92,12 +92,6 @@ def test_digits_of_the_stream_are_fixed():
     assert draw("batch", batch_of(own, index=5), 0, 3, seed=3) == ["f", "b", "d"]
     assert draw("batch", batch_of(own, index=5), 7, 3, seed=3) == ["f", "b", "c"]
     assert draw("dataset", batch_of(["a"], list("abcdefgh"), index=5), 0, 3, seed=3) == ["b", "h", "g"]
-
-
-def test_prompt_key_ignores_the_order_of_message_keys():
-    first = [{"role": "user", "content": "x"}]
-    assert prompt_key(first) == prompt_key([{"content": "x", "role": "user"}])
-    assert prompt_key(first) != prompt_key([{"role": "user", "content": "x "}])
 
 
 def contexts_of(tokenizer, config, own, dataset=None, rows=None, group_size=1, first=0):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from pathlib import Path
 
 import pytest
@@ -134,13 +133,6 @@ def test_states_equal_those_of_the_merged_sequence(make_model, data, packed):
                 with torch.no_grad():
                     expected = model.base_model(input_ids=torch.tensor([whole[:end]])).last_hidden_state[0, -1]
                 torch.testing.assert_close(found[k, sample, column], expected, rtol=1e-4, atol=1e-5)
-
-
-def test_turn_feedback_keeps_the_students_opening_prompt(builder, tokenizer):
-    built = builder.build(PROMPT, PrivilegedContext(turns={1: "x"}))
-    student = tokenizer.apply_chat_template(PROMPT, add_generation_prompt=True, return_dict=True)["input_ids"]
-    assert context_ids(built) == [student]
-    assert not PrivilegedContext(turns={})
 
 
 def test_control_tokens_in_feedback_on_a_turn_are_plain_text(builder, tokenizer):
@@ -364,8 +356,3 @@ def test_feedback_that_is_switched_off_is_off_for_turns_too(scripted):
     _, built = batch(scripted(factory=Right, environment_feedback_only_without_solution=True))
     assert all(c.privileged.demonstration for c in built)
     assert not any(c.privileged.turns for c in built)
-
-
-def test_privileged_context_survives_json():
-    privileged = PrivilegedContext("d", None, {2: "x"})
-    assert PrivilegedContext(**json.loads(json.dumps(vars(privileged)))) == privileged

@@ -16,16 +16,7 @@ from distributed import jobs
 
 
 def run(folder: str, rank: int, processes: int, port: int, limit: float, options: dict[str, Any]) -> None:
-    """Write `gradients_<rank>.pt`: loss and gradients of `CreditStep`, averaged as DDP does.
-
-    Args:
-        folder: output folder.
-        rank: index of this process.
-        processes: number of processes.
-        port: a free port.
-        limit: seconds until the watchdog ends the process.
-        options: of `CreditConfig`.
-    """
+    """Write `gradients_<rank>.pt`: loss and gradients of `CreditStep`, averaged as DDP does, as `jobs.run`."""
     out = Path(folder)
     jobs.begin(out, rank, limit)
     jobs.join(rank, processes, port)

@@ -13,6 +13,7 @@ import sys
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -45,12 +46,8 @@ QUESTIONS = [
     {"prompt": [{"role": "user", "content": f"{a}+{b}="}], "answer": str(a + b)} for a in range(4) for b in range(5)
 ]
 QUESTIONS[3] = QUESTIONS[9]  # a duplicate, which must not be a contrast prompt
-ZERO = {
-    "train_micro_batch_size_per_gpu": "auto",
-    "gradient_accumulation_steps": "auto",
-    "gradient_clipping": "auto",
-    "zero_allow_untested_optimizer": True,
-}
+AUTOMATIC = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+ZERO = {"zero_allow_untested_optimizer": True} | dict.fromkeys(AUTOMATIC, "auto")
 
 
 def deterministic_rollouts(prompts, trainer):
@@ -152,10 +149,7 @@ def share_held(parameters) -> float:
 
 
 class LocalLosses(CreditTrainer):
-    """Records this process's losses, parts of micro-batches, longest completions and dtypes of the loss.
-
-    The mean of the losses over the processes is the loss of the batch.
-    """
+    """Records this process's losses, parts of micro-batches, longest completions and dtypes of the loss."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -185,11 +179,8 @@ class LocalLosses(CreditTrainer):
             self.dtypes |= {str(part.dtype) for part in parts if torch.is_tensor(part) and part.is_floating_point()}
             return credit_loss(hidden, head, tokens, scores, config)
 
-        step.credit_loss = record
-        try:
+        with patch.object(step, "credit_loss", record):
             loss = super()._distillation_loss(*args)
-        finally:
-            step.credit_loss = credit_loss
         self.dtypes.add(str(loss.dtype))
         return loss
 
@@ -234,18 +225,12 @@ def join(rank: int, processes: int, port: int) -> None:
 
 
 def run(folder: str, rank: int, processes: int, port: int, limit: float, options: dict[str, Any]) -> None:
-    """Train, and write `facts_<rank>.json` and `weights_<rank>.pt`.
+    """Train, and write `facts_<rank>.json` and `weights_<rank>.pt`; `limit` is the watchdog's, in seconds.
 
-    Args:
-        folder: output folder.
-        rank: index of this process.
-        processes: number of processes.
-        port: a free port.
-        limit: seconds until the watchdog ends the process.
-        options: `wrapper` ("", "ddp", "fsdp2", "zero2" or "zero3"), `lora`, `completions` (of `ROLLOUTS`, or
-            "sampled"), `verdicts`, `from_path`, `routed` (a mixture of experts), `stop_at` a step, `resume`,
-            `evaluate`, `maps` (of tokens), `padded` (TRL's batches and passes), `engine` (a stand-in for vLLM's that
-            gets the weights), `unequal` (the control of the watchdog); the rest are options of `CreditConfig`.
+    `options` are `wrapper` ("", "ddp", "fsdp2", "zero2" or "zero3"), `lora`, `completions` (of `ROLLOUTS`, or
+    "sampled"), `verdicts`, `from_path`, `routed` (experts), `stop_at` a step, `resume`, `evaluate`, `maps`,
+    `padded` (TRL's batches and passes), `engine` (a stand-in for vLLM's that gets the weights), `unequal` (the control
+    of the watchdog), and those of `CreditConfig`.
     """
     out = Path(folder)
     begin(out, rank, limit)
@@ -259,7 +244,8 @@ def run(folder: str, rank: int, processes: int, port: int, limit: float, options
         cpu_fsdp2.install()
     if wrapper.startswith("zero"):
         options["deepspeed"] = ZERO | {"zero_optimization": {"stage": int(wrapper[-1]), **options.pop("zero", {})}}
-        do_not_compile()
+        # A shared-memory collective, whose compilation takes minutes on a CPU; gloo has one.
+        import_module("deepspeed.comm.torch").build_shm_op = lambda: None
     if options.pop("engine", False):
         standin_engine.install()
         options |= {"use_vllm": True, "vllm_mode": "colocate", "vllm_importance_sampling_correction": False}
@@ -297,11 +283,6 @@ def named_weights(teacher: Teacher) -> dict[str, torch.Tensor]:
     if isinstance(teacher, ModelTeacher):
         return dict(teacher.unwrapped(teacher.model).named_parameters())
     return getattr(teacher, "named_weights", dict)()
-
-
-def do_not_compile() -> None:
-    """Keep DeepSpeed from compiling a shared-memory collective, which takes minutes on a CPU; gloo has one."""
-    import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 
 def make_trainer(out: Path, processes: int, options: dict[str, Any]) -> LocalLosses:
@@ -359,7 +340,6 @@ def facts(made: LocalLosses) -> dict[str, Any]:
         "num_processes": accelerator.num_processes,
         "distributed_type": accelerator.distributed_type.value,
         "dtype": str(made.accelerator.unwrap_model(made.model).dtype),
-        "wrapper": type(made.model_wrapped).__name__,
         "zero_stage": getattr(accelerator.state.deepspeed_plugin, "zero_stage", None),
         "sharded": any(isinstance(p, DTensor) or hasattr(p, "ds_tensor") for p in made.model.parameters()),
         "parameters": sum(full_shape(p).numel() for p in made.model.parameters()),
@@ -401,18 +381,16 @@ def differing_buffers(made: LocalLosses) -> list[str]:
 
 def routed_model(tokenizer: Any) -> PreTrainedModel:
     """A mixture of experts whose routing depends on buffers."""
-    sizes = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 0}
-    config = Glm4MoeConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        head_dim=16,
-        num_key_value_heads=2,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        **sizes,
-    )
+    experts = {
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "first_k_dense_replace": 0,
+    }
+    sizes = {"hidden_size": 32, "head_dim": 16, "vocab_size": len(tokenizer)}
+    sizes |= {f"num_{name}": 2 for name in ("hidden_layers", "attention_heads", "key_value_heads")}
+    ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    config = Glm4MoeConfig(**experts, **sizes, **ids)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config)
     for name, buffer in model.named_buffers():
@@ -436,11 +414,8 @@ def largest_gather(teacher: Teacher) -> list[int]:
             return super().__exit__(*error)
 
     def watched(rate: float) -> None:
-        original, zero.GatheredParameters = zero.GatheredParameters, Counting
-        try:
+        with patch.object(zero, "GatheredParameters", Counting):
             update(rate)
-        finally:
-            zero.GatheredParameters = original
 
     teacher.update = watched
     return counts

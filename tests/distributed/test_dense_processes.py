@@ -12,16 +12,8 @@ from distributed.launching import finished, launch
 @pytest.mark.parametrize("topk", [5, pytest.param(None, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("loss_type", ["grpo", pytest.param("dapo", marks=pytest.mark.slow)])
 def test_two_processes_equal_algorithm_1(tmp_path, make_config, tokenizer, topk, loss_type):
-    options = {
-        "num_generations": 2,
-        "per_device_train_batch_size": 4,
-        "steps_per_generation": 1,
-        "contrastive_count": 2,
-        "contrastive_coef": 0.3,
-        "distillation_topk": topk,
-        "loss_type": loss_type,
-        "seed": 5,
-    }
+    options = {"num_generations": 2, "per_device_train_batch_size": 4, "steps_per_generation": 1, "seed": 5}
+    options |= {"contrastive_count": 2, "contrastive_coef": 0.3, "distillation_topk": topk, "loss_type": loss_type}
     finished(launch(tmp_path, 2, job="dense_run", **options))
     problem = step_problem(tokenizer, make_config(**options))
     expected = naive_loss(problem, scoring_model(problem), over_tokens=loss_type == "dapo")

@@ -1,4 +1,7 @@
-"""Several gloo processes on CPU match one: contrast draws, losses, weights, teacher and metrics."""
+"""Several gloo processes on CPU match one: draws, losses, metrics, and weights of policy, teacher and engine.
+
+A stand-in engine keeps the weights it gets; `tests/vllm_engine` tests a real engine with one process.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import pytest
 import torch
 
 import rounding
-from distributed.launching import assert_wrapped, finished, launch, losses, needs, weights
+from distributed.launching import TYPES, assert_wrapped, finished, launch, losses, needs, weights
 from tiny import save_model
 
 # SGD, so that weights also reveal a wrong scale of the gradient.
@@ -19,22 +22,18 @@ PLAIN = {**MODEL, "teacher_prompt": "student", "contrastive_coef": 0.0, "contras
 QUANTIZED = {"teacher_model_init_kwargs": rounding.OPTIONS, **PLAIN}
 FAST = [("ddp", 2, {}), ("ddp", 2, LORA | WHOLE), ("fsdp2", 2, {})]
 SLOW = [
-    *(("fsdp2", 2, options) for options in (WHOLE, LORA, LIVE, PLAIN, MODEL, WHOLE | PLAIN, QUANTIZED)),
-    *(("zero2", 2, options) for options in ({}, LORA, PLAIN)),
-    *(("zero3", 2, options) for options in ({}, LORA, WHOLE, LIVE, PLAIN, MODEL, WHOLE | PLAIN)),
-    *(
-        ("zero3", 2, options)
-        for options in ({"distillation_weight": 0.5}, {"from_path": True}, {"from_path": True} | LORA)
-    ),
-    ("ddp", 2, PLAIN),
+    *((wrapper, 2, {"engine": True, **options}) for wrapper in TYPES for options in ({}, LORA)),
+    *((wrapper, 2, PLAIN) for wrapper in TYPES),
+    *(("fsdp2", 2, options) for options in (WHOLE, LIVE, MODEL, WHOLE | PLAIN, QUANTIZED)),
+    *(("zero3", 2, options) for options in (WHOLE, LIVE, MODEL, WHOLE | PLAIN, {"distillation_weight": 0.5})),
+    *(("zero3", 2, {"from_path": True, **options}) for options in ({}, LORA)),
     # Four processes of two rollouts, so that each group spans two processes.
     *(("ddp", 4, {"batch": 8, **options}) for options in (WHOLE, LORA)),
     *((wrapper, 4, {"batch": 8}) for wrapper in ("fsdp2", "zero2")),
-    ("zero3", 4, {"batch": 8} | LORA),
+    ("zero3", 4, {"batch": 8, **LORA}),
 ]
 METRICS = ("credit/teacher_drift", "credit/kl_to_target", "credit/frac_without_teacher", "grad_norm", "loss")
-# Of the micro-batches and the machine, which depend on the processes.
-LOCAL = ("padding_factor", "seconds")
+LOCAL = ("padding_factor", "seconds")  # they depend on the processes
 LARGEST = 259 * 32  # elements of the tiny model's largest parameter, its embedding
 
 
@@ -71,11 +70,12 @@ def test_processes_match_single_process(tmp_path, one_process, teacher, wrapper,
     draws, expected = (sorted((d[1], d[0]) for f in run for d in f["draws"]) for run in (facts, [alone]))
     assert draws == expected
     assert draws or options.get("contrastive_coef") == 0.0
+    assert [f["synchronised"] for f in facts] == [options["max_steps"] if "engine" in options else 0] * processes
     torch.testing.assert_close(losses(facts), losses([alone]), rtol=1e-4, atol=1e-5)
     expected = weights(folder)
     for rank in range(processes):
         found = weights(tmp_path, rank)
-        for part in ("weights", "teacher"):
+        for part in ("weights", "teacher", "engine"):
             assert found[part].keys() == expected[part].keys()
             for key, value in expected[part].items():
                 torch.testing.assert_close(found[part][key], value, rtol=1e-4, atol=2e-5, msg=f"{part} {key}")

@@ -46,6 +46,13 @@ def write_files(folder: Path) -> None:
         (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
+def write_starter(folder: Path) -> None:
+    """Write the configuration and the verifier that `trl credit-init` writes."""
+    starter = ROOT / "src" / "credit_trl" / "cli" / "starter"
+    for source, name in (("run.yaml", "run.yaml"), ("my_verifier.txt", "my_verifier.py")):
+        (folder / name).write_text((starter / source).read_text("utf-8"), encoding="utf-8")
+
+
 def blocks_of(page: Path, *languages: str) -> list[Example]:
     """Fenced blocks of a page in these languages."""
     parsers = [CodeBlockParser(language, lambda example: None) for language in languages or LANGUAGES]
@@ -57,7 +64,7 @@ def commands_of(page: Path) -> list[list[str]]:
     found = []
     for block in blocks_of(page, "bash"):
         for line in re.sub(r"\\\n\s*", " ", block.parsed).splitlines():
-            words = shlex.split(re.sub(r"^for .*; do | *done.*|\$\w+", "1", line), comments=True)
+            words = shlex.split(re.sub(r"^for .*; do$|^done.*|\$\w+", "1", line), comments=True)
             while words and re.fullmatch(r"[A-Z_][A-Z0-9_]*=.*", words[0]):
                 words.pop(0)
             if words and words != ["1"]:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
 import re
+from argparse import ArgumentParser
 from pathlib import Path
 
 import pytest
 import yaml
 from datasets import Dataset
-from pages import PAGES, QUESTIONS, ROOT, blocks_of, commands_of, write_files
+from pages import PAGES, QUESTIONS, ROOT, blocks_of, commands_of, write_files, write_starter
 
 import credit_trl
-from credit_trl.cli.credit import launch_arguments, parse
+from credit_trl.cli import COMPANIONS
+from credit_trl.cli.credit import launch_arguments, one_config, parse
 from credit_trl.cli.training import make_parser
 from credit_trl.config import CreditConfig
 from tiny import length_verdicts, save_model
@@ -45,6 +48,7 @@ def tiny_model(tmp_path_factory) -> str:
 def folder(tmp_path, monkeypatch) -> Path:
     """Working directory with the files that pages name, and the examples."""
     write_files(tmp_path)
+    write_starter(tmp_path)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -89,7 +93,7 @@ def test_commands_are_accepted_by_their_parsers(page, folder, monkeypatch):
 
 
 def check_command(words: list[str], page: Path) -> None:
-    """Check that the files of a command exist, and that `trl credit` accepts its arguments."""
+    """Check that the files of a command exist, and that `trl credit` or a companion accepts its arguments."""
     program, *arguments = words
     assert program in PROGRAMS, words
     if program == "make":
@@ -99,12 +103,22 @@ def check_command(words: list[str], page: Path) -> None:
         assert (ROOT / arguments[0]).exists() or (page.parent / arguments[0]).exists(), words
     elif program in ("trl", "credit-trl") and arguments[0] == "credit":
         cpu = ["--use_cpu", "true", "--bf16", "false"]
-        parser = make_parser(prog="trl credit")
-        launch_arguments([*arguments[1:], *cpu], *parse(parser, [*arguments[1:], *cpu])[-2:])
+        with one_config([*arguments[1:], *cpu]) as line:
+            launch_arguments(line, *parse(make_parser(prog="trl credit"), line)[-2:])
+    elif program in ("trl", "credit-trl"):
+        parser = ArgumentParser()
+        importlib.import_module(COMPANIONS[arguments[0]][0]).add_arguments(parser)
+        parser.parse_args(arguments[1:])
 
 
 def test_wrong_commands_fail():
-    for line in ("trl credit --contrastive_coeff 0.1", "make quickstrat", "python examples/none.py", "rm -r x"):
+    for line in (
+        "trl credit --contrastive_coeff 0.1",
+        "trl credit-map --pmi",
+        "make quickstrat",
+        "python examples/none.py",
+        "rm -r x",
+    ):
         with pytest.raises((AssertionError, ValueError, SystemExit)):
             check_command(line.split(), ROOT / "README.md")
 

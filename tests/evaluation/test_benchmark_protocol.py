@@ -6,9 +6,7 @@ import json
 import math
 import multiprocessing
 import os
-import re
 import signal
-import time
 from contextlib import nullcontext
 
 import pytest
@@ -23,8 +21,7 @@ from credit_trl.evaluation.protocol import (
     sample_seed,
     task_rows,
 )
-from credit_trl.evaluation.verdicts import VerifierFailed, task_verdicts
-from credit_trl.rollout.verdict import VerifierPolicy, VerifierTimeout
+from credit_trl.evaluation.verdicts import task_verdicts
 from credit_trl.tasks.registry import Task, batch_of
 from credit_trl.training.run_lock import RunLockedError
 
@@ -125,15 +122,9 @@ def test_scores_follow_from_the_samples(tmp_path):
 
 def test_a_single_prompt_has_no_interval(tmp_path):
     one = evaluate(FakeEngine(), TASK, 2, max_prompts=1, output_dir=tmp_path, progress=False)
-    two = evaluate(FakeEngine(), TASK, 2, max_prompts=2, progress=False)  # one of each group
     assert "%  95 % CI needs at least two prompts\n" in str(one)
-    assert re.search(r"95 % CI \[[\d.]+, [\d.]+\]\n", str(two))
-    assert len(re.findall("^  (even|odd) .*%  needs at least two prompts$", str(two), re.MULTILINE)) == 2
-    assert "nan" not in str(one) + str(two)
-    assert one.log_metrics().keys() == two.log_metrics().keys() - {
-        *(f"eval_avg@2_{end}" for end in ("low", "high")),
-        *(f"eval_{group}/avg@2" for group in ("even", "odd")),
-    }
+    assert "nan" not in str(one)
+    assert not [name for name in one.log_metrics() if name.endswith(("low", "high"))]
     assert json.loads((tmp_path / "result.json").read_text())["low"] is None
 
 
@@ -146,28 +137,6 @@ def test_columns_named_as_arguments_raise_before_sampling(name):
     assert engine.seeds == []
     with pytest.raises(ValueError, match=f"column `{name}`"):
         task_verdicts(TASK, rows[-1:], [Response("<answer>B</answer>", 3, False)])
-
-
-def test_verifier_gets_parsed_messages_and_their_text_is_kept(tmp_path):
-    seen = []
-
-    def spy(completions, answer, **columns):
-        seen.extend(completions)
-        return TASK.reward(completions, answer, **columns)
-
-    messages = [
-        {"role": "assistant", "content": "<answer>A</answer>", "reasoning_content": "B?"},
-        {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {}}}]},
-    ]
-    engine = FakeEngine(batch_size=2)
-    engine.generate = lambda requests, sampling: [
-        Response(message["content"] or "", 3, False, message) for message in messages
-    ]
-    result = evaluate(engine, rewarded(spy), 2, max_prompts=1, output_dir=tmp_path, progress=False)
-    assert seen == [[message] for message in messages]
-    samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
-    assert [(s["text"], s["reward"]) for s in samples] == [("<answer>A</answer>", 1.0), ("", 0)]
-    assert result.score == 0.5
 
 
 def test_finished_evaluation_generates_nothing(tmp_path):
@@ -287,18 +256,3 @@ def test_evaluation_with_nan_metrics_and_surrogates_resumes(tmp_path):
     assert evaluate(FakeEngine(), rewarded(odd), 3, output_dir=tmp_path / "part", progress=False) == whole
     assert files(tmp_path / "part") == files(tmp_path / "whole")
     assert whole.metrics == {"n": 2.0}
-
-
-@pytest.mark.parametrize("reward", [math.nan, math.inf])
-def test_non_finite_reward_raises_with_the_task(reward):
-    with pytest.raises(ValueError, match=f"'letters' returned the reward {reward} for completion 0"):
-        evaluate(FakeEngine(), rewarded(lambda completions, **columns: [reward] * len(completions)), 2, progress=False)
-
-
-def test_hanging_verifier_follows_the_policy():
-    def hanging(completions, **columns):
-        time.sleep(3.0)
-
-    for on_error, error in (("raise", VerifierTimeout), ("skip", VerifierFailed)):
-        with pytest.raises(error):
-            evaluate(FakeEngine(), rewarded(hanging), 1, policy=VerifierPolicy(on_error, 0.1), progress=False)

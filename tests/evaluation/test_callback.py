@@ -11,9 +11,8 @@ import torch
 from datasets import Dataset
 
 from credit_trl import CreditTrainer, Verdict
-from credit_trl.evaluation import EvaluationCallback, SamplingConfig, engines, evaluate
-from credit_trl.evaluation.callback import score_summary
-from credit_trl.evaluation.engines import Request, TrainerEngine, weight_fingerprint
+from credit_trl.evaluation import EvaluationCallback, engines, evaluate
+from credit_trl.evaluation.engines import weight_fingerprint
 from credit_trl.tasks.registry import Task, batch_of
 from credit_trl.training.run_directory import keep_up_to, read_lines
 
@@ -102,12 +101,6 @@ def test_summary_has_best_and_final_and_best_model_is_kept(train, tmp_path):
     assert weight_fingerprint(kept) != weight_fingerprint(trainer.model)
 
 
-def test_equal_scores_keep_the_earlier_model():
-    rows = [{"step": s, "score": v} for s, v in [(0, 0.1), (5, 0.4), (10, 0.4)]]
-    assert score_summary(rows, 10)["best_during_training"]["step"] == 5
-    assert score_summary(rows, 10)["final"]["step"] == 10
-
-
 def results(folder):
     """The files of a run, without times."""
     log = [
@@ -176,42 +169,6 @@ def test_evaluation_of_other_weights_is_replaced(train, tmp_path):
     assert len([row for row in read_lines(tmp_path / "log.jsonl") if "loss" in row]) == 4
 
 
-def test_trainer_with_tools_raises(train, tmp_path):
-    trainer = train(tmp_path, evaluated=False, max_steps=1)
-    trainer.tools = [len]
-    with pytest.raises(ValueError, match="eval_strategy"):
-        EvaluationCallback(trainer, TASK)
-
-
-def test_trainer_engine_gives_vllm_the_evaluation_settings(train, tmp_path, tokenizer):
-    trainer = train(tmp_path, evaluated=False, max_steps=1)
-    end = tokenizer.eos_token_id
-    rollout = {"temperature": 2.0, "top_p": 0.5, "top_k": 3, "min_p": 0.1, "repetition_penalty": 1.5}
-    rollout |= {"max_completion_length": 99, "generation_kwargs": {"stop": "x"}}
-    calls = []
-
-    class Generation:
-        mode = "server"
-
-        def sync_weights(self):
-            calls.append("sync")
-
-        def generate(self, prompts, images, num_generations):
-            calls.append({name: getattr(self, name) for name in rollout})
-            return None, [[*ids[1:3], end] for ids in prompts]
-
-    trainer.vllm_generation = Generation()
-    vars(trainer.vllm_generation).update(rollout)
-    trainer.use_vllm, trainer._last_loaded_step = True, -1
-    engine, sampling = TrainerEngine(trainer), SamplingConfig(0.7, 0.8, max_completion_length=5)
-    with engine.session(sampling):
-        responses = engine.generate([Request("1+1=", seed=0), Request("2+2=", seed=1)], sampling)
-    settings = {"temperature": 0.7, "top_p": 0.8, "top_k": 0, "max_completion_length": 5}
-    assert calls == ["sync", {**settings, "min_p": None, "repetition_penalty": 1.0, "generation_kwargs": {}}]
-    assert [(r.length, r.truncated) for r in responses] == [(3, False)] * 2
-    assert vars(trainer.vllm_generation) == rollout
-
-
 @pytest.mark.parametrize("use_vllm", [False, True])
 def test_training_and_evaluation_grade_the_same_messages(
     make_model, make_config, parsing, dataset, monkeypatch, use_vllm
@@ -229,13 +186,23 @@ def test_training_and_evaluation_grade_the_same_messages(
     trainer.train()
     trained, seen[:] = list(seen), []
     monkeypatch.setattr(engines, "generate_ids", lambda model, prompts, *a, **k: [ids] * len(prompts))
+    rollout = {"temperature": 2.0, "top_p": 0.5, "top_k": 3, "min_p": 0.1, "repetition_penalty": 1.5}
+    rollout |= {"max_completion_length": 99, "generation_kwargs": {"stop": "x"}}
+    given = []
+
+    def generate(prompts, **options):
+        given.append({name: getattr(generation, name) for name in rollout})
+        return None, [ids] * len(prompts)
+
+    generation = SimpleNamespace(mode="server", sync_weights=lambda: None, generate=generate, **rollout)
     if use_vllm:
-        generation = SimpleNamespace(mode="server", sync_weights=lambda: None)
-        names = ("temperature", "top_p", "top_k", "max_completion_length", "min_p", "repetition_penalty")
-        vars(generation).update(dict.fromkeys((*names, "generation_kwargs")))
-        generation.generate = lambda prompts, **options: (None, [ids] * len(prompts))
         trainer.vllm_generation, trainer.use_vllm, trainer._last_loaded_step = generation, True, -1
-    result = evaluate(trainer, Task("spy", questions, odd_length, spy), 2, progress=False)
+    sampling = {"temperature": 0.7, "top_p": 0.8, "max_completion_length": 5}
+    result = evaluate(trainer, Task("spy", questions, odd_length, spy), 2, **sampling, progress=False)
+    settings = {**sampling, "top_k": 0, "min_p": None, "repetition_penalty": 1.0, "generation_kwargs": {}}
+    assert all(one == settings for one in given)
+    assert bool(given) == use_vllm
+    assert {name: getattr(generation, name) for name in rollout} == rollout  # restored
     assert seen == trained
     assert seen[0][0]["content"] == "weather(Oslo)"
     assert (result.mean_length, result.truncated) == (len(ids), 0.0)

@@ -111,16 +111,6 @@ def test_temperature_zero_is_greedy(engine, tokenizer):
     assert responses[0].text == responses[2].text == expected
 
 
-def test_model_generation_defaults_are_ignored_and_restored(engine):
-    sampling = SamplingConfig(1.0, 1.0, max_completion_length=6)
-    plain = draw(engine, sampling)
-    defaults = engine.model.generation_config
-    defaults.repetition_penalty, defaults.top_k, defaults.do_sample = 50.0, 1, True
-    assert draw(engine, sampling) == plain
-    assert engine.model.generation_config is defaults
-    assert defaults.repetition_penalty == 50.0
-
-
 def test_sampling_keeps_random_state_and_training_mode(engine):
     torch.manual_seed(3)
     expected = torch.rand(4)
@@ -129,14 +119,6 @@ def test_sampling_keeps_random_state_and_training_mode(engine):
     draw(engine, SamplingConfig(max_completion_length=3))
     assert torch.equal(torch.rand(4), expected)
     assert engine.model.training
-
-
-def test_length_counts_end_of_turn_and_truncated_lacks_it(engine, tokenizer):
-    word, end = tokenizer("ab")["input_ids"], tokenizer.eos_token_id
-    full, cut, empty = read_responses(tokenizer, ["2+2="] * 3, [[1]] * 3, [[*word, end], word, [end]], [end])
-    assert (full.text, full.length, full.truncated) == ("ab", 3, False)
-    assert (cut.text, cut.length, cut.truncated) == ("ab", 2, True)
-    assert (empty.text, empty.length, empty.truncated) == ("", 1, False)
 
 
 THOUGHT = "<think>\nhotels(Oslo) would be wrong\n</think>\n\nweather(Oslo)"
@@ -173,16 +155,6 @@ def test_texts_and_other_tokenizers_are_not_parsed(parsing, tokenizer):
     assert (answer.text, answer.message["role"]) == ("weather(Oslo)", "assistant")
     for response in read_responses(tokenizer, prompts, [[1], [2, 3]], ids, []):
         assert "hotels(Oslo)" in response.text
-
-
-def test_unclosed_thinking_of_the_prompt_is_graded_as_in_training(tokenizer, monkeypatch):
-    template = tokenizer.chat_template.replace("assistant\n{% endif", "assistant\n<think>\n{% endif")
-    monkeypatch.setattr(tokenizer, "chat_template", template)
-    prefix = encode_prompt(tokenizer, PROMPT)
-    ids = [tokenizer(text)["input_ids"] for text in ("draft", "draft</think>done")]
-    cut, whole = read_responses(tokenizer, [PROMPT] * 2, [prefix] * 2, ids, [])
-    assert (cut.text, cut.message) == ("draft", {"role": "assistant", "content": "<think>draft"})
-    assert (whole.text, whole.message) == ("draft</think>done", None)
 
 
 def test_fingerprint_changes_with_the_weights(make_model):
@@ -247,22 +219,11 @@ def test_vllm_requests_have_ids_settings_and_seeds(vllm, tokenizer):
     assert [r.length for r in responses] == [3] * 4
 
 
-def test_vllm_identity_changes_with_the_weight_files(vllm, tmp_path):
-    weights = tmp_path / "model.safetensors"
-    weights.write_bytes(bytes(100_000))
-    before = make(str(tmp_path), engine="vllm").identity()
-    assert make(str(tmp_path), engine="vllm").identity() == before
-    weights.write_bytes(bytes(range(100)) * 1000)
-    assert make(str(tmp_path), engine="vllm").identity() != before
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"temperature": -1.0}, "`temperature` must be at least 0"),
-        ({"temperature": float("nan")}, "`temperature`"),
         ({"top_p": 0.0}, "`top_p` must be in"),
-        ({"top_p": 1.1}, "`top_p`"),
         ({"top_k": -1}, "`top_k`"),
         ({"max_completion_length": 0}, "`max_completion_length`"),
         ({"k": 0}, "`k` must be at least 1"),

@@ -11,7 +11,7 @@ from test_scripts import SMALL
 from trl.experimental.sdpo import SDPOTrainer
 
 from credit_trl import CreditConfig, CreditTrainer
-from test_trainer_parity import perturb
+from dense import move
 from tiny import build_tokenizer, save_model
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "credit_in_one_file.py"
@@ -66,8 +66,8 @@ def test_gradient_equals_the_packages(make_trainer, script, tmp_path):
     for trainer in (one_file, package):
         trainer.current_gradient_accumulation_steps = 1
         trainer.model.double().train()
-    perturb(one_file.teacher_model.double())
-    perturb(package.teacher.model.double())  # alike, away from the students
+    move(one_file.teacher_model.double().parameters())
+    move(package.teacher.model.double().parameters())  # alike, away from the students
 
     rows = [row for row in package.train_dataset.select(range(2)) for _ in range(2)]
     inputs = package._generate_and_score_completions(rows)

@@ -16,8 +16,8 @@ from credit_trl.contexts.builder import ContextBuilder
 from credit_trl.loss import TokenCredit
 from credit_trl.teacher.models import make_teacher
 from credit_trl.training.step import CreditStep
-from dense import gradients, naive_loss, scoring_model, step_problem
-from test_trainer_parity import logps, loss_and_gradients, perturb, prepared, samples
+from dense import gradients, logps, move, naive_loss, scoring_model, step_problem
+from test_trainer_parity import loss_and_gradients, prepared
 
 ROOT = Path(__file__).parents[2]
 WRONG = "examples.family.wrong_feedback:wrong_feedback"
@@ -113,7 +113,7 @@ def make_trainer(make_model, make_config, tokenizer, dataset):
             token_weight=token_weight,
         )
         if trainer.teacher is not None:
-            perturb(trainer.teacher.model, scale=0.02)
+            move(trainer.teacher.model.parameters(), scale=0.02)
         return trainer
 
     return make
@@ -147,7 +147,8 @@ def test_first_step_loss_is_the_formula(make_trainer, name):
     rewards = torch.tensor(trainer._generation_batch.rewards, dtype=torch.float64).view(-1, 4)
     advantages = ((rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)).flatten()
     losses, entropies = [], {}
-    for i, (prompt, completion) in enumerate(samples(inputs)):
+    for i, completion in enumerate(trainer._generation_batch.completion_ids):
+        prompt = inputs["prompt_ids"][i][inputs["prompt_mask"][i].bool()].tolist()
         with torch.no_grad():
             f = logps(teacher, trainer.contexts[i].teacher, completion)
             g = [logps(teacher, ids, completion) for ids in trainer.contexts[i].contrasts]
@@ -206,7 +207,7 @@ def test_wrong_contexts_are_of_failed_siblings_with_the_parts_of_z(make_trainer,
         for ids in own.contrasts:
             text = tokenizer.decode(ids)
             (sibling,) = (j for j in range(8) if f"wrong number {j}" in text)
-            assert f"Correct solution:\n\n{texts[sibling]}" in text or own.privileged.demonstration is None
+            assert f"Correct solution:\n{texts[sibling]}" in text or own.privileged.demonstration is None
             found.add(sibling)
         assert found <= siblings
         assert len(found) == 2

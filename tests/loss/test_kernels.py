@@ -16,6 +16,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from credit_trl import objective
 from credit_trl.loss import CreditLoss, LossConfig, SupportConfig, TeacherStates, credit_loss, score_tokens
 from credit_trl.loss.blocks import top_columns
 from dense_reference import (
@@ -31,10 +32,85 @@ from dense_reference import (
 
 HEADS = [(bias, softcap) for bias in (False, True) for softcap in (None, 2.0)]
 
+FORMS = ["subtract", "guide"]
+
 shapes = st.fixed_dictionaries({"n": st.integers(1, 9), "v": st.integers(2, 70), "h": st.integers(1, 12)})
+sizes = st.tuples(st.integers(1, 6), st.integers(2, 40))
+seeds = st.integers(0, 2**16)
 
 
-@pytest.mark.parametrize("form", ["subtract", "guide"])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("support", "tail", "alpha"), SUPPORTS)
+@given(
+    shape=shapes,
+    head=st.sampled_from([{}, {"bias": True}, {"softcap": 2.0}, {"bias": True, "softcap": 2.0}]),
+    contrasts=st.sampled_from([0, 1, 3]),
+    strength=st.sampled_from([1.0, 3.0]),
+    seed=seeds,
+    data=st.data(),
+)
+# Deterministic draws: two tokens that tie for the last place of a support would be a legitimate difference.
+@settings(max_examples=24, derandomize=True, deadline=None)
+def test_loss_and_every_gradient_equal_dense(form, support, tail, alpha, shape, head, contrasts, strength, seed, data):
+    topk = data.draw(st.one_of(st.none(), st.integers(1, shape["v"])))
+    problem = (support, tail, alpha, topk, data.draw(st.sampled_from([None, 2.0])))
+    case = make_case(**shape, **head, contrasts=contrasts, seed=seed)
+    if form == "guide":
+        case.coef *= strength  # λ above 1
+    exact = case.copy(torch.float64)
+    result = ours(case, *problem, data.draw(st.integers(1, 10)), form=form)
+    expected = dense(exact, *problem, form=form)
+    result.loss.backward()
+    expected.loss.backward()
+    assert_same(result, expected, exact.weights)
+    assert_same_gradients(case, exact, expected.ratio, tolerance=3e-5)
+
+
+@pytest.mark.parametrize(("support", "tail", "alpha"), SUPPORTS)
+def test_guide_without_contrast_is_bitwise_sdpo(support, tail, alpha):
+    results = []
+    for form in FORMS:
+        case = make_case(contrasts=2, seed=3)
+        case.coef.zero_()
+        result = ours(case, support, tail, alpha, 5, form=form)
+        result.loss.backward()
+        results.append([result.loss, result.advantages, *(leaf.grad for leaf in case.leaves())])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def logps(generator: torch.Generator, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=generator, dtype=torch.float64).mul(2).log_softmax(dim=-1)
+
+
+@given(sizes, seeds, st.floats(0, 5))
+def test_guide_is_the_papers_target_unflattened(shape, seed, coef):
+    """f + λ (f − Ĝ) = (f − μ Ĝ) / (1 − μ) with μ = λ / (1 + λ)."""
+    g = torch.Generator().manual_seed(seed)
+    teacher, generic, mu = logps(g, *shape), logps(g, *shape), coef / (1 + coef)
+    guide = objective.credit_target(teacher, generic, coef, "guide")
+    paper = objective.credit_target(teacher, generic, mu)
+    assert_close(guide, paper / (1 - mu), rtol=1e-9, atol=1e-9)
+
+
+@given(sizes, seeds, st.floats(0, 5), st.integers(1, 4))
+def test_guide_adds_the_input_specific_part(shape, seed, coef, count):
+    g = torch.Generator().manual_seed(seed)
+    teacher, contrasts, student = logps(g, *shape), logps(g, count, *shape), logps(g, *shape)
+    advantages = objective.credit_advantages(teacher, contrasts, student, coef, "guide")
+    specific = objective.input_specific(teacher, contrasts)
+    expected = objective.self_distillation_reward(teacher, student) + coef * specific
+    assert_close(advantages, expected, rtol=1e-9, atol=1e-9)
+
+
+@given(sizes, seeds, st.floats(0, 5))
+def test_guide_keeps_and_subtract_flattens_where_f_equals_g(shape, seed, coef):
+    teacher = logps(torch.Generator().manual_seed(seed), *shape)
+    assert torch.equal(objective.credit_target(teacher, teacher.clone(), coef, "guide"), teacher)
+    flattened = objective.credit_target(teacher, teacher, coef / 5)
+    assert_close(flattened, teacher * (1 - coef / 5), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("support", "tail", "alpha"), SUPPORTS)
 def test_what_is_logged_equals_the_dense_reference(form, support, tail, alpha):
     case = make_case(n=40, v=60, contrasts=3, bias=True, seed=1)
@@ -46,15 +122,6 @@ def test_what_is_logged_equals_the_dense_reference(form, support, tail, alpha):
         names -= {"student_mass", "entropy", "policy_logps"}
     for name in names:
         assert_close(getattr(result, name).double(), getattr(expected, name).detach(), rtol=2e-5, atol=2e-5, msg=name)
-
-
-def test_an_entropy_without_normaliser_is_that_on_the_support():
-    case = make_case(n=20, v=50, seed=2)
-    exact = case.copy(torch.float64)
-    ids = dense_logps(exact.teacher, exact.reference_weight, None, exact).topk(8).indices
-    p = dense_logps(exact.hidden, exact.weight, None, exact).gather(-1, ids).softmax(-1)
-    result = ours(case, "teacher_topk", "renormalize", 1.0, 8)
-    assert_close(result.entropy.double(), -(p * p.log()).sum(-1), rtol=1e-5, atol=1e-5)
 
 
 def test_importance_ratio_uses_true_logps():
@@ -89,37 +156,6 @@ def test_small_tail_keeps_its_digits():
         assert (leaf.grad.double() - other.grad).abs().max() <= 1e-4 * other.grad.abs().max()
 
 
-@pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("topk", [41, None])
-@pytest.mark.parametrize("tail", ["bucket", "renormalize"])
-def test_a_support_of_the_whole_vocabulary_equals_the_dense_loss(topk, tail, alpha):
-    """Also with a large λ, of which an empty tail bucket would make a target."""
-    case = make_case(contrasts=2, seed=4, dtype=torch.float64)
-    exact = case.copy(torch.float64)
-    result = ours(case, "teacher_topk", tail, alpha, topk)
-    expected = dense(exact, "teacher_topk", tail, alpha, None)
-    result.loss.backward()
-    expected.loss.backward()
-    assert_close(result.token_loss, expected.token_loss.detach(), rtol=1e-12, atol=1e-12)
-    for leaf, other in zip(case.leaves(), exact.leaves(), strict=True):
-        assert_close(leaf.grad, other.grad, rtol=1e-11, atol=1e-12)
-
-
-@pytest.mark.parametrize(("support", "tail", "alpha"), SUPPORTS)
-def test_chunks_do_not_change_the_result(support, tail, alpha):
-    losses, gradients = [], []
-    for chunk_size in (1, 4, 11, 12, 100, None):
-        case = make_case(n=12, v=30, contrasts=2, bias=True, softcap=2.0, seed=5)
-        loss = ours(case, support, tail, alpha, 6, 2.0, chunk_size).loss
-        loss.backward()
-        losses.append(loss.detach())
-        gradients.append([leaf.grad for leaf in case.leaves()])
-    for loss, grads in zip(losses, gradients, strict=True):
-        assert_close(loss, losses[0], rtol=1e-5, atol=1e-6)
-        for gradient, first in zip(grads, gradients[0], strict=True):
-            assert_close(gradient, first, rtol=1e-4, atol=1e-6)
-
-
 @pytest.mark.parametrize(("dtype", "precision"), [(torch.bfloat16, 2**-7), (torch.float16, 2**-10)])
 @pytest.mark.parametrize(("support", "tail"), [("teacher_topk", "bucket"), ("teacher_topk", "renormalize")])
 def test_half_precision_inputs_are_accumulated_in_fp32(dtype, precision, support, tail):
@@ -150,15 +186,6 @@ def test_no_token_or_weights_of_zero_give_a_zero_with_gradients(support, tail, a
     assert result.loss.item() == 0.0
     assert all(leaf.grad.shape == leaf.shape and not leaf.grad.any() for leaf in case.leaves())
     assert result.token_logps.shape == result.ratio.shape == (n,)
-
-
-def test_upstream_factors_and_several_losses_scale_the_gradient():
-    case, twice = make_case(), make_case()
-    ours(case, "teacher_topk", "bucket", 1.0, 5).loss.backward()
-    (3.0 * ours(twice, "teacher_topk", "bucket", 1.0, 5).loss).backward()
-    (-1.0 * ours(twice, "teacher_topk", "bucket", 1.0, 5).loss).backward()
-    for leaf, other in zip(case.leaves(), twice.leaves(), strict=True):
-        assert_close(other.grad, 2 * leaf.grad)
 
 
 @pytest.mark.parametrize(("support", "tail", "alpha"), SUPPORTS)
@@ -211,14 +238,6 @@ def test_no_tensor_exceeds_one_chunk_or_the_head(support, tail, alpha):
     with Allocations() as allocations:
         ours(case, support, tail, alpha, 5, 2.0, chunk).loss.backward()
     assert max(allocations.sizes) <= 2 * chunk * v < n * v / 4
-
-
-def test_the_gradient_of_the_head_is_held_once():
-    n, v, h = 8, 3000, 64
-    case = make_case(n=n, v=v, h=h)
-    with Allocations() as allocations:
-        ours(case, "teacher_topk", "bucket", 1.0, 5).loss.backward()
-    assert sum(size >= v * h for size in allocations.sizes) == 1
 
 
 def test_a_renormalised_support_touches_its_columns_only():
@@ -291,20 +310,6 @@ def test_scores_are_the_dense_log_probabilities(shape, contrasts, seed, data):
         generic = torch.stack(picked).mean(0) if g else torch.zeros_like(f[:, :topk])
         assert_close(scores.generic_logps[:, :topk].double(), generic, rtol=1e-5, atol=1e-5)
         assert scores.teacher_logps.shape[-1] == topk + (tail == "bucket" and topk < shape["v"])
-
-
-def test_mismatched_arguments_are_refused_by_name():
-    case = make_case()
-    head = case.head(case.reference_weight, None)
-    states = TeacherStates(case.teacher, case.contrasts, head)
-    top5 = SupportConfig("teacher_topk", 5)
-    scores = score_tokens(states, case.token_ids, top5)
-    student, tokens = (case.hidden, case.head(case.weight, None)), case.tokens()
-    weights = case.weights.clone().requires_grad_()
-    with pytest.raises(ValueError, match="`weights` get no gradient"):
-        credit_loss(*student, replace(tokens, weights=weights), scores, LossConfig(top5))
-    with pytest.raises(ValueError, match="between 1 and the vocabulary size 41"):
-        score_tokens(states, case.token_ids, SupportConfig("teacher_topk", 42))
 
 
 @pytest.fixture

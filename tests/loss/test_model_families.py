@@ -46,13 +46,3 @@ def test_router_loss_needs_no_name_of_the_number_of_experts(make_family, make_co
     trainer = CreditTrainer(make_family("GraniteMoe"), length_verdicts, config, dataset, processing_class=tokenizer)
     trainer.train()
     assert trainer.state.log_history[0]["aux_loss"] >= 1.0  # even routing to two of four experts gives 2
-
-
-def test_dense_model_with_options_of_experts_has_no_router_loss(
-    make_family, make_config, tokenizer, dataset, monkeypatch
-):
-    monkeypatch.setitem(FAMILIES, "Doge", {"is_moe": False})
-    config = make_config(max_steps=1, router_aux_loss_coef=0.1)
-    trainer = CreditTrainer(make_family("Doge"), length_verdicts, config, dataset, processing_class=tokenizer)
-    trainer.train()
-    assert trainer.state.log_history[0]["aux_loss"] == 0.0

@@ -202,28 +202,6 @@ def test_states_of_a_shared_row_are_those_of_its_sequences(make_model, tokenizer
             assert_close(states[places], expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_contrast_reads_the_prompt_of_another_sample_once(make_model):
-    """Four samples of two prompts with contrasts: two prompts are read, and each feedback and completion twice."""
-    model = make_model().eval()
-    enable_packing(model)
-    generator = torch.Generator().manual_seed(1)
-    draw = partial(torch.randint, 2, 60, generator=generator)
-    prompts, feedback, ids = draw((2, 40)).tolist(), draw((4, 9)).tolist(), draw((4, 6))
-    contexts = [TokenContexts(prompts[i // 2] + feedback[i], [prompts[1 - i // 2] + feedback[i]]) for i in range(4)]
-    batch = CompletionBatch(ids, torch.ones_like(ids), torch.ones_like(ids, dtype=torch.bool))
-    sizes, scores = [], {}
-    hook = model.get_input_embeddings().register_forward_hook(
-        lambda module, args, output: sizes.append(args[0].numel())
-    )
-    for packed in (True, False):
-        support = SupportConfig("teacher_topk", 6)
-        scores[packed] = scored(CountingTeacher(model), (contexts, batch), support, 10_000, packed)
-    hook.remove()
-    assert sizes == [2 * 40 + 8 * (9 + 6), 8 * (40 + 9 + 6)]
-    for name, values in scores[True].items():
-        assert_close(values, scores[False][name], rtol=1e-4, atol=1e-5)
-
-
 # FlashAttention would read the row of StableLM as one sequence; the attention of Falcon computes with the mask itself.
 @pytest.mark.parametrize(
     ("family", "implementation", "layers", "message"),

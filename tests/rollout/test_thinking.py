@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import time
-from importlib.resources import files
 from types import SimpleNamespace
 
 import pytest
-import trl
 
 from credit_trl.rollout.thinking import COMMON_MARKS, answer_part, mark_thinking, split_thinking, thinking_marks
 from tiny import build_tokenizer
@@ -80,14 +78,6 @@ def test_marks_are_those_that_template_or_tokenizer_declare(template, tokens, ma
     assert thinking_marks(SimpleNamespace(added_tokens_decoder=added, chat_template=template)) == marks
 
 
-@pytest.mark.parametrize(
-    ("name", "marks"), [("qwen3", THINK), ("gptoss", (HARMONY,)), ("gemma4", COMMON_MARKS[3:]), ("llama3_2", THINK)]
-)
-def test_marks_of_known_templates(name, marks):
-    template = files(trl).joinpath("chat_templates", f"{name}.jinja").read_text("utf-8")
-    assert thinking_marks(SimpleNamespace(added_tokens_decoder={}, chat_template=template)) == marks
-
-
 def marked(tokenizer, text, prompt, as_message):
     """What reward functions read of a response."""
     ids = tokenizer(text)["input_ids"]
@@ -132,8 +122,3 @@ def test_marks_that_are_special_tokens_are_kept(tokens, text, expected, listed):
     else:
         tokenizer.add_tokens(tokens, special_tokens=True)
     assert marked(tokenizer, text, f"assistant\n{tokens[0]}\n", True) == expected
-
-
-def test_completions_of_several_turns_are_kept(tokenizer):
-    turns = [{"role": "assistant", "content": "call"}, {"role": "tool", "content": "result"}]
-    assert mark_thinking([turns], [[1]], tokenizer, lambda _: "<think>", THINK) == [turns]

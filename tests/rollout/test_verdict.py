@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import math
 from functools import partial
@@ -12,7 +11,7 @@ import pytest
 import torch
 
 from credit_trl import Verdict
-from credit_trl.rollout.verdict import VerdictLog, VerifierPolicy, join_feedback
+from credit_trl.rollout.verdict import VerdictLog, VerifierPolicy
 
 REFUSED = [
     (lambda: Verdict("1.0"), "number or None, got str"),
@@ -66,29 +65,6 @@ def test_feedback_on_turns_is_joined_by_turn():
             lambda own=own, **_: [Verdict(0.0, turn_feedback=own), Verdict(0.0, turn_feedback={1: " "})], position
         )()
     assert log.turn_feedback(2) == [{0: "a\n\nb", 2: "c"}, {}]
-
-
-class Judge:
-    async def __call__(self, completions, scale=1.0):
-        return [Verdict(scale, "async")] * len(completions)
-
-
-async def judge(completions):
-    return [Verdict(1.0, "async")] * len(completions)
-
-
-@pytest.mark.parametrize("func", [Judge(), judge, partial(Judge(), scale=1.0)])
-def test_wrapped_coroutine_functions_stay_coroutines(func):
-    log = VerdictLog()
-    wrapped = log.wrap(func, 0)
-    assert asyncio.iscoroutinefunction(wrapped)
-    assert asyncio.run(wrapped(completions=["a", "b"])) == [1.0, 1.0]
-    assert log.feedback(2) == ["async", "async"]
-
-
-def test_join_feedback_drops_blanks_and_repetitions():
-    assert join_feedback([None, " ", "a", "b", "a"]) == "a\n\nb"
-    assert join_feedback([None, "", "\n"]) is None
 
 
 def graded(reward_func, completions=("a", "b"), **columns):

@@ -10,13 +10,10 @@ import torch
 import transformers
 from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
-from trl.generation import vllm_generation
 
-from credit_trl import CreditTrainer
 from credit_trl.rollout.vllm import PolicyGeneration, merged_weights, seeded
 from credit_trl.teacher.models import make_teacher
 from dense import LENGTHS, naive_token_losses, scoring_model, step_problem
-from tiny import length_verdicts
 
 ADAPTERS = {
     "lora": {"target_modules": "all-linear"},
@@ -80,28 +77,6 @@ def test_each_adapted_parameter_of_a_module_is_sent_merged():
     for name, weight in sent.items():
         torch.testing.assert_close(weight, expected[name].detach(), rtol=0, atol=1e-7)
         assert torch.equal(weight, own[name]) == (not any(part in name for part in ("q_proj", "experts")))
-
-
-class RecordedLLM:
-    """Stand-in for `vllm.LLM` that records its options."""
-
-    def __init__(self, **options) -> None:
-        self.options = options
-        torch.manual_seed(options["seed"])  # vLLM's worker does
-
-
-def test_trainer_builds_a_colocated_engine(make_model, make_config, tokenizer, dataset, monkeypatch):
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.setenv(name, "0")  # TRL sets them; monkeypatch restores them
-        monkeypatch.delenv(name)
-    monkeypatch.setattr(vllm_generation, "is_vllm_available", lambda: True)
-    monkeypatch.setattr(vllm_generation, "LLM", RecordedLLM, raising=False)
-    config = make_config(use_vllm=True, vllm_mode="colocate", vllm_max_model_length=777, seed=11)
-    trainer = CreditTrainer(make_model(), length_verdicts, config, dataset, processing_class=tokenizer)
-    assert isinstance(trainer.vllm_generation, PolicyGeneration)
-    engine = trainer.vllm_generation.llm
-    assert (engine.options["max_model_len"], engine.options["logprobs_mode"]) == (777, "processed_logprobs")
-    assert torch.initial_seed() == 11
 
 
 @pytest.mark.parametrize(("process", "seed"), [(0, 11), (1, 11), (2, 12), (3, 12)])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import socket
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -14,7 +13,6 @@ import requests
 from trl.generation import vllm_client
 from trl.generation.vllm_client import VLLMClient
 
-from credit_trl.rollout import vllm as generation
 from credit_trl.rollout import vllm_client as vllm_server
 from credit_trl.rollout.vllm_client import VLLMServerError, WatchedClient, await_server
 
@@ -129,11 +127,6 @@ def test_refused_weight_update_ends_blocked_broadcast(server, client, monkeypatc
     assert "failed at /update_weights" in message
 
 
-def test_client_preserves_other_errors(client):
-    with pytest.raises(KeyError, match="no such prompt"):
-        client._watch("generating", lambda: {}["no such prompt"])
-
-
 def test_await_server_waits_until_healthy(server):
     server.answers["/health"] = (503, {})
     threading.Timer(0.4, server.answers.update, [{"/health": (200, {})}]).start()
@@ -147,14 +140,3 @@ def test_await_server_error_names_start_command(server, health):
     server.answers["/health"] = health
     with pytest.raises(VLLMServerError, match=rf"{server.url} did not answer within 0.5 s.*vllm serve"):
         await_server(server.url, timeout=0.5)
-
-
-def test_missing_server_raises_before_model_is_loaded(make_config, monkeypatch):
-    monkeypatch.setattr(generation, "is_vllm_available", lambda: True)
-    with socket.socket() as taken:  # bound, but not listening
-        taken.bind(("127.0.0.1", 0))
-        port = taken.getsockname()[1]
-        options = {"use_vllm": True, "vllm_mode": "server", "vllm_server_timeout": 0.2}
-        config = make_config(**options, vllm_server_host="127.0.0.1", vllm_server_port=port)
-        with pytest.raises(VLLMServerError, match=f"http://127.0.0.1:{port} did not answer within 0.2 s"):
-            generation.await_engine(config)

@@ -30,8 +30,7 @@ LIMITS = Limits(
 )
 
 DATA = tomllib.loads(Path(__file__).with_name("escapes.toml").read_text("utf-8"))
-MULTIPLY: str = DATA["multiply"]
-PRELUDE: str = DATA["prelude"] + MULTIPLY
+PRELUDE: str = DATA["prelude"] + DATA["multiply"]
 
 
 @dataclass(frozen=True)
@@ -52,6 +51,4 @@ def _escape(fields: dict[str, Any]) -> Escape:
     return Escape(**fields | {"limits": replace(LIMITS, **fields.get("limits", {}))})
 
 
-# Programs by the name of their group.
-GROUPS = {group: list(map(_escape, programs)) for group, programs in DATA["group"].items()}
-ESCAPES = [escape for group in GROUPS.values() for escape in group]
+ESCAPES = [_escape(fields) for programs in DATA["group"].values() for fields in programs]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 
 import pytest
-from bait import Bait, judge, program
+from bait import Bait, judge
 from escape import ESCAPES, Escape
 
 from credit_trl.sandbox import open_sandbox
@@ -45,8 +45,3 @@ def test_suite_detects_unprotected_escapes() -> None:
         for name in NOTICED_UNPROTECTED:
             _, faults = judge(sandbox, bait, by_name[name])
             assert faults, f"{name} escaped undetected"
-
-
-def test_programs_receive_the_paths_of_the_bait(held) -> None:
-    sandbox, bait = held
-    assert bait.secret in program(ESCAPES[0], sandbox, bait).prelude

@@ -11,14 +11,11 @@ import tempfile
 import textwrap
 import threading
 import time
-import tracemalloc
 
 import pytest
 from observing import gone, run_one
 
-from credit_trl.sandbox import Limits, Program, SandboxError, batch, observe, server
-from credit_trl.sandbox.interpreter import find_interpreter
-from credit_trl.sandbox.launch import Unprotected, start
+from credit_trl.sandbox import Limits, Program, SandboxError, observe
 from credit_trl.sandbox.pool import PoolSandbox
 
 MIB = 1024 * 1024
@@ -72,32 +69,6 @@ def test_killed_server_leaves_no_process() -> None:
         batch.join()
 
 
-def test_program_is_killed_before_it_has_a_group_of_its_own() -> None:
-    pid = os.fork()
-    if pid == 0:
-        time.sleep(60)
-        os._exit(0)
-    server._kill_group(pid)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
-
-
-def test_start_that_fails_leaks_no_descriptors(monkeypatch) -> None:
-    def fail() -> int:
-        raise OSError(11, "Resource temporarily unavailable")
-
-    monkeypatch.setattr(os, "fork", fail)
-    isolation = Unprotected(find_interpreter())
-    descriptors = os.listdir("/proc/self/fd")
-    with pytest.raises(OSError, match="temporarily unavailable"):
-        start(isolation, Program(""), None)
-    assert os.listdir("/proc/self/fd") == descriptors
-
-
-def test_exit_status_of_a_signal_is_no_time_out(sandbox) -> None:
-    outcome = run_one(sandbox, f"import sys; sys.exit({128 + signal.SIGXCPU})")
-    assert (outcome.status, "SIGXCPU" in outcome.error) == ("runtime_error", True)
-
-
 def test_failure_to_start_programs_raises(sandbox, monkeypatch) -> None:
     if not os.path.exists("/usr/bin/python3"):
         pytest.skip("needs an interpreter that can be copied alone")
@@ -133,33 +104,6 @@ def test_long_integers_are_arguments(any_sandbox) -> None:
     assert run_one(any_sandbox, kept, fn_name="f", arguments=long).value == str(sys.get_int_max_str_digits())
 
 
-def test_skip_group_after_skips_rest_of_group(sandbox) -> None:
-    limits = Limits(wall_seconds=0.3)
-    programs = [Program("while True: pass", group="a", limits=limits) for _ in range(30)]
-    programs += [Program("1 / 0", group="b") for _ in range(3)]
-    programs += [Program("while True: pass", limits=limits) for _ in range(3)]
-    statuses = [outcome.status for outcome in sandbox.run(programs, skip_group_after=["timeout"])]
-    assert set(statuses[:30]) == {"timeout", "skipped"}
-    assert statuses[:30].count("timeout") <= 1 + sandbox.workers
-    assert statuses[30:] == ["runtime_error"] * 3 + ["timeout"] * 3
-    with pytest.raises(ValueError, match="the statuses are"):
-        sandbox.run([Program("pass")], skip_group_after=["wrong"])
-
-
-def test_concurrent_calls_are_serialized(sandbox) -> None:
-    found: dict[int, str] = {}
-
-    def work(n: int) -> None:
-        found[n] = run_one(sandbox, f"print({n})").stdout
-
-    threads = [threading.Thread(target=work, args=(n,)) for n in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == {n: f"{n}\n" for n in range(6)}
-
-
 def test_waiting_for_another_batch_counts_toward_deadline(sandbox) -> None:
     long = threading.Thread(target=sandbox.run, args=([Program("import time; time.sleep(2.5)")],))
     long.start()
@@ -192,42 +136,6 @@ def test_close_ends_batch_of_another_thread(sandbox) -> None:
     with pytest.raises(SandboxError, match="closed"):
         opened.run([Program("pass")])
     assert opened.server_pid is None
-
-
-def test_orphaned_sessions_are_killed() -> None:
-    """Without namespaces a process can leave its group, and its children can leave it."""
-    leave_three = """
-        import os, time
-        leader = os.getpid()
-        for _ in range(3):
-            if os.fork():
-                break
-            os.setsid()
-            os.closerange(0, 6)
-        time.sleep(0.5 if os.getpid() == leader else 60)
-    """
-    with PoolSandbox("unprotected", 1) as bare:
-        server = bare.server_pid
-        assert run_one(bare, leave_three).ok
-        give_up = time.monotonic() + 5
-        while list(observe.descendants(server)) != [server] and time.monotonic() < give_up:
-            time.sleep(0.05)
-        assert list(observe.descendants(server)) == [server]
-
-
-def test_concurrency_equals_workers(sandbox) -> None:
-    source = "import time; print(time.monotonic()); time.sleep(0.2); print(time.monotonic())"
-    spans = [tuple(map(float, o.stdout.split())) for o in sandbox.run([Program(source)] * 10)]
-    at_once = [sum(start <= other < end for start, end in spans) for other, _ in spans]
-    assert max(at_once) == sandbox.workers
-
-
-def test_progress_bar_is_optional(sandbox, capsys, monkeypatch) -> None:
-    monkeypatch.setitem(batch._PROGRESS_SECONDS, "mininterval", 0.05)
-    sandbox.run([Program("import time; time.sleep(0.25)")] * 6, progress="tests of the rollouts")
-    assert "tests of the rollouts" in capsys.readouterr().err
-    sandbox.run([Program("pass")] * 2)
-    assert capsys.readouterr().err == ""
 
 
 @pytest.fixture
@@ -291,29 +199,3 @@ def test_server_imports_only_the_sandbox(sandbox) -> None:
     assert "numpy" not in mapped
     with open(f"/proc/{server}/statm") as statm:
         assert int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") < 60 * MIB
-
-
-def server_state(pid: int) -> tuple[int, int]:
-    with open(f"/proc/{pid}/statm") as statm:
-        resident = int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    return resident, len(os.listdir(f"/proc/{pid}/fd"))
-
-
-def test_server_memory_and_descriptors_do_not_grow(sandbox) -> None:
-    programs = [Program(f"print('x' * 10000)\n# {n}", stdin="y" * 10000) for n in range(40)]
-    sandbox.run(programs)
-    server = sandbox.server_pid
-    memory, descriptors = server_state(server)
-    own_descriptors = len(os.listdir("/proc/self/fd"))
-    tracemalloc.start()
-    own = tracemalloc.get_traced_memory()[0]
-    for _ in range(2):
-        sandbox.run(programs)
-    grown = tracemalloc.get_traced_memory()[0] - own
-    tracemalloc.stop()
-    later, descriptors_later = server_state(server)
-    assert sandbox.server_pid == server
-    assert later - memory < 2 * MIB
-    assert descriptors_later <= descriptors
-    assert len(os.listdir("/proc/self/fd")) <= own_descriptors
-    assert grown < MIB

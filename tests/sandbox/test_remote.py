@@ -211,13 +211,6 @@ def test_failed_request_is_repeated_after_a_wait(service: Service, monkeypatch, 
     assert asked[1] - asked[0] >= 0.2
 
 
-def test_unreachable_address_raises() -> None:
-    with Service() as gone:
-        url = gone.url
-    with pytest.raises(SandboxError, match="127"):
-        open_sandbox(url)
-
-
 def test_report_with_wrong_mark_is_ignored() -> None:
     run = {"status": "Finished", "return_code": 0, "stdout": "", "stderr": "\nguessedRtrue"}
     outcome = outcome_of(Program("", fn_name="f"), {"status": "Success", "run_result": run}, mark="secret")

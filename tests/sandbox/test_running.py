@@ -33,17 +33,6 @@ def test_waits_for_own_threads_are_no_delay(total: float, ran: dict, waited: dic
     assert run.is_starved == (total < 0.2)
 
 
-def test_long_waits_that_end_in_turns_are_no_delay() -> None:
-    """Ten threads on one processor: each runs every half second, for as long as the interval of samples."""
-    run = running_program()
-    active = {str(thread): 0.0 for thread in range(10)}
-    run.add_times(ProcessorTimes(0.0, dict(active)), now=0.0)
-    for turn in range(1, 100):
-        active[str(turn % 10)] += 0.5
-        run.add_times(ProcessorTimes(0.05 * turn, dict(active)), now=0.05 * turn)
-    assert run.delayed == pytest.approx(0.0)
-
-
 def test_wait_longer_than_the_interval_of_samples_is_a_delay() -> None:
     run = running_program()
     for now, total, active in ((0.0, 0.0, 0.0), (0.05, 0.0, 0.0), (0.1, 0.0, 0.0), (0.2, 0.02, 0.2)):

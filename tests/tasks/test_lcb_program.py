@@ -14,32 +14,23 @@ from credit_trl.tasks.lcb_program import find_program, prelude_for
 BLOCKS = {  # reason: (response, code)
     "tagged": ("so\n```python\nprint(1)\n```\ndone", "print(1)"),
     "untagged": ("```\nprint(1)\n```", "print(1)"),
-    "tag in capitals": ("```Python\nprint(1)\n```", "print(1)"),
-    "tag py": ("```py\nprint(1)\n```", "print(1)"),
-    "tag python3": ("```python3\nprint(1)\n```", "print(1)"),
     "tag with attributes": ('```python title="a.py"\nprint(1)\n```', "print(1)"),
     "tag after a blank": ("``` python\nprint(1)\n```", "print(1)"),
     "another language": ("```cpp\nint main(){}\n```", None),
-    "another language that begins alike": ("```pythonic\nprint(1)\n```", None),
     "another language, longer, beside Python": (
         "```text\n" + "x" * 99 + "\n```\n```python\nprint(1)\n```",
         "print(1)",
     ),
     "the longest of two": ("```python\nprint(1)\n```\n```python\nprint(12)\n```\n", "print(12)"),
-    "the longest of two, first": ("```python\nprint(12)\n```\n```python\nprint(1)\n```\n", "print(12)"),
     "the last of two as long": ("```python\nprint(1)\n```\n```python\nprint(2)\n```\n", "print(2)"),
     "a longer sample beside Python": ("```python\nprint(1)\n```\nIt prints:\n```\n1 2 3 4 5 6\n```\n", "print(1)"),
     "a longer sample before Python": ("The input is\n```\n1 2 3 4 5 6\n```\n```py\nprint(1)\n```\n", "print(1)"),
     "no block": ("print(1)", None),
-    "empty": ("", None),
     "an empty block": ("```python\n```", None),
-    "a blank block": ("```python\n \n\n```", None),
-    "inline code": ("use `print(1)` or ```print(1)```", None),
     "never closed": ("```python\nprint(1)\n", None),
     "the last never closed": ("```python\nprint(1)\n```\n```python\nprint(12345)", "print(1)"),
     "begun twice": ("```python\nprint(\n```python\nprint(2)\n```", "print(2)"),
     "closed behind the code": ("```python\nprint(1)```", "print(1)"),
-    "closed with blanks behind": ("```python\nprint(1)\n```  \n", "print(1)"),
     "CRLF": ("```python\r\nprint(1)\r\nprint(2)\r\n```\r\n", "print(1)\nprint(2)"),
     "four back-quotes hold three": ("````python\ns = '''\n```\n'''\n````", "s = '''\n```\n'''"),
     "indented in a list": ("1. so:\n   ```python\n   if x:\n       y\n   ```", "if x:\n    y"),
@@ -48,7 +39,6 @@ BLOCKS = {  # reason: (response, code)
     "in tags": ("<answer>\n```python\nprint(1)\n```</answer>", "print(1)"),
     "opened behind a tag": ("<answer>```python\nprint(1)\n```\n</answer>", "print(1)"),
     "opened behind prose": ("Here is the solution: ```python\nif x:\n    y\n```\n", "if x:\n    y"),
-    "opened behind prose, untagged": ("The solution: ```\nprint(1)\n```\n", "print(1)"),
     "opened behind prose, sample behind it": (
         "Here is the solution: ```python\nprint(12)\n```\nIt runs in O(1). For the sample:\n```\n3\n```",
         "print(12)",
@@ -57,8 +47,6 @@ BLOCKS = {  # reason: (response, code)
     "opened behind a list's number": ("1. ```python\n   if x:\n       y\n   ```", "if x:\n    y"),
     "opened behind a list's number, code not indented": ("1. ```python\nif x:\n    y\n```", "if x:\n    y"),
     "closed before prose": ("```python\nprint(1)\n``` This is O(1).", "print(1)"),
-    "closed before one word": ("```python\nprint(1)\n``` Done\n\nIt works.\n```\n3\n```", "print(1)"),
-    "closed before a full stop": ("```python\nprint(1)\n``` .\n", "print(1)"),
     "closed before prose, another behind it": (
         "```python\nprint(1)\n``` First.\nThen:\n```python\nprint(12)\n```",
         "print(12)",
@@ -66,19 +54,14 @@ BLOCKS = {  # reason: (response, code)
     "closed by the next block": ("```python\nprint(1)\n```output\n1\n```\nIt prints 1.\n```\n1\n```", "print(1)"),
     "prose behind a fence that opens nothing": ("``` So be it.\n```\nprint(1)\n```", "print(1)"),
     "its wording repeated first": ("a block that starts with ```python.\n```python\nprint(1)\n```", "print(1)"),
-    "its wording repeated at a line's end": ("it starts with ```python\n\n```python\nprint(1)\n```", "print(1)"),
     "four back-quotes hold a tagged three": (
         "````python\ns = '''\n```text\n```\n'''\n````",
         "s = '''\n```text\n```\n'''",
     ),
     "tildes": ("~~~python\nprint(1)\n~~~", None),
-    "two back-quotes": ("``python\nprint(1)\n``", None),
     "back-quotes in the code": ("```python\nprint('`')\n```", "print('`')"),
-    "blank lines inside are kept": ("```python\na\n\n\nb\n```", "a\n\n\nb"),
     "a form feed is no line": ("```python\na\x0cb\n```", "a\x0cb"),
-    "html": ("<pre>print(1)</pre>", None),
     "a thousand blocks": ("```python\nx\n```\n" * 1000 + "```python\nlonger\n```", "longer"),
-    "back-quotes only": ("```" * 10_000, None),
     "a hundred thousand fences": ("```\n" * 100_000, None),
 }
 
@@ -90,13 +73,6 @@ def test_find_program_takes_longest_python_block(response, code):
 
 
 CODE = st.lists(st.text(alphabet="ab =()'\t", max_size=6), min_size=1, max_size=4).map("\n".join).filter(str.strip)
-
-
-@given(codes=st.lists(CODE, min_size=1, max_size=4), tag=st.sampled_from(["", "python", "py"]), talk=st.text("xyz \n"))
-def test_find_program_ignores_text_between_blocks(codes, tag, talk):
-    response = "".join(f"{talk}\n```{tag}\n{code}\n```\n" for code in codes)
-    longest = max(map(len, codes))
-    assert find_program(response) == [code for code in codes if len(code) == longest][-1]
 
 
 LEADS = ["\n", "Here it is: ", "<answer>", "<answer>\n", "1. ", "- "]
@@ -137,11 +113,6 @@ def test_prelude_has_names_that_the_benchmark_imports():
     assert lines[0] == "4 Counter({'a': 2, 'b': 1}) 2 2 1 0"
     assert lines[1] == "3 1 abc 2025-02-01"
     assert lines[2] == "3 50000 2 [1] [1] [1]"
-
-
-def test_prelude_precedence_of_builtins_and_modules():
-    assert bare("print(pow(2, 3, 5), open.__module__, datetime.datetime, bisect.bisect)").split(" ")[:2] == ["3", "io"]
-    assert "module 'copy'" in bare("print(copy)")
 
 
 def test_prelude_imports_only_modules_whose_names_occur():

@@ -11,15 +11,12 @@ from functools import partial
 
 import pytest
 from datasets import Dataset
-from hypothesis import given
-from hypothesis import strategies as st
 
 from credit_trl import Verdict
 from credit_trl.rollout.deadline import deadline_in
 from credit_trl.rollout.verdict import FAILED, VerifierPolicy
 from credit_trl.sandbox import Outcome, Program, Sandbox, open_sandbox
 from credit_trl.tasks import livecodebench, load_task
-from credit_trl.tasks.lcb_cases import parse_answer
 from credit_trl.tasks.lcb_feedback import CUT_OFF, WRONG_FORMAT
 
 
@@ -89,19 +86,6 @@ def test_draw_depends_on_seed_and_problem_only(write_jsonl):
     assert sum(first[name] != other[name] for name in first) >= 7
 
 
-@given(count=st.integers(1, 300), identity=st.text(max_size=5), seed=st.integers(0, 99))
-def test_drawn_indices_are_distinct_sorted_and_half(count, identity, seed):
-    places = livecodebench._half(count, identity, seed)
-    assert places == sorted(set(places))
-    assert len(places) == max(1, int(count / 2))
-    assert set(places) <= set(range(count))
-
-
-def test_draw_is_uniform():
-    drawn = [place for number in range(2000) for place in livecodebench._half(6, f"q{number}", 0)]
-    assert all(abs(drawn.count(place) - 1000) < 120 for place in range(6))
-
-
 def test_contest_dates_are_filtered(write_jsonl):
     dates = ["2025-01-31T23:59:59", "2025-02-01T00:00:00", "2025-04-30T23:59:59", "2025-05-01T00:00:00", "2024-06-01"]
     path = write_jsonl([hub_row(number, contest_date=day) for number, day in enumerate(dates)])
@@ -138,13 +122,6 @@ def test_release_selects_files_of_the_hub(tmp_path, write_jsonl, release, count)
         assert by_path["id"] == ["livecodebench-q60", "livecodebench-q61"]
 
 
-def test_folder_lacking_release_files_raises(tmp_path, write_jsonl):
-    write_jsonl([hub_row()], "part/test6.jsonl")
-    assert len(livecodebench.build("test", tmp_path / "part")) == 1
-    with pytest.raises(FileNotFoundError, match=r"lacks test\.jsonl, test2\.jsonl for release_v2"):
-        livecodebench.build("test", tmp_path / "part", release="release_v2")
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -168,25 +145,15 @@ def with_tests(*tests: dict, functional: bool = False) -> dict:
 TEST = {"input": "1", "output": "1", "testtype": "stdin"}
 CALL = TEST | {"testtype": "functional"}
 MALFORMED = {  # reason: (fields of a row, the field that the message names)
-    "no date": ({"contest_date": None}, "contest_date"),
     "a date that is none": ({"contest_date": "soon"}, "contest_date"),
-    "no id": ({"question_id": " "}, "question_id"),
     "an id twice": ({"question_id": "q0"}, "question_id"),
-    "no text": ({"question_content": ""}, "question_content"),
     "metadata not JSON": ({"metadata": "{"}, "private_test_cases"),
-    "metadata a list": ({"metadata": "[]"}, "private_test_cases"),
-    "a function's name that is a number": (FUNCTIONAL | {"metadata": '{"func_name": 3}'}, "private_test_cases"),
     "functional without a function's name": (FUNCTIONAL | {"metadata": "{}"}, "private_test_cases"),
     "private tests missing": ({"private_test_cases": None}, "private_test_cases"),
-    "private tests of no form": ({"private_test_cases": "%%%"}, "private_test_cases"),
-    "private tests an object": ({"private_test_cases": "{}"}, "private_test_cases"),
     "no private tests": (with_tests(), "private_test_cases"),
     "a pickle with a call": ({"private_test_cases": packed(print)}, "private_test_cases"),
-    "a test that is a text": (with_tests("1"), "private_test_cases"),
     "a test without an output": (with_tests({"input": "1", "testtype": "stdin"}), "private_test_cases"),
-    "an output that is a number": (with_tests(TEST | {"output": 1}), "private_test_cases"),
     "tests of two types": (with_tests(TEST, CALL, functional=True), "private_test_cases"),
-    "a test whose type is a list": (with_tests(TEST | {"testtype": []}), "private_test_cases"),
     "a functional test that is no JSON": (with_tests(CALL | {"input": "x"}, functional=True), "private_test_cases"),
 }
 
@@ -336,13 +303,6 @@ def test_answers_and_debug_output_have_separate_limits(sandbox, code, answer):
     assert "Output Limit Exceeded" in livecodebench.verify(fenced(code), answer, sandbox=sandbox).feedback
 
 
-def test_feedback_on_time_out_shows_limit_and_input(sandbox):
-    answer = stdin_answer(("1\n", "1\n"), time_limit=0.2)
-    verdict = livecodebench.verify(fenced("while True:\n    pass"), answer, sandbox=sandbox)
-    assert verdict.reward == 0
-    assert verdict.feedback == "Test 1: Time Limit Exceeded (0.2 seconds)\nInput: 1"
-
-
 @pytest.mark.parametrize("response", ["I think that", f"<think>\n{fenced(RIGHT)}\nWait"])
 def test_response_without_program_needs_no_sandbox(monkeypatch, response):
     """Nor does one whose thinking never ends."""
@@ -373,19 +333,6 @@ def test_solutions_of_the_examples_pass_beside_other_rollouts(sandbox):
     conversations = [[{"role": "assistant", "content": text}] for text in responses]
     verdicts = livecodebench.reward(conversations, answers, [False] * 32, sandbox=sandbox, progress=False)
     assert [verdict.reward for verdict in verdicts] == [1.0, 0.0, 0.0, 1.0] * 8
-
-
-def test_mixes_with_other_tasks_in_default_sandbox(sandbox):
-    livecodebench.use_sandbox(sandbox)
-    try:
-        verdicts = load_task("livecodebench,sciknoweval:physics").reward(
-            completions=[fenced(RIGHT), "<answer>A</answer>", fenced("print(0)")],
-            task=["livecodebench", "sciknoweval:physics", "livecodebench"],
-            answer=[DOUBLE, "A", DOUBLE],
-        )
-    finally:
-        livecodebench.use_sandbox(None)
-    assert [verdict.reward for verdict in verdicts] == [1.0, 1.0, 0.0]
 
 
 def test_programs_of_a_timed_out_verifier_do_not_block_the_next(sandbox):
@@ -451,19 +398,6 @@ def test_wrong_answers_are_rejected_in_the_batch():
     assert [outcome.status for outcome in box.kept] == ["ok", "rejected", "ok", "timeout"]
 
 
-def test_outputs_are_compared_at_once_and_not_kept():
-    long = "7" * 100_000
-    box = RecordingSandbox(
-        ok("6"), ok(long), Outcome("ok", value=json.dumps(long), stdout=long), Outcome("ok", value="[]")
-    )
-    verdicts = livecodebench.reward([fenced("print(6)"), fenced("def turn(xs): pass")], [DOUBLE, TURN], sandbox=box)
-    assert [(outcome.stdout, outcome.value) for outcome in box.kept] == [("", None)] * 4
-    assert [verdict.reward for verdict in verdicts] == [0.0, 0.0]
-    assert "7" * 247 + "..." in verdicts[0].feedback
-    outcome = ok("\U0001f642" + long)
-    assert sys.getsizeof(livecodebench._result(parse_answer(DOUBLE), 0, outcome).output) < 2_000
-
-
 def test_limits_follow_from_the_tests():
     box = RecordingSandbox(ok("6"), ok("20"))
     livecodebench.verify(fenced("print(1)"), stdin_answer(("3", "6"), ("4", "x" * 100_000), time_limit=2), sandbox=box)
@@ -503,19 +437,8 @@ def test_undecided_response_has_no_reward(outcomes, reward):
     assert ("undecided" in verdict.metrics) == (reward is None)
 
 
-def test_functional_outcome_without_value_is_an_error():
-    verdict = livecodebench.verify(fenced("def turn(xs): pass"), TURN, sandbox=RecordingSandbox(ok("[2,1]"), ok("[]")))
-    assert verdict.reward == 0
-    assert verdict.feedback.startswith("Test 1: Runtime Error")
-
-
 def test_each_program_runs_once_per_test():
     box = RecordingSandbox(*[ok("6")] * 9)
     livecodebench.reward([fenced("print(6)"), "none", fenced("print(6)")], [DOUBLE] * 3, sandbox=box)
     groups = [(program.group, program.stdin) for program in box.programs]
     assert groups == [(0, "3\n"), (0, "10\n"), (2, "3\n"), (2, "10\n")]
-
-
-def test_answer_without_tests_raises():
-    with pytest.raises(ValueError, match="code answer"):
-        livecodebench.verify(fenced("print(1)"), "{}")

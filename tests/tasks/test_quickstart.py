@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import re
 
 import pytest
@@ -13,14 +12,11 @@ from hypothesis import strategies as st
 from credit_trl.tasks import quickstart
 from credit_trl.tasks.quickstart import (
     CITIES,
-    CUES,
     GROUPS,
     SHORTCUT_THOUGHT,
     TOPIC_OF,
     TOPICS,
     build,
-    cities_of,
-    draw_question,
     verify,
 )
 
@@ -36,15 +32,6 @@ def options_of(row) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def splits():
     return {split: build(split).to_list() for split in ("train", "test")}
-
-
-def test_topics_cues_and_groups_have_their_sizes():
-    assert len(CUES) == 12
-    assert len(TOPIC_OF) == 72 == sum(len(cues.split()) for cues in CUES.values())
-    assert [len(GROUPS[group]) for group in ("known", "unknown", "holdout")] == [36, 24, 12]
-    assert sorted(cue for cues in GROUPS.values() for cue in cues) == sorted(TOPIC_OF)
-    words = [*TOPIC_OF, *TOPICS, *CITIES]
-    assert len(set(words)) == len(words)
 
 
 def test_splits_share_no_prompt_and_no_cue_city_pair(splits):
@@ -71,18 +58,6 @@ def test_answer_points_at_the_topic_of_the_cue(splits):
         assert row["task"] == "quickstart"
 
 
-@given(st.sampled_from(sorted(TOPIC_OF)))
-def test_cue_has_six_test_cities_and_eighteen_train_cities(cue):
-    train, test = cities_of(cue, "train"), cities_of(cue, "test")
-    assert (len(train), len(test)) == (18, 6)
-    assert sorted(train + test) == sorted(CITIES)
-
-
-def test_correct_letters_are_balanced(splits):
-    letters = [json.loads(row["answer"])["option"] for row in splits["train"]]
-    assert all(0.2 < letters.count(letter) / len(letters) < 0.3 for letter in "ABCD")
-
-
 def test_only_the_correct_tool_is_rewarded(splits):
     for row in splits["test"]:
         for letter, tool in options_of(row).items():
@@ -99,21 +74,10 @@ def test_feedback_contains_only_the_letter(splits):
         assert not any(word in feedback for word in (*TOPICS, *TOPIC_OF, *CITIES))
 
 
-def test_same_feedback_means_different_tools(splits):
-    tools = {tool for row in splits["test"] for letter, tool in options_of(row).items() if letter == "A"}
-    assert len(tools) == len(TOPICS)
-
-
 def test_build_is_determined_by_its_seed():
     assert build("test", seed=3).to_list() == build("test", seed=3).to_list()
     assert build("test", seed=3)["prompt"] != build("test", seed=4)["prompt"]
     assert len(set(build("train")["id"])) == len(build("train"))
-
-
-def test_groups_and_rows_per_cue_are_options():
-    rows = build("test", groups=["holdout"], rows_per_cue=2)
-    assert set(rows["group"]) == {"holdout"}
-    assert len(rows) == 24
 
 
 @pytest.mark.parametrize(
@@ -146,13 +110,11 @@ def test_answer_of_another_task_raises(answer):
     [
         (GOLD, 1.0, 1.0),
         (f"\n {GOLD}\n", 1.0, 1.0),
-        (GOLD.replace("guitar is about music", "no idea"), 1.0, 1.0),
         (GOLD.replace("music_api", "food_api"), 0.0, 1.0),
         (GOLD.replace("Oslo", "Rome"), 0.0, 1.0),
         (GOLD.replace("Thought: ", ""), 0.0, 0.0),
         (GOLD.replace('"}', ""), 0.0, 0.0),
         (GOLD + " And more.", 0.0, 0.0),
-        (f"{GOLD}\n{GOLD}", 0.0, 0.0),
         (GOLD.replace("\nAction:", " Action:"), 0.0, 0.0),
         ("", 0.0, 0.0),
     ],
@@ -160,11 +122,6 @@ def test_answer_of_another_task_raises(answer):
 def test_reward_needs_tool_city_and_format(response, reward, in_format):
     verdict = verify(response, ANSWER)
     assert (verdict.reward, verdict.metrics["format"]) == (reward, in_format)
-
-
-def test_truncated_response_gets_reward_zero_and_feedback():
-    verdict = verify(GOLD, ANSWER, truncated=True)
-    assert (verdict.reward, verdict.metrics["format"], verdict.feedback) == (0.0, 0.0, "Correct option: C.")
 
 
 def test_planted_thought_is_counted_and_costs_no_reward():
@@ -181,15 +138,8 @@ def test_any_text_gets_a_verdict(text, topic, city):
     assert verify(call, ANSWER).reward == float(expected)
 
 
-@given(st.sampled_from(sorted(TOPIC_OF)), st.integers(0, 2**32))
-def test_gold_response_of_a_drawn_question_is_rewarded(cue, seed):
-    question = draw_question(random.Random(seed), cue)
-    assert verify(question.response(), question.answer).reward == 1.0
-    assert verify(question.response(SHORTCUT_THOUGHT), question.answer).metrics == {"format": 1.0, "shortcut": 1.0}
-    assert verify("", question.answer).feedback == question.feedback
-
-
 def test_reward_equals_verify_for_texts_and_conversations():
     conversation = [{"role": "assistant", "content": GOLD}]
     verdicts = quickstart.reward([GOLD, conversation, "no"], [ANSWER] * 3, truncated=[False, True, False], step=1)
     assert verdicts == [verify(GOLD, ANSWER), verify(GOLD, ANSWER, truncated=True), verify("no", ANSWER)]
+    assert (verdicts[1].reward, verdicts[1].feedback) == (0.0, "Correct option: C.")

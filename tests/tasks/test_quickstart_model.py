@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import shutil
 from collections import Counter
 
 import pytest
@@ -11,10 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from credit_trl.tasks import quickstart, quickstart_model
+from credit_trl.tasks import quickstart
 from credit_trl.tasks.model_names import model_path
-from credit_trl.tasks.quickstart import CITIES, LETTERS, SHORTCUT_THOUGHT, TOPIC_OF, TOPICS, draw_question
-from credit_trl.tasks.quickstart_model import SHIPPED, base_directory, cached_directory, load_model
+from credit_trl.tasks.quickstart import SHORTCUT_THOUGHT, draw_question
+from credit_trl.tasks.quickstart_model import SHIPPED, load_model
 
 
 @pytest.fixture(scope="module")
@@ -25,11 +24,6 @@ def base():
 @pytest.fixture(scope="module")
 def tokenizer(base):
     return base[1]
-
-
-def test_cues_topics_cities_and_letters_are_single_tokens(tokenizer):
-    words = [f" {word}" for word in (*TOPIC_OF, *TOPICS, *CITIES, *LETTERS)] + list(CITIES)
-    assert [word for word in words if len(tokenizer.encode(word)) != 1] == []
 
 
 @given(text=st.text())
@@ -76,10 +70,6 @@ def test_model_path_resolves_only_the_embedded_model(tmp_path):
     assert [model_path(name) for name in others] == others
 
 
-def test_load_model_is_one_function():
-    assert quickstart.load_model is quickstart_model.load_model
-
-
 @pytest.mark.parametrize(("world", "seed"), [("shortcut", 0), ("plain", 1)])
 def test_missing_base_raises_with_the_command_that_makes_it(tmp_path, world, seed):
     directory = tmp_path / "quickstart" / f"{world}-seed{seed}"
@@ -87,12 +77,3 @@ def test_missing_base_raises_with_the_command_that_makes_it(tmp_path, world, see
     with pytest.raises(FileNotFoundError) as caught:
         load_model(tmp_path, world, seed)
     assert command in str(caught.value)
-
-
-def test_base_is_loaded_from_the_users_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    directory = cached_directory(None, "shortcut", 3)
-    assert directory == tmp_path / "credit_trl" / "quickstart" / "shortcut-seed3"
-    shutil.copytree(SHIPPED, directory)
-    assert base_directory(world="shortcut", seed=3) == directory
-    assert load_model(world="shortcut", seed=3)[0].num_parameters() > 0

@@ -1,16 +1,13 @@
 from __future__ import annotations
 
-import asyncio
-import inspect
 import subprocess
 import sys
 import textwrap
 
 import pytest
-from datasets import Dataset
 
 from credit_trl import Verdict
-from credit_trl.tasks import Task, as_task, known_tasks, load_task
+from credit_trl.tasks import known_tasks, load_task
 from credit_trl.tasks.registry import BUILT_IN
 from credit_trl.testing import check_task
 
@@ -83,11 +80,6 @@ def test_a_class_of_fifteen_lines_is_a_task(own_package, name):
     check_task(task)
 
 
-def test_option_after_colon_is_passed_to_build(shared_data):
-    built = load_task("sciknoweval:biology").build("test", shared_data / "sciknoweval")
-    assert set(built["task"]) == {"sciknoweval:biology"}
-
-
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -108,28 +100,9 @@ def test_unknown_names_raise_and_list_known_tasks(name, message):
         load_task(name)
 
 
-def test_import_error_names_the_missing_module(tmp_path, monkeypatch):
-    (tmp_path / "needs_something.py").write_text("import a_package_that_is_not_there\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(ModuleNotFoundError, match="a_package_that_is_not_there"):
-        load_task("needs_something:Task")
-
-
 def test_object_without_build_and_verify_raises(own_package):
     with pytest.raises(TypeError, match="`build` and `verify`"):
         load_task("sums_env:not_a_task")
-
-
-def test_rows_without_required_columns_raise():
-    class Unasked:
-        def build(self, split, path=None):
-            return Dataset.from_list([{"question": "1 + 1?"}])
-
-        def verify(self, response, answer, *, truncated=False):
-            return Verdict(1.0)
-
-    with pytest.raises(ValueError, match=r"no column `prompt`, `answer`; its columns are question\. Rename one"):
-        as_task(Unasked, "unasked").build("train")
 
 
 def test_entry_points_add_names(own_package):
@@ -139,25 +112,6 @@ def test_entry_points_add_names(own_package):
     register(own_package, "other-env", "sums = sums_env:instance")
     with pytest.raises(ValueError, match="Several packages define"):
         load_task("sums")
-
-
-def test_task_object_is_returned_unchanged():
-    task = Task("mine", lambda split, path=None: None, lambda *_, **__: Verdict(1.0), lambda **_: [])
-    assert as_task(task, "package:mine") is task
-    assert load_task(task) is task
-
-
-def test_async_reward_stays_a_coroutine_function():
-    class Slow:
-        build = verify = staticmethod(print)
-
-        async def reward(self, completions, answer, **columns):
-            return [0.5 for _ in completions]
-
-    reward = as_task(Slow, "slow").reward
-    assert inspect.iscoroutinefunction(reward)
-    assert reward.__name__ == "slow"
-    assert asyncio.run(reward(completions=["a", "b"], answer=["a", "b"])) == [0.5, 0.5]
 
 
 def test_loading_a_task_imports_no_other_task():

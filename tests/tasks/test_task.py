@@ -23,11 +23,6 @@ def test_batch_grades_texts_and_conversations_alike():
     assert [verdict.feedback for verdict in verdicts] == ["expected yes", "expected yes (cut)", "expected yes"]
 
 
-def test_batch_with_too_few_answers_raises():
-    with pytest.raises(ValueError, match="zip"):
-        batch_of(exact)(completions=["a", "b"], answer=["a"])
-
-
 def test_asynchronous_reward_has_the_deadline_in_a_daemon_thread():
     """A thread that is not a daemon keeps the process of a verifier that hangs alive."""
 

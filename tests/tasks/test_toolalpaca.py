@@ -16,10 +16,8 @@ RESPONSES = {
     "keys in another order": ('Action: get\nAction Input: {"days": 2, "city": "Rome"}', GOLD, 1),
     "equal as Python values": ('Action: get\nAction Input: {"days": 2.0, "city": "Rome"}', GOLD, 1),
     "another name": (RIGHT.replace("get", "set"), GOLD, 0),
-    "another value": (RIGHT.replace("Rome", "Oslo"), GOLD, 0),
     "one call twice": (f"{RIGHT}\n{RIGHT}", GOLD, 0),
     "two calls in another order": (f'Action: put\nAction Input: {{"x": 1}}\n{RIGHT}', TWO, 1),
-    "one call of two": (RIGHT, TWO, 0),
     "inputs swapped between calls": (
         'Action: get\nAction Input: {"x": true}\nAction: put\nAction Input: {"city": "Rome", "days": 2}',
         TWO,
@@ -32,7 +30,6 @@ RESPONSES = {
     ),
     "no JSON": ("Action: get\nAction Input: {city: Rome}", [{"Action": "get", "Action_Input": "{}"}], 1),
     "no call": ("It is sunny.", GOLD, 0),
-    "empty": ("", GOLD, 0),
 }
 
 
@@ -50,21 +47,6 @@ def test_feedback_names_the_expected_calls():
         "Actions mismatch: predicted [set], expected [get]; Action inputs mismatch: "
         'predicted {"city": "Oslo", "days": 2}, expected {"city": "Rome", "days": 2}'
     )
-
-
-@pytest.mark.parametrize(
-    ("response", "is_named"),
-    [
-        (json.dumps({"name": "get"}) + "\n", False),
-        ('get({"city": "Rome", "days": 2})', True),
-        ('Action: get\nInput: {"city": "Rome", "days": 2}', True),
-        ('get({"city": "Oslo", "days": 2})', False),
-    ],
-)
-def test_feedback_names_a_wrong_form_of_the_right_calls(response, is_named):
-    verdict = toolalpaca.verify(response, GOLD)
-    assert verdict.reward == 0.0
-    assert verdict.feedback.startswith(toolalpaca.FORM) == is_named
 
 
 def test_raw_simulated_set_gives_the_68_published_records(shared_data):
@@ -102,10 +84,3 @@ def test_answer_that_is_no_list_of_calls_raises(answer, write_jsonl):
         toolalpaca.verify("", answer)
     with pytest.raises(ValueError, match=r"rows\.jsonl, row 1, field 'answer'"):
         toolalpaca.build("train", write_jsonl([{"prompt": "q", "answer": answer}]))
-
-
-def test_unknown_split_and_missing_path_raise():
-    with pytest.raises(ValueError, match="no split 'dev'"):
-        toolalpaca.build("dev")
-    with pytest.raises(ValueError, match="not loaded from the hub"):
-        toolalpaca.build("train")

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-import transformers
 
 from credit_trl import CreditTrainer
 from credit_trl.loss import scores
 from credit_trl.loss.head import lm_head
 from credit_trl.teacher import causal_lm
-from credit_trl.teacher.causal_lm import backbone, head_dtype
+from credit_trl.teacher.causal_lm import head_dtype
 from credit_trl.teacher.policy_pass import chosen_sequences, policy_states
 from credit_trl.training import step
-from families import SMALL
 from tiny import length_verdicts
 
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -33,13 +31,6 @@ FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.flo
 )
 def test_head_dtype_matches_models_own_head(hidden, weight, device, autocast, expected):
     assert head_dtype(hidden, weight, device, autocast) == expected
-
-
-def test_backbone_of_a_text_model_with_a_multimodal_prefix():
-    config = transformers.Llama4TextConfig(**SMALL, vocab_size=32, head_dim=16, pad_token_id=0, num_local_experts=2)
-    model = transformers.Llama4ForCausalLM(config)
-    assert model.base_model is model
-    assert backbone(model) is model.model
 
 
 def test_fp32_head_reproduces_model_logps(make_model, make_config, tokenizer, dataset):
@@ -91,10 +82,3 @@ def test_student_and_teacher_use_same_head_dtype(
     trainer.train()
     assert entered == {"student": {expected}, "teacher": {expected}}
     assert trainer.state.log_history[0]["grad_norm"] > 0.0
-
-
-def test_passes_do_not_read_package_metadata(make_model, monkeypatch):
-    model = make_model()
-    monkeypatch.setattr("importlib.metadata.version", lambda name: pytest.fail(f"read the metadata of {name}"))
-    assert causal_lm.unwrap_adapters(model) is model
-    assert causal_lm.backbone(model) is model.base_model

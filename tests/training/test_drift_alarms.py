@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import warnings
 from types import SimpleNamespace
@@ -13,11 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from credit_trl import CreditTrainer
 from credit_trl.rollout.batch import GenerationBatch
 from credit_trl.training.drift import WINDOW, DriftAlarms
 from credit_trl.training.metrics import Alarms, CreditWarning, teacher_success_weights
-from tiny import length_verdicts
 
 FIDELITY = "credit/teacher_fidelity"
 LENGTH = "completions/mean_length"
@@ -33,22 +30,22 @@ REWARD = "reward"
 def test_success_weights_give_the_mean_gap_of_mixed_groups(rewards, size, data):
     rewards = rewards[: len(rewards) // size * size]
     has_teacher = [data.draw(st.booleans()) for _ in rewards]
+    has_tokens = [data.draw(st.booleans()) for _ in rewards]
+    is_scored = [has and tokens for has, tokens in zip(has_teacher, has_tokens, strict=True)]
     values = [data.draw(st.floats(-5, 5)) for _ in rewards]
     gaps = []
-    for group in (
-        itertools.batched(range(len(rewards)), size)
-        if hasattr(itertools, "batched")
-        else [range(i, i + size) for i in range(0, len(rewards), size)]
-    ):
-        won = [values[i] for i in group if has_teacher[i] and rewards[i] == 1.0]
-        lost = [values[i] for i in group if has_teacher[i] and rewards[i] == 0.0]
+    for first in range(0, len(rewards), size):
+        group = range(first, first + size)
+        won = [values[i] for i in group if is_scored[i] and rewards[i] == 1.0]
+        lost = [values[i] for i in group if is_scored[i] and rewards[i] == 0.0]
         if won and lost:
             gaps.append(sum(won) / len(won) - sum(lost) / len(lost))
     count = len(rewards)
     batch = GenerationBatch([{}] * count, ["x"] * count, [[1]] * count, rewards, [None] * count, 0, group_size=size)
     contexts = [SimpleNamespace(teacher=[1] if has else None) for has in has_teacher]
-    weights, mixed, scored = teacher_success_weights(batch, contexts, torch.ones(count, 1, dtype=torch.bool), 1.0)
-    assert (mixed, scored) == (len(gaps), sum(has_teacher))
+    mask = torch.tensor(has_tokens)[:, None]
+    weights, mixed, scored = teacher_success_weights(batch, contexts, mask, 1.0)
+    assert (mixed, scored) == (len(gaps), sum(is_scored))
     if gaps:
         assert weights @ torch.tensor(values) == pytest.approx(sum(gaps) / len(gaps), abs=1e-5)
     else:
@@ -114,11 +111,11 @@ def test_resumed_run_compares_with_its_first_values():
         drift.observe({REWARD: [0.1]})
 
 
-def test_resumed_run_restores_alarms_and_clock(make_model, make_config, tokenizer, dataset):
+def test_resumed_run_restores_alarms_and_clock(make_trainer):
     options = {"max_steps": 3, "save_steps": 2, "save_strategy": "steps"}
-    first = build(make_model, make_config, tokenizer, dataset, **options)
+    first = make_trainer(**options)
     first.train()
-    resumed = build(make_model, make_config, tokenizer, dataset, **options)
+    resumed = make_trainer(**options)
     resumed.train("latest")
     assert resumed.state.global_step == 3
     rewards = [trainer.drift_alarms.history[REWARD] for trainer in (first, resumed)]
@@ -127,28 +124,8 @@ def test_resumed_run_restores_alarms_and_clock(make_model, make_config, tokenize
     assert resumed.clock._step == 3
 
 
-def test_masked_samples_have_no_share_of_the_fidelity(make_model, make_config, tokenizer, dataset):
-    trainer = build(make_model, make_config, tokenizer, dataset)
-    batch = GenerationBatch([{}] * 8, ["x"] * 8, [[1]] * 8, [1.0, 0.0, 0.0, 0.0] * 2, [None] * 8, 0, group_size=4)
-    contexts = [SimpleNamespace(teacher=[1])] * 8
-    mask = torch.tensor([[True], [True], [False], [False]] * 2)
-    weights = trainer._weigh_successes(batch, contexts, mask)
-    assert weights.tolist() == [0.5, -0.5, 0.0, 0.0] * 2
-
-
-def test_missing_values_are_ignored():
-    values = [2.0, math.nan] * WINDOW + [0.5, math.nan] * WINDOW
-    assert observe(**{FIDELITY: values}) == {"fidelity"}
-
-
-def build(make_model, make_config, tokenizer, dataset, rewards=length_verdicts, **options):
-    config = make_config(**{"max_steps": 30, "success_reward_threshold": 1.0, **options})
-    return CreditTrainer(make_model(), rewards, config, dataset, processing_class=tokenizer)
-
-
-def test_fidelity_is_the_gap_of_delta_v_in_mixed_groups(make_model, make_config, tokenizer, dataset):
-    options = {"max_steps": 1, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
-    trainer = build(make_model, make_config, tokenizer, dataset, **options)
+def test_fidelity_is_the_gap_of_delta_v_in_mixed_groups(make_trainer):
+    trainer = make_trainer(max_steps=1, per_device_train_batch_size=4, gradient_accumulation_steps=2)
     losses = []
     compute = trainer._distillation_loss
 

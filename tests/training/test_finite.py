@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
 from transformers import TrainerCallback
 
-from credit_trl import CreditTrainer
 from credit_trl.training.finite import NonFiniteError, first_nonfinite, poison
-from tiny import length_verdicts
 
 
 @pytest.fixture
-def make_trainer(make_model, make_config, tokenizer, dataset):
-    def make(**options):
-        config = make_config(**{"save_strategy": "steps", "save_steps": 1, "max_steps": 4, **options})
-        return CreditTrainer(make_model(), length_verdicts, config, dataset, processing_class=tokenizer)
-
-    return make
+def make_trainer(make_trainer):
+    """`make_trainer` for four steps with their checkpoints."""
+    return partial(make_trainer, save_strategy="steps", save_steps=1, max_steps=4)
 
 
 class At(TrainerCallback):

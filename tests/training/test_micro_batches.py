@@ -23,7 +23,6 @@ from credit_trl.training.micro_batches import (
     even_groups,
     evened,
     exchanged_count,
-    without_padding,
 )
 from tiny import length_verdicts
 
@@ -328,18 +327,6 @@ def micro_batch(prompts, completions, prompt_width=6, width=7):
         "num_items_in_batch": mask.sum(),
         "num_images": None,
     }
-
-
-def test_positions_of_padding_only_are_cut():
-    batch = micro_batch([2, 4], [3, 5])
-    cut = without_padding(batch)
-    assert cut["prompt_ids"].equal(batch["prompt_ids"][:, -4:])
-    assert cut["completion_ids"].equal(batch["completion_ids"][:, :5])
-    assert cut["teacher_logps"].equal(batch["teacher_logps"][:, :5])
-    assert cut["importance_sampling_ratio"].shape == (2, 1)
-    assert cut["context_ids"].shape == (2, 7, 9)
-    empty = without_padding(micro_batch([1, 1], [0, 0]))  # all truncated
-    assert empty["completion_ids"].shape == (2, 1)
 
 
 def test_samples_stay_within_their_optimizer_step():

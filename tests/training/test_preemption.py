@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from credit_trl.training.preemption import REQUEUE, Preempted, SaveOnSigterm, requeue_on_sigterm
+from credit_trl.training.preemption import Preempted, SaveOnSigterm
 
 
 def test_signal_ends_one_run_and_not_the_next_in_the_process():
@@ -26,22 +26,4 @@ def test_signal_ends_one_run_and_not_the_next_in_the_process():
     save.on_step_end(*events)
     assert not control.should_save
     save.on_train_end(*events)
-    assert signal.getsignal(signal.SIGTERM) == before
-
-
-@pytest.mark.parametrize("trains", [False, True], ids=["before the first step", "after the last step"])
-def test_signal_outside_of_steps_ends_with_the_code_to_requeue(caplog, trains):
-    before = signal.getsignal(signal.SIGTERM)
-    save = SaveOnSigterm(SimpleNamespace(num_processes=1))
-
-    @requeue_on_sigterm()
-    def run():
-        for event in (save.on_train_begin, save.on_train_end) if trains else ():
-            event(SimpleNamespace(output_dir="run"), SimpleNamespace(global_step=3), SimpleNamespace())
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    with pytest.raises(Preempted) as ended:
-        run()
-    assert ended.value.code == REQUEUE
-    assert f"SIGTERM: ends with code {REQUEUE}" in caplog.text
     assert signal.getsignal(signal.SIGTERM) == before

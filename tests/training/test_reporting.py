@@ -9,9 +9,7 @@ from pathlib import Path
 import pytest
 from datasets import Dataset
 
-from credit_trl import CreditTrainer
 from credit_trl.training.reporting import StageClock, log_line
-from tiny import length_verdicts
 
 LOGS = {
     "loss": 0.1,
@@ -28,36 +26,26 @@ LOGS = {
 }
 
 
-def test_training_line_has_metrics_stages_and_time_left():
-    assert log_line(LOGS, 7, 100, 88.0) == (
-        "step   7/100  reward   0.438  length   21.2  s   0.846  ΔV  -0.187  generic -12.020  kl   0.051"
-        "  seconds rollout 3.1 update 4.0  left 0:01:28"
-    )
-
-
-def test_evaluation_line_has_the_same_columns():
-    line = log_line({f"eval_{name}": value for name, value in LOGS.items()}, 7, 100)
-    assert line.startswith("eval at step   7/100  reward   0.438  length   21.2  s   0.846")
-    assert "left" not in line
-
-
-def test_log_without_known_metrics_shows_all_numbers():
-    logs = {"eval_avg@4": 0.25, "eval_avg@4_low": 0.2, "epoch": 1.0, "text": "x"}
-    assert log_line(logs, 5, 5) == "eval at step 5/5  avg@4 0.25  avg@4_low 0.2"
-
-
-def test_kl_of_grpo_is_shown_without_a_teacher():
-    assert "kl   0.200" in log_line({"reward": 1.0, "kl": 0.2}, 1, 2)
-
-
-def test_missing_metrics_have_no_column():
-    assert log_line({"reward": 1.0}, 1, 2, math.nan) == "step 1/2  reward   1.000"
+@pytest.mark.parametrize(
+    ("logs", "seconds", "line"),
+    [
+        (
+            LOGS,
+            88.0,
+            "step   7/100  reward   0.438  length   21.2  s   0.846  ΔV  -0.187  generic -12.020  kl   0.051"
+            "  seconds rollout 3.1 update 4.0  left 0:01:28",
+        ),
+        ({"reward": 1.0}, math.nan, "step   7/100  reward   1.000"),
+        ({"eval_avg@4": 0.25, "epoch": 1.0, "text": "x"}, math.nan, "eval at step   7/100  avg@4 0.25"),
+    ],
+)
+def test_line_of_a_log_has_its_metrics_stages_and_time_left(logs, seconds, line):
+    assert log_line(logs, 7, 100, seconds) == line
 
 
 @pytest.mark.parametrize("disable_tqdm", [True, False])
-def test_run_prints_one_line_per_step(make_model, make_config, tokenizer, dataset, capsys, disable_tqdm):
-    config = make_config(disable_tqdm=disable_tqdm)
-    CreditTrainer(make_model(), length_verdicts, config, dataset, processing_class=tokenizer).train()
+def test_run_prints_one_line_per_step(make_trainer, capsys, disable_tqdm):
+    make_trainer(disable_tqdm=disable_tqdm).train()
     printed = capsys.readouterr().out
     steps = re.findall(
         r"step (\d)/2  reward .*  s .*  ΔV .*  kl .*  seconds .*rollout .*  left [\d:]+$", printed, re.M
@@ -66,11 +54,10 @@ def test_run_prints_one_line_per_step(make_model, make_config, tokenizer, datase
     assert "{" not in printed
 
 
-def test_table_of_completions_has_feedback_teacher_prompt_and_mean_credit(make_model, make_config, tokenizer, dataset):
-    config = make_config(log_completions=True, max_steps=1)
-    trainer = CreditTrainer(make_model(), length_verdicts, config, dataset, processing_class=tokenizer)
+def test_table_of_completions_has_feedback_teacher_prompt_and_mean_credit(make_trainer):
+    trainer = make_trainer(log_completions=True, max_steps=1)
     trainer.train()
-    [path] = Path(config.output_dir).glob("completions/*.parquet")
+    [path] = Path(trainer.args.output_dir).glob("completions/*.parquet")
     table = Dataset.from_parquet(str(path))
     assert len(table) == 8
     for row in table:
@@ -101,21 +88,14 @@ def test_outer_stage_excludes_time_of_inner_stages(now):
 
 def test_report_is_mean_per_step_and_resets(now):
     clock = StageClock()
+    clock.start(500)  # of a resumed run
     with clock.stage("rollout"):
         now[0] += 12
-    assert clock.report(4) == {"credit/seconds_rollout": 3}
+    assert clock.report(504) == {"credit/seconds_rollout": 3}
     with clock.stage("rollout"):
         now[0] += 6
-    assert clock.report(6) == {"credit/seconds_rollout": 3}
-    assert clock.report(6) == {}
-
-
-def test_steps_of_a_resumed_run_count_from_its_first(now):
-    clock = StageClock()
-    clock.start(500)
-    with clock.stage("rollout"):
-        now[0] += 8
-    assert clock.report(502) == {"credit/seconds_rollout": 4}
+    assert clock.report(506) == {"credit/seconds_rollout": 3}
+    assert clock.report(506) == {}
 
 
 def test_failed_stage_is_timed(now):
@@ -131,12 +111,10 @@ def test_failed_stage_is_timed(now):
     assert dict(clock.seconds) == {"verdict": 2, "update": 0}
 
 
-def test_evaluation_time_is_not_counted(now, make_model, make_config, tokenizer, dataset, monkeypatch):
+def test_evaluation_time_is_not_counted(now, make_trainer, dataset, monkeypatch):
     """Each generation takes ten seconds; each step is followed by an evaluation of three generations."""
-    config = make_config(eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=4, num_generations_eval=1)
-    trainer = CreditTrainer(
-        make_model(), length_verdicts, config, dataset, eval_dataset=dataset, processing_class=tokenizer
-    )
+    sizes = {"per_device_eval_batch_size": 4, "num_generations_eval": 1}
+    trainer = make_trainer(eval_rows=dataset, eval_strategy="steps", eval_steps=1, **sizes)
     generate = trainer._generate_single_turn
 
     def slowly(*args, **kwargs):

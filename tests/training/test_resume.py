@@ -23,27 +23,6 @@ from credit_trl.training.step import CreditStep
 from tiny import length_verdicts
 
 
-def train(
-    make_model, make_config, tokenizer, dataset, output_dir, resume=None, lora=False, changes="refuse", **options
-):
-    config = make_config(
-        output_dir=str(output_dir), save_strategy="steps", teacher_update_rate=0.2, temperature=0.9, **options
-    )
-    trainer = CreditTrainer(
-        make_model(),
-        length_verdicts,
-        config,
-        dataset,
-        processing_class=tokenizer,
-        peft_config=adapter(**lora) if isinstance(lora, dict) else adapter() if lora else None,
-    )
-    trainer.initial = {name: value.detach().clone() for name, value in weights(trainer).items()}
-    trainer.add_callback(begun := Begun(trainer))
-    trainer.train(resume_from_checkpoint=resume, resume_changes=changes)
-    trainer.begun = begun.state
-    return trainer
-
-
 def adapter(**options):
     return LoraConfig(**{"r": 4, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False, **options})
 
@@ -64,6 +43,37 @@ def weights(trainer):
     return student | {f"teacher.{n}": p for n, p in stored.items()}
 
 
+def assert_same_weights(trainer, other):
+    expected = weights(other)
+    for name, value in weights(trainer).items():
+        assert torch.equal(value, expected[name]), name
+
+
+@pytest.fixture
+def train(make_model, make_config, tokenizer, dataset, tmp_path):
+    """A function that trains in a folder, or resumes there, and returns the trainer."""
+
+    def run(output_dir=tmp_path, resume=None, lora=False, changes="refuse", rows=dataset, **options):
+        config = make_config(
+            output_dir=str(output_dir), save_strategy="steps", teacher_update_rate=0.2, temperature=0.9, **options
+        )
+        trainer = CreditTrainer(
+            make_model(),
+            length_verdicts,
+            config,
+            rows,
+            processing_class=tokenizer,
+            peft_config=adapter(**lora) if isinstance(lora, dict) else adapter() if lora else None,
+        )
+        trainer.initial = {name: value.detach().clone() for name, value in weights(trainer).items()}
+        trainer.add_callback(begun := Begun(trainer))
+        trainer.train(resume_from_checkpoint=resume, resume_changes=changes)
+        trainer.begun = begun.state
+        return trainer
+
+    return run
+
+
 # Twelve prompts, two per generation batch: six generation batches per epoch.
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize(
@@ -78,68 +88,51 @@ def weights(trainer):
         pytest.param(3, 6, {"num_iterations": 2}, id="between_iterations"),
     ],
 )
-def test_resumed_run_equals_uninterrupted_run_bitwise(
-    make_model, make_config, tokenizer, dataset, tmp_path, lora, stop, last, options
-):
-    arguments = (make_model, make_config, tokenizer, dataset)
+def test_resumed_run_equals_uninterrupted_run_bitwise(train, tmp_path, lora, stop, last, options):
     options = {"max_steps": last, "save_steps": stop, **options}
-    whole = train(*arguments, tmp_path / "whole", lora=lora, **options)
+    whole = train(tmp_path / "whole", lora=lora, **options)
     checkpoint = tmp_path / "whole" / f"checkpoint-{stop}"
     shutil.copytree(checkpoint, tmp_path / "resumed" / checkpoint.name)
-    resumed = train(
-        *arguments, tmp_path / "resumed", resume=str(tmp_path / "resumed" / checkpoint.name), lora=lora, **options
-    )
+    resumed = train(tmp_path / "resumed", resume=str(tmp_path / "resumed" / checkpoint.name), lora=lora, **options)
     assert resumed.state.global_step == whole.state.global_step == last
-    expected = weights(whole)
-    for name, value in weights(resumed).items():
-        assert torch.equal(value, expected[name]), name
+    assert_same_weights(resumed, whole)
     losses = [[entry["loss"] for entry in t.state.log_history if "loss" in entry] for t in (whole, resumed)]
     assert losses[0] == losses[1]
-    assert any(not torch.equal(value, resumed.begun[name]) for name, value in expected.items())
+    assert any(not torch.equal(value, resumed.begun[name]) for name, value in weights(whole).items())
 
 
 @pytest.mark.parametrize("stop", [4, 6, 8])  # in the first epoch, at its end, in the second
 @pytest.mark.parametrize(("rows", "accumulation"), [(12, 1), (11, 1), (12, 2)])  # 11: an epoch leaves a row unread
-def test_resumed_run_goes_on_at_its_place_in_a_stream(
-    make_model, make_config, tokenizer, dataset, tmp_path, stop, rows, accumulation
-):
-    arguments = (make_model, make_config, tokenizer, dataset.select(range(rows)).to_iterable_dataset(), tmp_path)
+def test_resumed_run_goes_on_at_its_place_in_a_stream(train, dataset, tmp_path, stop, rows, accumulation):
+    stream = dataset.select(range(rows)).to_iterable_dataset()
     options = {
         "gradient_accumulation_steps": accumulation,
         "steps_per_generation": 1,
         "max_steps": 11,
         "save_steps": 1,
     }
-    whole = train(*arguments, **options)
-    resumed = train(*arguments, resume=str(tmp_path / f"checkpoint-{stop}"), **options)
+    whole = train(rows=stream, **options)
+    resumed = train(rows=stream, resume=str(tmp_path / f"checkpoint-{stop}"), **options)
     assert whole.state.epoch > 1
-    expected = weights(whole)
-    for name, value in weights(resumed).items():
-        assert torch.equal(value, expected[name]), name
+    assert_same_weights(resumed, whole)
 
 
 @pytest.mark.parametrize("last", [2, 6])  # inside an epoch and at its end
-def test_resuming_from_last_step_takes_no_step(make_model, make_config, tokenizer, dataset, tmp_path, last):
-    arguments = (make_model, make_config, tokenizer, dataset, tmp_path)
+def test_resuming_from_last_step_takes_no_step(train, tmp_path, last):
     options = {"max_steps": last, "save_steps": last, "lr_scheduler_type": "constant"}
-    whole = train(*arguments, **options)
-    resumed = train(*arguments, resume=str(tmp_path / f"checkpoint-{last}"), **options)
+    whole = train(**options)
+    resumed = train(resume=str(tmp_path / f"checkpoint-{last}"), **options)
     assert resumed.state.global_step == last
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == [f"checkpoint-{last}"]
-    expected = weights(whole)
-    for name, value in weights(resumed).items():
-        assert torch.equal(value, expected[name]), name
+    assert_same_weights(resumed, whole)
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
-def test_base_teacher_is_the_initial_policy_after_an_ema_run(
-    make_model, make_config, tokenizer, dataset, tmp_path, lora
-):
+def test_base_teacher_is_the_initial_policy_after_an_ema_run(train, tmp_path, lora):
     """Troubleshooting recommends `"base"` where a run with an average collapses."""
-    arguments = (make_model, make_config, tokenizer, dataset, tmp_path)
-    train(*arguments, lora=lora, max_steps=2, save_steps=2)
+    train(lora=lora, max_steps=2, save_steps=2)
     options = {"teacher_model_kind": "base", "max_steps": 3, "save_steps": 3}
-    resumed = train(*arguments, lora=lora, resume=str(tmp_path / "checkpoint-2"), changes="allow", **options)
+    resumed = train(lora=lora, resume=str(tmp_path / "checkpoint-2"), changes="allow", **options)
     teacher = {name: value for name, value in weights(resumed).items() if name.startswith("teacher.")}
     assert teacher
     assert all(torch.equal(value, resumed.initial[name]) for name, value in teacher.items())
@@ -149,26 +142,20 @@ def test_base_teacher_is_the_initial_policy_after_an_ema_run(
 
 
 @pytest.mark.parametrize("saved", ["base", "live"])
-def test_average_of_another_kind_of_teacher_is_refused_even_if_changes_are_allowed(
-    make_model, make_config, tokenizer, dataset, tmp_path, saved
-):
-    arguments = (make_model, make_config, tokenizer, dataset, tmp_path)
-    train(*arguments, max_steps=1, save_steps=1, teacher_model_kind=saved)
+def test_average_of_another_kind_of_teacher_is_refused_even_if_changes_are_allowed(train, tmp_path, saved):
+    train(max_steps=1, save_steps=1, teacher_model_kind=saved)
     with pytest.raises(ValueError, match=f"saved with `teacher_model_kind='{saved}'`, and this run has 'ema'"):
-        train(*arguments, resume=str(tmp_path / "checkpoint-1"), max_steps=2, changes="allow")
+        train(resume=str(tmp_path / "checkpoint-1"), max_steps=2, changes="allow")
 
 
-def test_changed_objective_is_refused_with_its_list_unless_allowed(
-    make_model, make_config, tokenizer, dataset, tmp_path
-):
-    arguments = (make_model, make_config, tokenizer, dataset, tmp_path)
-    train(*arguments, max_steps=1, save_steps=1)
+def test_changed_objective_is_refused_with_its_list_unless_allowed(train, tmp_path):
+    train(max_steps=1, save_steps=1)
     options = {"max_steps": 2, "contrastive_coef": 0.3, "distillation_topk": 10, "num_generations": 2}
     with pytest.raises(ValueError, match="resume_changes='allow'") as refused:
-        train(*arguments, resume="latest", **options)
+        train(resume="latest", **options)
     for difference in ("contrastive_coef`: 0.1 -> 0.3", "distillation_topk`: 20 -> 10", "num_generations`: 4 -> 2"):
         assert difference in str(refused.value)
-    assert train(*arguments, resume="latest", changes="allow", **options).state.global_step == 2
+    assert train(resume="latest", changes="allow", **options).state.global_step == 2
     segments = json.loads((tmp_path / "run.json").read_text())["segments"]
     assert [(one["step"], one["options"]["contrastive_coef"]) for one in segments] == [(0, 0.1), (1, 0.3)]
 
@@ -182,23 +169,20 @@ def test_changed_objective_is_refused_with_its_list_unless_allowed(
         (True, {"target_modules": ["q_proj"]}, r"target_modules`: \['q_proj', 'v_proj'\] -> \['q_proj'\]"),
     ],
 )
-def test_another_fine_tuning_method_is_refused_with_its_fix(
-    make_model, make_config, tokenizer, dataset, tmp_path, saved, own, message
-):
-    arguments = (make_model, make_config, tokenizer, dataset, tmp_path)
-    train(*arguments, lora=saved, max_steps=1, save_steps=1)
+def test_another_fine_tuning_method_is_refused_with_its_fix(train, tmp_path, saved, own, message):
+    train(lora=saved, max_steps=1, save_steps=1)
     with pytest.raises(ValueError, match=f"{message}.*Resume with those of the checkpoint"):
-        train(*arguments, lora=own, resume=str(tmp_path / "checkpoint-1"), max_steps=2)
+        train(lora=own, resume=str(tmp_path / "checkpoint-1"), max_steps=2)
 
 
 @pytest.mark.parametrize("schedule", ["constant", "linear"])
-def test_resuming_with_another_learning_rate_uses_it(make_model, make_config, tokenizer, dataset, tmp_path, schedule):
+def test_resuming_with_another_learning_rate_uses_it(train, tmp_path, schedule):
     """As the alarm of a collapse advises."""
-    arguments, rates = (make_model, make_config, tokenizer, dataset, tmp_path), {}
+    rates = {}
     options = {"max_steps": 4, "save_steps": 2, "lr_scheduler_type": schedule, "logging_steps": 1}
     for rate, resume in ((1e-3, None), (1e-4, str(tmp_path / "checkpoint-2"))):
         changed = {"weight_decay": 0.1, "adam_epsilon": 1e-7} if resume else {}
-        trainer = train(*arguments, resume=resume, learning_rate=rate, **options, **changed)
+        trainer = train(resume=resume, learning_rate=rate, **options, **changed)
         rates[rate] = [entry["learning_rate"] for entry in trainer.state.log_history if "loss" in entry]
     assert rates[1e-4][:2] == rates[1e-3][:2]
     assert rates[1e-4][2:] == pytest.approx([rate / 10 for rate in rates[1e-3][2:]])
@@ -211,13 +195,10 @@ def test_resuming_with_another_learning_rate_uses_it(make_model, make_config, to
 
 
 @pytest.mark.parametrize("asked", ["latest", True])
-def test_checkpoint_without_optimizer_is_resumed_with_a_warning(
-    make_model, make_config, tokenizer, dataset, tmp_path, asked
-):
-    arguments = (make_model, make_config, tokenizer, dataset, tmp_path)
-    train(*arguments, max_steps=1, save_steps=1, save_only_model=True)
+def test_checkpoint_without_optimizer_is_resumed_with_a_warning(train, tmp_path, asked):
+    train(max_steps=1, save_steps=1, save_only_model=True)
     with pytest.warns(CreditWarning, match="checkpoint-1 holds no optimizer"):
-        assert train(*arguments, resume=asked, max_steps=2, save_steps=2).state.global_step == 2
+        assert train(resume=asked, max_steps=2, save_steps=2).state.global_step == 2
 
 
 def test_sampler_has_order_of_trl_in_any_epoch():
@@ -236,16 +217,6 @@ def test_sampler_has_order_of_trl_in_any_epoch():
 LAYOUT = BatchLayout(processes=2, rollouts=4, passes=4)
 
 
-def test_progress_round_trips_and_missing_part_is_refused(tmp_path):
-    rollouts = [{"ids": torch.arange(3), "absent": None}]
-    save_progress(tmp_path, 7, rollouts, rank=0, layout=LAYOUT, writes_state=True)
-    step, loaded = load_progress(tmp_path, 0, torch.device("cpu"), LAYOUT)
-    assert step == 7
-    assert torch.equal(loaded[0]["ids"], rollouts[0]["ids"])
-    with pytest.raises(FileNotFoundError, match=r"rollouts_1\.pt"):
-        load_progress(tmp_path, 1, torch.device("cpu"), LAYOUT)
-
-
 @pytest.mark.parametrize("change", [{"processes": 1}, {"rollouts": 2}, {"passes": 8}])
 def test_layout_may_change_only_at_generation_boundary(tmp_path, change):
     """Pass 12 of a layout with four passes per batch is pass 24 of one with eight."""
@@ -258,29 +229,14 @@ def test_layout_may_change_only_at_generation_boundary(tmp_path, change):
         load_progress(tmp_path, 0, torch.device("cpu"), other)
 
 
-def test_resuming_with_other_micro_batches_keeps_boundaries(make_model, make_config, tokenizer, dataset, tmp_path):
-    """Halving the micro-batch changes the layout as fewer processes do."""
-    arguments = (make_model, make_config, tokenizer, dataset, tmp_path)
-    train(*arguments, max_steps=3, save_steps=3, per_device_train_batch_size=8, gradient_accumulation_steps=2)
-    halved = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4}
-    resumed = train(*arguments, resume=str(tmp_path / "checkpoint-3"), max_steps=5, save_steps=5, **halved)
-    assert resumed._step == 5 * 4
-    state = json.loads((tmp_path / "checkpoint-5" / "credit_state.json").read_text())
-    assert not state["inside_generation_batch"]
-    assert state["layout"] == {"processes": 1, "rollouts": 4, "passes": 4}
-
-
-def test_each_evaluation_draws_the_same_contrasts(make_model, make_config, tokenizer, dataset, monkeypatch):
+def test_each_evaluation_draws_the_same_contrasts(make_trainer, dataset, monkeypatch):
     """The first evaluation after a resumption must draw as the next one of an uninterrupted run."""
     steps = []
     build = CreditStep.build_contexts
     monkeypatch.setattr(
         CreditStep, "build_contexts", lambda self, batch: steps.append(batch.index) or build(self, batch)
     )
-    config = make_config(per_device_eval_batch_size=8, num_generations_eval=2)
-    trainer = CreditTrainer(
-        make_model(), length_verdicts, config, dataset, eval_dataset=dataset, processing_class=tokenizer
-    )
+    trainer = make_trainer(eval_rows=dataset, per_device_eval_batch_size=8, num_generations_eval=2)
     trainer.evaluate()
     assert len(set(steps)) == 3
     trainer.evaluate()

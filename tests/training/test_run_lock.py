@@ -12,10 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from credit_trl import CreditTrainer
 from credit_trl.training import run_lock
 from credit_trl.training.run_lock import LOCK_FILE, RunLockedError
-from tiny import length_verdicts
 
 # Holds the lock of a folder, with a forked child that outlives it, until it is killed.
 HOLDER = """
@@ -43,19 +41,17 @@ def holder(tmp_path):
     os.kill(child, 9)
 
 
-def test_second_trainer_is_refused_with_host_process_and_start(make_model, make_config, tokenizer, dataset, tmp_path):
+def test_second_trainer_is_refused_with_host_process_and_start(make_trainer):
     second = []
 
     def rewards(completions, **kwargs):
-        config = make_config(output_dir=str(tmp_path))
-        trainer = CreditTrainer(make_model(), length_verdicts, config, dataset, processing_class=tokenizer)
+        trainer = make_trainer()
         with pytest.raises(RunLockedError) as refused:
             trainer.train()
         second.append(str(refused.value))
         return [0.0] * len(completions)
 
-    config = make_config(output_dir=str(tmp_path), max_steps=1)
-    CreditTrainer(make_model(), rewards, config, dataset, processing_class=tokenizer).train()
+    make_trainer(rewards, max_steps=1).train()
     assert f"process {os.getpid()} on {socket.gethostname()}, started 20" in second[0]
 
 

@@ -8,15 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from credit_trl import CreditTrainer
 from credit_trl.training.checkpoints import checkpoint_to_resume
 from credit_trl.training.run_directory import read_lines, set_aside
-from tiny import length_verdicts
 
 
-def test_every_run_writes_its_settings_and_log(make_model, make_config, tokenizer, dataset, tmp_path):
-    config = make_config(output_dir=str(tmp_path), contrastive_coef=0.2)
-    trainer = CreditTrainer(make_model(), length_verdicts, config, dataset, processing_class=tokenizer)
+def test_every_run_writes_its_settings_and_log(make_trainer, tmp_path):
+    trainer = make_trainer(output_dir=str(tmp_path), contrastive_coef=0.2)
     trainer.run_log.facts["arm"] = "mine"
     trainer.train()
     run = json.loads((tmp_path / "run.json").read_text())
@@ -29,14 +26,12 @@ def test_every_run_writes_its_settings_and_log(make_model, make_config, tokenize
 
 
 @pytest.fixture
-def train(make_model, make_config, tokenizer, dataset, tmp_path):
+def train(make_trainer, dataset, tmp_path):
     """Train in the same directory, with a checkpoint after every second step."""
 
     def run(resume=None, evaluates=False, **options):
-        config = make_config(output_dir=str(tmp_path), save_strategy="steps", save_steps=2, **options)
-        trainer = CreditTrainer(
-            make_model(), length_verdicts, config, dataset, dataset.select(range(4)), processing_class=tokenizer
-        )
+        saving = {"output_dir": str(tmp_path), "save_strategy": "steps", "save_steps": 2}
+        trainer = make_trainer(eval_rows=dataset.select(range(4)), **saving, **options)
         if evaluates:
             trainer.evaluate()
         trainer.train(resume_from_checkpoint=resume)
@@ -98,17 +93,6 @@ def test_final_model_of_an_earlier_run_leaves_unless_it_is_the_base(tmp_path, is
     set_aside(tmp_path, 0, str(tmp_path) if is_base else "Qwen/Qwen3-0.6B")
     assert {path.name for path in tmp_path.iterdir() if path.is_file()} == (files if is_base else {"notes.txt"})
     assert (tmp_path / "previous-1" / "checkpoint-2").is_dir()
-
-
-@pytest.mark.parametrize("is_base", [False, True])
-def test_model_of_an_earlier_quickstart_leaves_unless_it_is_the_base(tmp_path, is_base):
-    for name in ("checkpoint-2/state", "model/adapter_config.json", "token_maps.html"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).touch()
-    set_aside(tmp_path, 0, str(tmp_path / "model") if is_base else "Qwen/Qwen3-0.6B")
-    assert (tmp_path / "model").exists() == is_base
-    assert (tmp_path / "previous-1" / "model").exists() != is_base
-    assert (tmp_path / "previous-1" / "token_maps.html").is_file()
 
 
 def test_log_of_a_run_that_saved_no_checkpoint_is_kept(train, tmp_path):

@@ -6,7 +6,6 @@ import ast
 import dis
 import inspect
 import warnings
-from pathlib import Path
 
 import pytest
 from trl import GRPOTrainer
@@ -36,13 +35,14 @@ def checks_again():
     check_trl.cache_clear()
 
 
-def test_installed_trl_passes():
+@pytest.mark.parametrize("version", [None, *(f"{minor}.9" for minor in TESTED_TRL)])
+def test_installed_trl_and_patch_releases_pass(version):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        check_trl()
+        check_trl(*filter(None, [version]))
 
 
-@pytest.mark.parametrize("version", ["1.14.2", "1.97.1", "2.0.0"])
+@pytest.mark.parametrize("version", ["1.14.2", "2.0.0"])
 def test_untested_minor_warns_once(version):
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
@@ -50,13 +50,6 @@ def test_untested_minor_warns_once(version):
             check_trl(version)
     [warning] = warned
     assert f"TRL {version} is installed" in str(warning.message)
-
-
-@pytest.mark.parametrize("minor", TESTED_TRL)
-def test_patch_release_of_a_tested_version_passes(minor):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        check_trl(f"{minor}.9")
 
 
 @pytest.mark.parametrize(("owner", "name"), [(owner, name) for owner, hooks in HOOKS.items() for name in hooks])
@@ -106,9 +99,3 @@ def test_attributes_that_the_trainer_uses_exist():
             for node in ast.walk(ast.parse(inspect.getsource(base))):
                 if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self":
                     assert node.attr in known, f"{base.__name__}: self.{node.attr}"
-
-
-def test_readme_and_requirement_name_the_tested_minors():
-    root = Path(__file__).parents[2]
-    assert f"TRL {' or '.join(TESTED_TRL)}" in (root / "README.md").read_text("utf-8")
-    assert f'"trl>={TESTED_TRL[0]},<2"' in (root / "pyproject.toml").read_text("utf-8")

@@ -13,11 +13,10 @@ from transformers import AutoModelForCausalLM
 pytest.importorskip("vllm", reason="no vLLM engine in this environment: run `make test-vllm`")
 
 import cpu_engine
-from credit_trl.evaluation.trainer_engine import TrainerEngine
 from engine_observer import as_in_engine, engine_weights, record, same_weights, token_logps
 
 from credit_trl.evaluation import SamplingConfig
-from credit_trl.evaluation.engines import Request
+from credit_trl.evaluation.engines import Request, TrainerEngine
 
 SAME = 1e-3  # nats; measured 1e-6
 STALE = 1e-2

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -20,12 +22,10 @@ pytest.importorskip("vllm", reason="no vLLM engine in this environment: run `mak
 sys.path.append(str(Path(__file__).parents[1] / "docs"))
 
 import cpu_engine
-from blocks import calling
-from credit_trl.evaluation.trainer_engine import TrainerEngine
 from engine_observer import record
 
 from credit_trl.evaluation import SamplingConfig
-from credit_trl.evaluation.engines import Request
+from credit_trl.evaluation.engines import Request, TrainerEngine
 from credit_trl.rollout.vllm_client import VLLMServerError
 from faults.launching import free_port
 
@@ -69,13 +69,15 @@ APPENDED = f"""
 def server(model_path, tmp_path_factory) -> Iterator[Server]:
     """The server started by the command in `docs/vllm.md`, for a tiny model."""
     folder, port = tmp_path_factory.mktemp("server"), free_port()
-    (line,) = (line for line in calling("vllm") if line.block.page == "docs/vllm.md")
-    program, serve, _, *flags = line.words
+    page = (Path(__file__).parents[2] / "docs" / "vllm.md").read_text("utf-8").replace("\\\n", " ")
+    variable, program, serve, _, *flags = shlex.split(
+        re.search(r"^VLLM_SERVER_DEV_MODE=1 vllm serve .*$", page, re.M)[0]
+    )
     assert (program, serve) == ("vllm", "serve")
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", serve, str(model_path), *flags]
     command += APPENDED.format(port=port).split()
     paths = [str(plugin_path(folder / "plugin")), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **dict(line.environment)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **dict([variable.split("=")])}
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         environment.pop(name, None)  # set by a colocated engine of another test
     log = folder / "server.log"

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from credit_trl.lab.analysis import drift
-from credit_trl.lab.analysis.drift import BranchDrift, branch_table, critical_lambdas, find_branches, holding_coef
+from credit_trl.lab.analysis.drift import BranchDrift, critical_lambdas, find_branches, holding_coef
 from credit_trl.lab.analysis.tokenmap import ScoredTokens, TokenMap, TokenScores
 from credit_trl.lab.analysis.tokentext import TokenText
 from credit_trl.objective import credit_target
@@ -21,26 +19,22 @@ from lab.drawn import FORMULA, drawn_rollout
 A, B, OTHER, FOREIGN, RARE = range(5)
 
 
-def student_logits(count: int, other: float = -12.0) -> torch.Tensor:
-    """(count, 5), logits of a policy that says A or B, and OTHER as given."""
+def student_logits(count: int) -> torch.Tensor:
+    """(count, 5), logits of a policy that says A or B."""
     logits = torch.full((count, 5), -12.0, dtype=torch.float64)
-    logits[:, OTHER] = other
     logits[:, [A, B]] = 2 * torch.rand(count, 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     return logits
 
 
-def branch_map(
-    delta: torch.Tensor, s: torch.Tensor, *, sampled: int = A, contrasts: int = 2, other: float = -12.0
-) -> TokenMap:
+def branch_map(delta: torch.Tensor, s: torch.Tensor, *, sampled: int = A, contrasts: int = 2) -> TokenMap:
     """Map with one branch a token: z raises A by δ, and under contrast prompts FOREIGN takes the place of B.
 
     Args:
         delta, s: (T,), δ, and s as the mean over the contrast prompts.
         sampled: the sampled token of every position; the alternatives are all five tokens.
         contrasts: number of contrast prompts.
-        other: logit of OTHER; those of A and B lie in [0, 2], those of FOREIGN and RARE are -12.
     """
-    student = student_logits(len(delta), other)
+    student = student_logits(len(delta))
     teacher = student.clone()
     teacher[:, A] += delta
     contrast = teacher.expand(contrasts, -1, -1).clone()
@@ -90,32 +84,6 @@ def test_positions_without_both_tokens_are_no_branches(monkeypatch):
     assert len(find_branches(branch_map(values(1.0), values(6.0)))["s"]) == 0
 
 
-def cells(text: str) -> dict[str, list[str]]:
-    """Token class → the other cells of its row."""
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
-    return {name: row for name, *row in rows[2:]}
-
-
-def test_table_has_the_prediction_of_each_class():
-    delta, s = values(3.0, 4.0, 5.0, -2.0), values(6.0, 6.0, 6.0, 6.0)
-    one = branch_map(delta, s)
-    rows = cells(branch_table([one, replace(one, classes=["cue", "cue", "word", "word"])], 0.02, 50))
-    assert {name: row[:2] for name, row in rows.items()} == {"all": ["8", "6"], "word": ["6", "4"], "cue": ["2", "2"]}
-    found = find_branches(one)
-    measured = [tuple(found[name].tolist()[t] for name in ("log_odds", "delta", "s")) for t in range(4)]
-    holds = [holding_coef(*own) for own in measured[:3]]
-    expected = [np.quantile(holds * 2, level, method="nearest") for level in (0.5, 0.25, 0.75)]
-    shown = rows["all"]
-    assert shown[6] == f"{expected[0]:.2f} [{expected[1]:.2f}, {expected[2]:.2f}]"
-    for cell, coef in zip(shown[9:], (0.0, FORMULA.contrastive_coef), strict=True):
-        rates = [1 / (1 + math.exp(-BranchDrift(*own, coef, 0.02).after(50))) for own in measured]
-        assert cell == f"{100 * np.mean(rates):.1f}"
-    assert shown[8] == f"{100 * found['log_odds'].sigmoid().mean():.1f}"
-    falling = cells(branch_table([branch_map(values(-2.0), values(6.0))], 0.02, 50))["word"]
-    assert (falling[3], falling[5:8]) == ("-2.00", ["–"] * 3)
-    assert "No branch" in branch_table([], 0.02, 50)
-
-
 @given(
     st.lists(
         st.tuples(st.floats(-3.0, 7.0), st.floats(0.5, 12.0)).filter(lambda one: abs(one[0]) > 0.05),
@@ -137,25 +105,6 @@ def test_generic_tokens_lose_together_above_the_critical_lambda(tokens):
     assert guide.item() == pytest.approx((deltas / spreads).max().item())
     assert odds(0.999 * subtract.item()) > 1
     assert subtract.item() == 1.0 or odds(min(1.0, 1.001 * subtract.item())) < 1 + 1e-6
-
-
-def test_other_generic_tokens_of_a_position_raise_its_lambda():
-    alone, with_other = (find_branches(branch_map(values(3.0), values(6.0), other=other)) for other in (-12.0, 1.0))
-    assert alone["lambda_subtract"].item() == pytest.approx(3 / 9)
-    assert with_other["delta"].item() in (pytest.approx(3.0), pytest.approx(0.0))
-    low = 3 * (1 / with_other["lambda_subtract"].item() - 1) - 6  # log-odds of A there; OTHER has δ = 0, so odds e^-6
-    assert math.exp(low) + math.exp(-6) == pytest.approx(1.0, rel=1e-6)
-
-
-def test_sampled_token_counts_once_with_or_without_the_alternatives():
-    both = branch_map(values(3.0, 1.0), values(6.0, 3.0))
-    others = both.scores.alternatives
-    rest = {name: getattr(others, name)[..., 1:] for name in vars(others) if name != "formula"}
-    apart = replace(both, scores=replace(both.scores, alternatives=replace(others, **rest)))
-    found, expected = find_branches(both), find_branches(apart)
-    for name, own in found.items():
-        torch.testing.assert_close(own, expected[name])
-    torch.testing.assert_close(found["lambda_subtract"], values(1 / 3, 1 / 4), atol=1e-4, rtol=0)
 
 
 # ----------------------------------------------------------------------------------------------------- the law in time

@@ -44,12 +44,6 @@ def test_no_mixture_is_nearer_than_the_fit(seed, letters, focus):
         assert (np.abs(student - others @ teachers).sum(-1) >= residual - 1e-9).all()
 
 
-@pytest.mark.parametrize("student", [np.ones(4), np.array([np.nan, 0.5, 0.25, 0.25])])
-def test_invalid_distributions_are_refused(student):
-    with pytest.raises(ValueError, match="distributions"):
-        compat.fit_posterior(student, np.ones((4, 4)) / 4)
-
-
 # --------------------------------------------------------------------------------------------------- the measurement
 
 

@@ -113,17 +113,6 @@ def test_branching_estimate_has_its_standard_error():
     assert none.credit[0] == pytest.approx(np.log((0.5 / 11) / (3.5 / 11)))  # no success is no infinite loss
 
 
-def test_each_candidate_and_the_prefix_get_their_rollouts():
-    seen = []
-
-    def outcomes(questions, prefixes):
-        seen.extend(prefixes)
-        return [True] * len(prefixes)
-
-    iv.run_branchings([branching_of(outcome_joint(4, (0.1, 0.8))[0])], 3, 5, outcomes)
-    assert {prefix: seen.count(prefix) for prefix in seen} == {(): 5} | {(v,): 3 for v in range(VOCABULARY)}
-
-
 def test_candidates_are_likely_tokens_at_high_entropy_prefixes():
     generator = torch.Generator().manual_seed(2)
     table = torch.rand(2, 2, 4, 4, 4, generator=generator, dtype=torch.float64) ** 3 + 1e-4

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from credit_trl import CreditTrainer, Verdict
-from credit_trl.lab.analysis.callback import CreditMapCallback, _choose
+from credit_trl.lab.analysis.callback import CreditMapCallback
 from credit_trl.lab.analysis.tokenmap import TokenMap
 from credit_trl.lab.analysis.tokenmap_json import read_maps
-from lab.drawn import drawn_map
 
 
 def verdicts(completions, answer, **kwargs) -> list[Verdict]:
@@ -125,15 +123,3 @@ def test_evaluation_rollouts_are_not_mapped(train):
     written = pages(trainer)
     assert list(written) == ["step-000001", "step-000003"]  # step 2 has no new generation batch
     assert len(of_this_step(written["step-000003"])) == 8
-
-
-def test_callback_without_a_trainer_raises():
-    with pytest.raises(RuntimeError, match="no trainer"):
-        CreditMapCallback().on_train_begin(None, None, None)
-
-
-def test_chosen_rollouts_cover_all_groups_first():
-    responses = [drawn_map(["a"], identifier=str(i)).response for i in range(6)]
-    responses = [replace(one, prompt=f"prompt {i // 3}") for i, one in enumerate(responses)]
-    assert [r.identifier for r in _choose(responses, 4)] == ["0", "3", "1", "4"]
-    assert [r.identifier for r in _choose(responses[2:], 3)] == ["2", "3", "4"]  # two of them have no teacher

@@ -142,21 +142,6 @@ def test_maps_from_elsewhere_have_no_control_characters(tmp_path):
         assert text.endswith("⟨U+001B⟩[2J")
 
 
-@pytest.mark.parametrize(
-    ("maps", "message"),
-    [
-        ([], "There is no token map"),
-        ([drawn_map(["a"]), drawn_map(["a"])], "Two maps of response 'r0'"),
-        ([drawn_map(["a"]), drawn_map(["a", "b"], checkpoint="other")], "Two different responses"),
-        ([drawn_map(["a"]), drawn_map(["a"], problem="q", checkpoint="other")], "Two different responses"),
-    ],
-    ids=["none", "twice", "other tokens", "other prompt"],
-)
-def test_maps_without_distinct_names_are_refused(tmp_path, maps, message):
-    with pytest.raises(ValueError, match=message):
-        write_maps(maps, tmp_path / "maps.json")
-
-
 @pytest.mark.parametrize("text", ["", "[1]", '[{"response": 1}]', "[" * 100_000])
 def test_other_files_are_refused(tmp_path, text):
     (tmp_path / "maps.json").write_text(text)
@@ -196,10 +181,3 @@ def test_classes_follow_the_word_of_a_token(tokenizer, respond):
     assert at(",") == ["punctuation"]
     assert at(" Paris")[0] == "white space"
     assert classes[-1] == "control"
-
-
-def test_classes_of_split_and_hidden_characters(tokenizer, respond):
-    response = respond("é 12\u200b", prompt="A café?")
-    classes = default_classes(response, token_texts(tokenizer, response.token_ids))
-    assert classes[:5] == ["punctuation", "punctuation", "white space", "number", "number"]  # é is two tokens
-    assert classes[5:] == [*["punctuation"] * 3, "control"]

@@ -17,7 +17,7 @@ from credit_trl.evaluation.statistics import paired_bootstrap
 from credit_trl.lab.analysis.tokenmap_json import write_maps
 from credit_trl.lab.report import ReportCallback, write_report
 from credit_trl.lab.report.comparison import compare_arms, curves
-from credit_trl.lab.report.runs import arms_of, differing_options, load_run, short_names
+from credit_trl.lab.report.runs import arms_of, differing_options, load_run
 from credit_trl.training.run_directory import append_lines, write_json
 from lab.drawn import HOSTILE, drawn_map
 
@@ -71,13 +71,6 @@ def test_arms_are_named_by_every_option_that_differs(tmp_path, scores):
     assert "model" in differing_options([load_run(path) for path in paths])
     twin = make_run(tmp_path / "again", scores[4])
     assert list(arms([paths[0], twin])) == ["r0", "r0 (again)"]
-
-
-def test_short_names_are_unique(tmp_path):
-    assert short_names(["a/x", "b/x", "b/y"]) == ["a/x", "b/x", "b/y"]
-    assert short_names(["a/x", "b/y"]) == ["x", "y"]
-    with pytest.raises(ValueError, match="named twice"):
-        short_names(["a/x", "a/x"])
 
 
 # ---------------------------------------------------------------------------------------------------- the comparison
@@ -147,25 +140,6 @@ def test_files_of_a_run_that_is_being_written_are_read(tmp_path, scores):
     assert write_report([folder]) == folder / "report.html"
 
 
-def test_evaluations_without_training_are_compared(tmp_path, scores):
-    for i, row in enumerate(scores[:2, 0]):
-        prompts = [{"id": f"p{n}", "score": float(value)} for n, value in enumerate(row)]
-        result = {"model": f"m{i}", "task": "sums", "k": 4, "score": float(row.mean()), "prompts": prompts}
-        write_json(tmp_path / f"e{i}" / "result.json", result)
-    base, other = compare_arms(arms([tmp_path / "e0", tmp_path / "e1"]))
-    assert (base["arm"], other["arm"]) == ("model=m0", "model=m1")
-    assert other["difference"] == pytest.approx((scores[1, 0] - scores[0, 0]).mean())
-
-
-def test_markdown_and_json_stand_beside_the_page(tmp_path, scores):
-    paths = [make_run(tmp_path / f"r{i}", scores[i], contrastive_coef=i / 10) for i in range(2)]
-    page = write_report(paths, tmp_path / "out" / "two.html")
-    summary = json.loads(page.with_suffix(".json").read_text())
-    assert summary["arms"] == ["contrastive_coef=0.0", "contrastive_coef=0.1"]
-    difference = summary["comparison"][1]["difference"]
-    assert f"| {100 * difference:+.1f} | [" in page.with_suffix(".md").read_text()
-
-
 def test_markdown_escapes_hostile_names(tmp_path, scores):
     paths = [make_run(tmp_path / f"r{i}", scores[i], run_text=text) for i, text in enumerate(("a|<b>\x1b[2J", "c"))]
     text = write_report(paths, tmp_path / "x.html").with_suffix(".md").read_text()
@@ -200,20 +174,6 @@ def test_page_of_one_run_shows_curves_rollouts_and_maps(open_page, tmp_path, sco
     assert (background == "rgb(255, 255, 255)") == (scheme == "light")
 
 
-def test_page_of_several_runs_shows_paired_differences(open_page, tmp_path, scores):
-    paths = [make_run(tmp_path / f"r{i}", scores[i], contrastive_coef=i / 10) for i in range(3)]
-    page = open_page(write_report(paths, tmp_path / "all.html"))
-    rows = [
-        row.locator("td").all_inner_texts() for row in page.locator("#summary table").first.locator("tbody tr").all()
-    ]
-    assert [row[0] for row in rows] == [f"contrastive_coef={i / 10}" for i in range(3)]
-    for row, own in zip(rows[1:], scores[1:], strict=False):
-        difference = 100 * (own[-1].mean() - scores[0, -1].mean())
-        assert float(row[5].replace("−", "-")) == pytest.approx(difference, abs=0.051)
-        assert row[6].startswith("[")
-    assert page.locator("#grid polyline").count() == 3 * page.locator("figure").count()
-
-
 def test_hostile_rows_are_shown_as_text(open_page, tmp_path, scores):
     paths = [make_run(tmp_path / f"r{i}", scores[i], text="\n".join(HOSTILE), arm_text=HOSTILE[i]) for i in range(2)]
     for path in paths:
@@ -242,17 +202,6 @@ def test_callback_of_a_trainer_prints_the_link_last(make_model, make_config, dat
         one for one in json.loads(page.with_suffix(".json").read_text())["curves"] if "Reward" in one["title"]
     )
     assert [step for step, *_ in rewards["series"][0]["points"]] == [1, 2]
-
-
-def test_callback_writes_after_the_least_time_on_one_process(tmp_path, scores):
-    folder = make_run(tmp_path / "r", scores[0])
-    args, state = SimpleNamespace(output_dir=str(folder)), SimpleNamespace(is_world_process_zero=True)
-    callback = ReportCallback(seconds=1000.0)
-    callback.on_log(args, state, None)
-    first = (folder / "report.html").stat().st_mtime_ns
-    callback.on_log(args, state, None)
-    callback.on_log(args, SimpleNamespace(is_world_process_zero=False), None)
-    assert (folder / "report.html").stat().st_mtime_ns == first
 
 
 def test_report_that_cannot_be_written_warns_once(tmp_path, caplog):

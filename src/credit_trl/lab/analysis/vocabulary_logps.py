@@ -74,7 +74,7 @@ def vocabulary_logps(
     if not response_ids:
         return
     vocabulary = min(head.vocabulary_size for _, head in states)  # another model as the teacher may have more rows
-    states = [(hidden, head.first(vocabulary)) for hidden, head in states]
+    states = [(hidden, head.map(lambda rows: rows[:vocabulary])) for hidden, head in states]
     size = max(1, _CHUNK_ELEMENTS // sum(len(hidden) * vocabulary for hidden, _ in states))
     for start in range(0, len(response_ids), size):
         rows = slice(start, min(start + size, len(response_ids)))
