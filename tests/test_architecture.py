@@ -46,11 +46,11 @@ LINE_BUDGETS: dict[str, tuple[list[str], int]] = {
     "evaluation": (["src/credit_trl/evaluation/**/*.py"], 1_450),
     "lab": (["src/credit_trl/lab/**/*.py"], 3_000),
     "cli": (["src/credit_trl/cli/**/*.py"], 1_750),
-    "tests": (["tests/**/*.py"], 22_850),
+    "tests": (["tests/**/*.py"], 20_000),
     "examples, benchmarks and notebooks": (["examples/**/*.py", "benchmarks/**/*.py", "notebooks/*.py"], 5_500),
 }
 # Limits of the layout, for rooms that are still larger.
-TARGETS = {"src": 19_000, "core": 8_300, "tasks": 1_900, "cli": 1_500, "tests": 20_000}
+TARGETS = {"src": 19_000, "core": 8_300, "tasks": 1_900, "cli": 1_500}
 MAX_OPTIONS = 34  # of `CreditConfig` beyond `GRPOConfig`
 MAX_PROSE_BYTES = 115_000  # README and docs
 MAX_PACKED_ASSIGNMENTS = 60

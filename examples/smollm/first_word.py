@@ -1,11 +1,14 @@
 """A case that nobody planted: SmolLM2-135M-Instruct learns to begin a sentence with a given word.
 
-    python examples/smollm/first_word.py          # `make smollm`: SDPO and CREDIT (guide), ten steps each
+    python examples/smollm/first_word.py          # `make smollm`: SDPO and guide with λ = 1.5, ten steps each
     python examples/smollm/first_word.py --arms GRPO SDPO "λ=0.1" --seeds 0 1 2 --steps 20 --csv first_word.csv
 
 The model is not warmed up. A prompt asks for a sentence about a noun that begins with a word; the verdict wants the
-word first, the noun, and five words or more; the feedback names the broken rule only. Shown that feedback, the model
-begins with the feedback's own wording ("The sentence …") whatever the prompt. SDPO distils that, CREDIT does not.
+word first, the noun, and five words or more; the feedback names the broken rule only. With that feedback in its prompt
+the model tends to begin with the feedback's own wording ("The sentence …").
+
+Measured in one run each, the probability of the required first word on words that are not trained: .084 before
+training; SDPO .112 after four steps, .067 after six and .048 after seven; guide with λ = 1.5 .221 after five.
 
 Every step prints the probability of the required first word on prompts with words that are not trained. The command
 writes a page with the curves and answers before and after; with `--csv` a row per measured step: arm, seed, step,
@@ -45,7 +48,7 @@ ARMS: dict[str, dict[str, Any]] = {
     "guide 1.5": {"contrastive_coef": 1.5, "contrastive_form": "guide"},
     "temper-only": {"contrastive_coef": 0.1},
 }
-SHOWN = ("SDPO", "guide 1")  # arms of the demonstration
+SHOWN = ("SDPO", "guide 1.5")  # arms of the demonstration
 OPTIONS: dict[str, Any] = {
     "per_device_train_batch_size": 16,  # 4 prompts × 4 rollouts
     "num_generations": 4,

@@ -119,6 +119,13 @@ def make_trainer(make_model, make_config, tokenizer, dataset):
     return make
 
 
+def samples(inputs):
+    """(prompt ids, completion ids) of each sample, without padding."""
+    for i in range(len(inputs["prompt_ids"])):
+        prompt = inputs["prompt_ids"][i][inputs["prompt_mask"][i].bool()].tolist()
+        yield prompt, inputs["completion_ids"][i][inputs["completion_mask"][i].bool()].tolist()
+
+
 def naive_sample(name, advantage, is_success, p, own, g, tokens):
     """(t,) losses of one sample before the average over the tokens of the batch."""
     at = torch.arange(len(tokens)), tokens
@@ -150,10 +157,10 @@ def test_first_step_loss_is_the_formula(make_trainer, name):
     for i, completion in enumerate(trainer._generation_batch.completion_ids):
         prompt = inputs["prompt_ids"][i][inputs["prompt_mask"][i].bool()].tolist()
         with torch.no_grad():
-            f = logps(teacher, trainer.contexts[i].teacher, completion)
-            g = [logps(teacher, ids, completion) for ids in trainer.contexts[i].contrasts]
+            f = logps(teacher, trainer.contexts[i].teacher, completion, 1.0)
+            g = [logps(teacher, ids, completion, 1.0) for ids in trainer.contexts[i].contrasts]
         is_success = rewards.flatten()[i] >= 1
-        p = logps(model, prompt, completion)
+        p = logps(model, prompt, completion, 1.0)
         losses.append(naive_sample(name, advantages[i], is_success, p, f, g, torch.tensor(completion)))
         if not is_success:
             entropies[i] = -(f.exp() * f).sum(-1)

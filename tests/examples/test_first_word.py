@@ -48,7 +48,7 @@ def test_demonstration_writes_a_page_with_both_arms(first_word, monkeypatch, tmp
     page = (tmp_path / "run" / "first_word.html").read_text("utf-8")
     assert page.count("<polyline") == 2
     assert page.count("<tr>") == 6  # the head and five prompts
-    assert "guide 1      step   2" in capsys.readouterr().out
+    assert "guide 1.5    step   2" in capsys.readouterr().out
 
 
 def test_study_appends_rows_once(first_word, monkeypatch, tmp_path):

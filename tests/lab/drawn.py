@@ -84,8 +84,7 @@ def drawn_rollout(
     identifier: str = "r0",
     problem: str = "a problem",
     feedback: str | None = "the feedback",
-    reward: float | None = 1.0,
 ) -> Rollout:
     """Rollout of `count` tokens."""
     prompts = tuple(f"another problem {k}" for k in range(contrasts))
-    return Rollout(identifier, problem, tuple(range(count)), PrivilegedContext(feedback=feedback), prompts, reward)
+    return Rollout(identifier, problem, tuple(range(count)), PrivilegedContext(feedback=feedback), prompts, 1.0)

@@ -1,19 +1,15 @@
-"""How often a micro-batch waits for the device, and how much memory scores take, without a device."""
+"""How often a micro-batch waits for the device, without a device."""
 
 from __future__ import annotations
 
 import functools
-import weakref
 from contextlib import contextmanager
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from credit_trl import CreditTrainer
-from credit_trl.loss.head import LMHead
-from credit_trl.loss.scores import SupportConfig, TeacherStates, score_tokens
 from tiny import length_verdicts
 
 # Operations whose result's shape or value the host needs.
@@ -63,35 +59,3 @@ def test_a_micro_batch_waits_three_times_for_the_device(make_model, make_config,
     with device_waits() as waits:
         trainer._compute_loss(trainer.model, inputs).backward()
     assert 1 <= len(waits.found) <= 3, waits.found
-
-
-class Held(TorchDispatchMode):
-    """The most bytes of tensors that live at the same time, by their storages, without the inputs."""
-
-    def __init__(self, *inputs):
-        super().__init__()
-        self.live = {tensor.untyped_storage()._cdata: 0 for tensor in inputs}
-        self.peak = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and (storage := tensor.untyped_storage())._cdata not in self.live:
-                self.live[storage._cdata] = storage.nbytes()
-                weakref.finalize(storage, self.live.pop, storage._cdata)
-        self.peak = max(self.peak, sum(self.live.values()))
-        return result
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_scores_of_8192_tokens_take_at_most_five_gigabytes(temperature):
-    """On meta tensors with a GPU's largest chunk of 4,096 tokens: one buffer of logits for teacher and contrasts."""
-    n, hidden, vocabulary = 8192, 4096, 151_936
-    with torch.device("meta"):
-        head = LMHead(torch.empty(vocabulary, hidden), temperature=temperature)
-        states = TeacherStates(torch.empty(n, hidden), torch.empty(1, n, hidden), head)
-        ids = torch.empty(n, dtype=torch.long)
-    chunk = 4096 * vocabulary * 4
-    with Held(head.weight, states.hidden, states.contrast_hidden, ids) as held:
-        score_tokens(states, ids, SupportConfig("teacher_topk", 100))
-    assert chunk < held.peak <= 5.1e9

@@ -92,24 +92,6 @@ def test_guide_is_the_papers_target_unflattened(shape, seed, coef):
     assert_close(guide, paper / (1 - mu), rtol=1e-9, atol=1e-9)
 
 
-@given(sizes, seeds, st.floats(0, 5), st.integers(1, 4))
-def test_guide_adds_the_input_specific_part(shape, seed, coef, count):
-    g = torch.Generator().manual_seed(seed)
-    teacher, contrasts, student = logps(g, *shape), logps(g, count, *shape), logps(g, *shape)
-    advantages = objective.credit_advantages(teacher, contrasts, student, coef, "guide")
-    specific = objective.input_specific(teacher, contrasts)
-    expected = objective.self_distillation_reward(teacher, student) + coef * specific
-    assert_close(advantages, expected, rtol=1e-9, atol=1e-9)
-
-
-@given(sizes, seeds, st.floats(0, 5))
-def test_guide_keeps_and_subtract_flattens_where_f_equals_g(shape, seed, coef):
-    teacher = logps(torch.Generator().manual_seed(seed), *shape)
-    assert torch.equal(objective.credit_target(teacher, teacher.clone(), coef, "guide"), teacher)
-    flattened = objective.credit_target(teacher, teacher, coef / 5)
-    assert_close(flattened, teacher * (1 - coef / 5), rtol=1e-9, atol=1e-12)
-
-
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("support", "tail", "alpha"), SUPPORTS)
 def test_what_is_logged_equals_the_dense_reference(form, support, tail, alpha):

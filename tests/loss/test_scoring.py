@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from functools import partial
-from itertools import takewhile
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ from credit_trl.loss import SupportConfig, TeacherStates, score_tokens
 from credit_trl.loss.head import lm_head
 from credit_trl.loss.scores import score_completions
 from credit_trl.teacher.models import Teacher
-from credit_trl.teacher.packing import SHORTEST_SHARED, enable_packing, packed_inputs, packed_row
+from credit_trl.teacher.packing import enable_packing, packed_inputs, packed_row
 from credit_trl.teacher.passes import _Sequence, passes
 from families import FAMILIES, SMALL, build_family
 from tiny import context_ids

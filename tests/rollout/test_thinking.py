@@ -11,7 +11,6 @@ from credit_trl.rollout.thinking import COMMON_MARKS, answer_part, mark_thinking
 from tiny import build_tokenizer
 
 THINK = COMMON_MARKS[:1]
-HARMONY = COMMON_MARKS[2]
 
 
 @pytest.mark.parametrize(

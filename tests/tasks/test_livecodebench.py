@@ -126,9 +126,7 @@ def test_release_selects_files_of_the_hub(tmp_path, write_jsonl, release, count)
     ("arguments", "message"),
     [
         ({"split": "validation"}, "train .* or test"),
-        ({"split": "test", "release": "v7"}, "release_v6, examples"),
         ({"split": "test", "since": "February"}, "are dates such as"),
-        ({"split": "test", "until": None}, "are dates such as"),
         ({"split": "test", "hub": "no-such-owner/no-such-data"}, "pass `path=`"),
     ],
 )
@@ -396,17 +394,6 @@ def test_wrong_answers_are_rejected_in_the_batch():
     box = RecordingSandbox(ok("6"), ok("21"), ok("6"), Outcome("timeout"))
     livecodebench.reward([fenced("print(6)")] * 2, [DOUBLE, json.loads(DOUBLE)], sandbox=box)
     assert [outcome.status for outcome in box.kept] == ["ok", "rejected", "ok", "timeout"]
-
-
-def test_limits_follow_from_the_tests():
-    box = RecordingSandbox(ok("6"), ok("20"))
-    livecodebench.verify(fenced("print(1)"), stdin_answer(("3", "6"), ("4", "x" * 100_000), time_limit=2), sandbox=box)
-    limits = box.programs[0].limits
-    assert (limits.cpu_seconds, limits.wall_seconds) == (3, 6)
-    assert limits.answer_bytes == 65_536 + 400_000
-    assert limits.output_bytes == limits.answer_bytes + (8 << 20)
-    skipped = {"skip_group_after": ("timeout", "output_limit", "memory"), "failed_group_seconds": 30.0}
-    assert box.options == {"deadline": 900.0, "progress": False, **skipped}
 
 
 def test_the_deadline_of_the_reward_function_call_applies():

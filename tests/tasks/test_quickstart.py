@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from credit_trl.tasks import quickstart
 from credit_trl.tasks.quickstart import (
     CITIES,
     GROUPS,
@@ -58,15 +57,6 @@ def test_answer_points_at_the_topic_of_the_cue(splits):
         assert row["task"] == "quickstart"
 
 
-def test_only_the_correct_tool_is_rewarded(splits):
-    for row in splits["test"]:
-        for letter, tool in options_of(row).items():
-            response = f'Thought: so.\nAction: {tool}\nAction Input: {{"city": "{row["city"]}"}}'
-            verdict = verify(response, row["answer"])
-            assert verdict.reward == float(letter == json.loads(row["answer"])["option"])
-            assert verdict.metrics["format"] == 1.0
-
-
 def test_feedback_contains_only_the_letter(splits):
     for row in splits["train"] + splits["test"]:
         feedback = verify("anything", row["answer"]).feedback
@@ -80,26 +70,7 @@ def test_build_is_determined_by_its_seed():
     assert len(set(build("train")["id"])) == len(build("train"))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"split": "dev"}, "Unknown split 'dev'"),
-        ({"split": "train", "groups": ["holdout"]}, "has the groups"),
-        ({"split": "test", "path": "rows.jsonl"}, "reads no file"),
-    ],
-)
-def test_invalid_build_arguments_raise(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        build(**arguments)
-
-
-@pytest.mark.parametrize(
-    "answer",
-    [
-        *("", "A", "[]", "{}", '{"option": "A"}'),
-        *(f'{{"option": "{option}", "tool": "t", "city": "c"}}' for option in ("E", "", "AB")),
-    ],
-)
+@pytest.mark.parametrize("answer", ["A", "[]", '{"option": "A"}', '{"option": "E", "tool": "t", "city": "c"}'])
 def test_answer_of_another_task_raises(answer):
     with pytest.raises(ValueError, match="Not an answer of quickstart"):
         verify(GOLD, answer)
@@ -125,6 +96,7 @@ def test_reward_needs_tool_city_and_format(response, reward, in_format):
 
 
 def test_planted_thought_is_counted_and_costs_no_reward():
+    assert verify(GOLD, ANSWER, truncated=True).reward == 0.0
     verdict = verify(GOLD.replace("guitar is about music.", SHORTCUT_THOUGHT), ANSWER)
     assert (verdict.reward, verdict.metrics["shortcut"]) == (1.0, 1.0)
     assert verify(GOLD, ANSWER).metrics["shortcut"] == 0.0
@@ -136,10 +108,3 @@ def test_any_text_gets_a_verdict(text, topic, city):
     call = f'Thought: x{text}\nAction: {topic}_api\nAction Input: {{"city": "{city}"}}'
     expected = (topic, city) == ("music", "Oslo") and "\n" not in text
     assert verify(call, ANSWER).reward == float(expected)
-
-
-def test_reward_equals_verify_for_texts_and_conversations():
-    conversation = [{"role": "assistant", "content": GOLD}]
-    verdicts = quickstart.reward([GOLD, conversation, "no"], [ANSWER] * 3, truncated=[False, True, False], step=1)
-    assert verdicts == [verify(GOLD, ANSWER), verify(GOLD, ANSWER, truncated=True), verify("no", ANSWER)]
-    assert (verdicts[1].reward, verdicts[1].feedback) == (0.0, "Correct option: C.")

@@ -68,12 +68,3 @@ def test_model_path_resolves_only_the_embedded_model(tmp_path):
     assert model_path("quickstart") == str(SHIPPED)
     others = ["Qwen/Qwen3-0.6B", str(tmp_path)]
     assert [model_path(name) for name in others] == others
-
-
-@pytest.mark.parametrize(("world", "seed"), [("shortcut", 0), ("plain", 1)])
-def test_missing_base_raises_with_the_command_that_makes_it(tmp_path, world, seed):
-    directory = tmp_path / "quickstart" / f"{world}-seed{seed}"
-    command = f"python examples/study/make_base.py --world {world} --seed {seed} --out {directory}"
-    with pytest.raises(FileNotFoundError) as caught:
-        load_model(tmp_path, world, seed)
-    assert command in str(caught.value)

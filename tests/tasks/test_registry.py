@@ -100,11 +100,6 @@ def test_unknown_names_raise_and_list_known_tasks(name, message):
         load_task(name)
 
 
-def test_object_without_build_and_verify_raises(own_package):
-    with pytest.raises(TypeError, match="`build` and `verify`"):
-        load_task("sums_env:not_a_task")
-
-
 def test_entry_points_add_names(own_package):
     assert "sums" in known_tasks()
     with pytest.raises(ValueError, match="takes no option"):

@@ -140,17 +140,3 @@ def test_best_checkpoint_has_its_final_name(make_trainer, dataset, tmp_path):
         (tmp_path / "run" / f"checkpoint-{trainer.state.best_global_step}" / "trainer_state.json").read_text()
     )
     assert state["best_model_checkpoint"] == str(best)
-
-
-def test_complete_folder_is_pushed(make_trainer, monkeypatch):
-    pushed = []
-    trainer = make_trainer(max_steps=1)
-    trainer.args.push_to_hub = True
-    monkeypatch.setattr(
-        checkpoints.GRPOTrainer,
-        "_push_from_checkpoint",
-        lambda self, folder: pushed.append((folder, os.path.isdir(folder))),
-    )
-    monkeypatch.setattr(trainer, "_finish_current_push", lambda: None)
-    trainer.train()
-    assert [(Path(folder).name, there) for folder, there in pushed] == [("checkpoint-1", True)]

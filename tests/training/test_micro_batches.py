@@ -21,7 +21,6 @@ from credit_trl.teacher.packing import PACKED_SDPA, attention_of
 from credit_trl.training.micro_batches import (
     cut_rows,
     even_groups,
-    evened,
     exchanged_count,
 )
 from tiny import length_verdicts
@@ -92,7 +91,6 @@ class Reads:
 
     def __init__(self, trainer):
         self.update = self.no_grad = 0
-        self.trainer = trainer
         trainer.model.get_input_embeddings().register_forward_hook(self._count)
         generate = trainer.rollout_func
 
@@ -243,25 +241,6 @@ def test_student_reads_what_the_lengths_say(make_trainer, packed, vllm):
     assert sum(factors) / 2 == pytest.approx(reads.update / valid, rel=0.05)
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_pass_of_old_logps_reads_no_padding_of_the_batch(make_trainer, packed):
-    options = {"per_device_train_batch_size": 2, "steps_per_generation": 4, "max_steps": 4, "packed": packed}
-    trainer = make_trainer(**options)
-    reads = Reads(trainer)
-    trainer.train()
-    batches = trainer._buffered_inputs
-    lengths = [n for x in batches for n in (x["prompt_mask"].sum(1) + x["completion_mask"].sum(1)).tolist()]
-    ordered = sorted(lengths, reverse=True)
-    if packed:
-        assert reads.no_grad <= sum(lengths)
-    else:
-        assert reads.no_grad == sum(2 * ordered[i] for i in range(0, len(ordered), 2))
-    unread = make_trainer(**options, distillation_is_clip=None)
-    reads = Reads(unread)
-    unread.train()
-    assert reads.no_grad == 0  # no ratio is formed
-
-
 @pytest.mark.parametrize("kind", ["ema", "live"])
 def test_every_model_that_scores_packed_rows_keeps_them_apart(make_trainer, kind):
     """A copy of the policy is a model of its own, and transformers would form a mask of the square of the row."""
@@ -309,43 +288,6 @@ def test_parts_are_consecutive_and_within_the_budget(lengths, budget, count):
     assert len(parts) >= min(count, len(lengths))
     if count == 1 and len(parts) > 1:
         assert padded(list(range(len(lengths)))) > budget
-
-
-def micro_batch(prompts, completions, prompt_width=6, width=7):
-    """TRL's micro-batch with rows of the given lengths."""
-    mask = (torch.arange(width) < torch.tensor(completions)[:, None]).long()
-    prompt_mask = (torch.arange(prompt_width) >= prompt_width - torch.tensor(prompts)[:, None]).long()
-    ids = torch.arange(len(prompts))[:, None] * 100
-    return {
-        "prompt_ids": ids + torch.arange(prompt_width),
-        "prompt_mask": prompt_mask,
-        "completion_ids": ids + torch.arange(width),
-        "completion_mask": mask,
-        "teacher_logps": torch.rand(len(prompts), width, 3),
-        "importance_sampling_ratio": torch.ones(len(prompts), 1),
-        "context_ids": torch.ones(len(prompts), width, 9),  # not of the completion, whatever its shape
-        "num_items_in_batch": mask.sum(),
-        "num_images": None,
-    }
-
-
-def test_samples_stay_within_their_optimizer_step():
-    batches = [micro_batch([1 + i, 6], [7 - i, 1]) for i in range(4)]
-    for i, batch in enumerate(batches):
-        batch["sample"] = [f"{i}a", f"{i}b"]
-    even = evened(batches, 2, packed=False)
-    assert [set(even[0]["sample"] + even[1]["sample"]), set(even[2]["sample"] + even[3]["sample"])] == [
-        {"0a", "0b", "1a", "1b"},
-        {"2a", "2b", "3a", "3b"},
-    ]
-    kept = evened(batches, 1, packed=False)
-    assert [batch["sample"] for batch in kept] == [batch["sample"] for batch in batches]
-    for batch in even:
-        for row, name in enumerate(batch["sample"]):
-            own = batches[int(name[0])]
-            at = own["sample"].index(name)
-            width = batch["teacher_logps"].shape[1]
-            assert batch["teacher_logps"][row].equal(own["teacher_logps"][at][:width])
 
 
 @pytest.mark.parametrize(

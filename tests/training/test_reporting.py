@@ -47,9 +47,8 @@ def test_line_of_a_log_has_its_metrics_stages_and_time_left(logs, seconds, line)
 def test_run_prints_one_line_per_step(make_trainer, capsys, disable_tqdm):
     make_trainer(disable_tqdm=disable_tqdm).train()
     printed = capsys.readouterr().out
-    steps = re.findall(
-        r"step (\d)/2  reward .*  s .*  ΔV .*  kl .*  seconds .*rollout .*  left [\d:]+$", printed, re.M
-    )
+    pattern = r"step (\d)/2  reward .*  s .*  ΔV .*  kl .*  seconds .*rollout.*  left [\d:]+$"
+    steps = re.findall(pattern, printed, re.MULTILINE)
     assert steps == ["1", "2"]
     assert "{" not in printed
 
@@ -96,19 +95,6 @@ def test_report_is_mean_per_step_and_resets(now):
         now[0] += 6
     assert clock.report(506) == {"credit/seconds_rollout": 3}
     assert clock.report(506) == {}
-
-
-def test_failed_stage_is_timed(now):
-    clock = StageClock()
-
-    def fail():
-        with clock.stage("update"), clock.stage("verdict"):
-            now[0] += 2
-            raise RuntimeError
-
-    with pytest.raises(RuntimeError):
-        fail()
-    assert dict(clock.seconds) == {"verdict": 2, "update": 0}
 
 
 def test_evaluation_time_is_not_counted(now, make_trainer, dataset, monkeypatch):

@@ -14,7 +14,6 @@ from transformers import TrainerCallback
 from credit_trl import CreditTrainer
 from credit_trl.training.checkpoints import (
     BatchLayout,
-    EpochRepeatSampler,
     load_progress,
     save_progress,
 )
@@ -199,19 +198,6 @@ def test_checkpoint_without_optimizer_is_resumed_with_a_warning(train, tmp_path,
     train(max_steps=1, save_steps=1, save_only_model=True)
     with pytest.warns(CreditWarning, match="checkpoint-1 holds no optimizer"):
         assert train(resume=asked, max_steps=2, save_steps=2).state.global_step == 2
-
-
-def test_sampler_has_order_of_trl_in_any_epoch():
-    from trl.trainer.utils import RepeatSampler
-
-    options = {"mini_repeat_count": 2, "batch_size": 3, "repeat_count": 2, "shuffle": True, "seed": 5}
-    theirs = RepeatSampler(list(range(13)), **options)
-    epochs = [list(theirs) for _ in range(4)]
-    assert epochs[0] != epochs[1]
-    for start in (3, 0, 2, 2):
-        ours = EpochRepeatSampler(list(range(13)), **options)
-        ours.set_epoch(start)
-        assert list(ours) == epochs[start]
 
 
 LAYOUT = BatchLayout(processes=2, rollouts=4, passes=4)

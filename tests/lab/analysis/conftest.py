@@ -10,7 +10,6 @@ import torch
 from credit_trl.contexts.privileged import PrivilegedContext
 from credit_trl.lab.analysis.checkpoints import Checkpoint
 from credit_trl.lab.analysis.responses import Rollout, analysis_config
-from credit_trl.lab.analysis.tokenmap import TokenMap, map_response
 
 
 @pytest.fixture
@@ -41,8 +40,3 @@ def checkpoint(make_model, tokenizer) -> Checkpoint:
     """A policy and a lagged teacher, in fp64."""
     models = [make_model(seed=seed, dtype=torch.float64) for seed in (0, 1)]
     return Checkpoint.from_model(models[0], tokenizer, teacher=models[1], name="step-1")
-
-
-@pytest.fixture
-def model_map(checkpoint, respond, config) -> TokenMap:
-    return map_response(checkpoint, respond("Paris is the capital."), config, alternatives=3)

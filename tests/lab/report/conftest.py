@@ -35,8 +35,8 @@ def open_page(browser: Any) -> Iterator[Any]:
     """Factory of a page of the browser; afterwards no page may have had an error, a dialog or a request."""
     opened: list[Any] = []
 
-    def make(path: Path, width: int = 1400, height: int = 900, **options: Any) -> Any:
-        page = browser.new_page(viewport={"width": width, "height": height}, **options)
+    def make(path: Path, width: int = 1400, **options: Any) -> Any:
+        page = browser.new_page(viewport={"width": width, "height": 900}, **options)
         complaints: list[str] = []
         page.complaints = complaints
         page.on("console", lambda message: complaints.append(message.text))
