@@ -153,32 +153,6 @@ def test_shared_row_holds_every_sequence(sequences):
     assert sorted(set(indices.tolist())) == list(range(len(row)))
 
 
-def tokens_read(sequences):
-    """The fewest tokens of a row, over all divisions of the sorted sequences into groups that share a prefix."""
-    if not sequences:
-        return 0
-    found = []
-    for size in range(1, len(sequences) + 1):
-        group = sequences[:size]
-        common = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(group[0], group[-1], strict=False))))
-        if size == 1 or common >= SHORTEST_SHARED:
-            found.append(sum(map(len, group)) - common * (size - 1) + tokens_read(sequences[size:]))
-    return min(found)
-
-
-@given(
-    st.lists(
-        st.tuples(st.sampled_from([(5,) * 30, (5,) * 20 + (6,) * 40, (5,) * 20 + (7,) * 90]), st.integers(0, 9)),
-        min_size=1,
-        max_size=7,
-    )
-)
-def test_shared_row_reads_as_few_tokens_as_possible(drawn):
-    """Prompts with a common prefix, as a system prompt: few samples of one do not cost the others theirs."""
-    sequences = [[*prompt, last] for prompt, last in drawn]
-    assert len(packed_row(sequences)[0]) == tokens_read(sorted(sequences))
-
-
 @pytest.mark.parametrize("family", [*sorted(FAMILIES.keys() - {"Gemma2"}), "sliding window"])
 def test_states_of_a_shared_row_are_those_of_its_sequences(make_model, tokenizer, family):
     """A group of four with one prompt, a contrast with another's prompt, a duplicate, and a sequence of its own."""
