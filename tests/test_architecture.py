@@ -49,7 +49,7 @@ LINE_BUDGETS: dict[str, tuple[list[str], int]] = {
     "examples, benchmarks and notebooks": (["examples/**/*.py", "benchmarks/**/*.py", "notebooks/*.py"], 5_500),
 }
 # Rooms that are not within their budget yet -> lines that they must not exceed until they are. Only lower these.
-RATCHETS = {"src": 20_650, "core": 9_100, "tasks": 2_500, "cli": 1_740}
+RATCHETS = {"src": 20_600, "core": 9_000, "tasks": 2_450, "cli": 1_740}
 MAX_OPTIONS = 34  # of `CreditConfig` beyond `GRPOConfig`
 MAX_PROSE_BYTES = 115_000  # README and docs
 MAX_PACKED_ASSIGNMENTS = 60
@@ -217,6 +217,11 @@ def test_lines_are_within_the_budget(room):
     limit = RATCHETS.get(room, budget)
     files = {path for glob in globs for path in ROOT.glob(glob)}
     assert sum(len(path.read_text("utf-8").splitlines()) for path in files) <= limit
+
+
+def test_ratchets_lie_above_their_budgets():
+    """A room that reaches its budget has that as its limit."""
+    report(room for room, limit in RATCHETS.items() if limit <= LINE_BUDGETS[room][1])
 
 
 def test_options_are_within_the_budget():

@@ -1,4 +1,4 @@
-"""The support matrix of `docs/first_node.md`: ways to train × families, each cell a training run of a tiny random model.
+"""The support matrix of `docs/first_node.md`: ways to train × families, each cell a run of a tiny random model.
 
 `test_model_families.py` trains every family fully; here are adapters, quantised bases, recomputed activations,
 thinking, and a vision-language model with text-only prompts. One family of each way is fast, the others are slow.

@@ -27,7 +27,6 @@ from credit_trl.training.metrics import (
 from tiny import length_verdicts
 
 ZERO = torch.tensor(0.0)
-SAMPLES = torch.empty(0, dtype=torch.long)  # not read
 
 
 def terms(n, seed=0):
@@ -40,7 +39,7 @@ def terms(n, seed=0):
 
 
 def micro_batch(terms, contrasted, fidelity=ZERO, engine=None):
-    return MicroBatchLoss(terms, contrasted, SAMPLES, fidelity, None, len(contrasted), len(contrasted), engine)
+    return MicroBatchLoss(terms, contrasted, fidelity, None, len(contrasted), len(contrasted), engine)
 
 
 def token_metrics(loss, is_sampled, reduce):
@@ -292,7 +291,7 @@ def test_undefined_metrics_of_a_batch_without_contrast_prompts_reach_no_logger(r
 @pytest.mark.parametrize(("kind", "value"), [("missing", math.nan), ("infinite", -math.inf)])
 def test_engine_without_log_probabilities_is_no_engine_without_differences(kind, value):
     given = terms(10)
-    engine = EngineTokens(given.token_logps.clone(), torch.arange(10), 10)
+    engine = EngineTokens(given.token_logps.clone())
     loss = micro_batch(given, torch.ones(10, dtype=torch.bool), engine=engine)
     assert engine_metrics(loss, lambda x: x)[f"sampling/frac_{kind}_logps"] == 0.0
     engine.logps[:4] = value

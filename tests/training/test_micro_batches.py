@@ -139,7 +139,7 @@ CASES = {
     "engine-renormalize": ACCUMULATED | {"vllm": True, "distillation_tail": "renormalize", "packed": True},
     "engine-two-steps": {"vllm": True, "per_device_train_batch_size": 4, "steps_per_generation": 2},
 }
-FAST = ("packed", "accumulated", "engine-sequence_mask")
+FAST = ("packed", "accumulated", "engine-token_mask", "engine-sequence_mask")
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ PARTS = {
     "lora": {"lora": True, "per_device_eval_batch_size": 8, "eval_strategy": "steps", "eval_steps": 1},
     "renormalize": {"distillation_tail": "renormalize", "packed": True},
     "iterations": {"num_iterations": 2, "log_completions": True},
-    "engine": {"vllm": True, "vllm_importance_sampling_mode": "sequence_mask", "packed": True},
+    "engine": {"vllm": True, "vllm_importance_sampling_mode": "token_mask", "packed": True},
     "one-row-each": {"update_batch_tokens": 1},
     "accumulated": ACCUMULATED | {"update_batch_tokens": 100},
 }

@@ -1,4 +1,4 @@
-"""One line a log on the console, and the columns of the table of completions."""
+"""One line a log on the console, seconds of the stages with a fake clock, the columns of the table of completions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from datasets import Dataset
 
-from credit_trl.training.reporting import log_line
+from credit_trl.training.reporting import StageClock, log_line
 
 LOGS = {
     "loss": 0.1,
@@ -64,3 +64,51 @@ def test_table_of_completions_has_feedback_teacher_prompt_and_mean_credit(make_t
         assert row["feedback"] in row["teacher_prompt"]
         assert math.isfinite(row["s_mean"])
     assert any(row["s_mean"] != 0.0 for row in table)
+
+
+@pytest.fixture
+def now(monkeypatch):
+    time = [0.0]
+    monkeypatch.setattr("credit_trl.training.reporting.time.perf_counter", lambda: time[0])
+    return time
+
+
+def test_outer_stage_excludes_time_of_inner_stages(now):
+    clock = StageClock()
+    with clock.stage("update"):
+        now[0] += 1
+        with clock.stage("rollout"):
+            now[0] += 10
+        with clock.stage("scores"):
+            now[0] += 100
+        now[0] += 1000
+    assert dict(clock.seconds) == {"rollout": 10, "scores": 100, "update": 1001}
+
+
+def test_report_is_mean_per_step_and_resets(now):
+    clock = StageClock()
+    clock.start(500)  # of a resumed run
+    with clock.stage("rollout"):
+        now[0] += 12
+    assert clock.report(504) == {"credit/seconds_rollout": 3}
+    with clock.stage("rollout"):
+        now[0] += 6
+    assert clock.report(506) == {"credit/seconds_rollout": 3}
+    assert clock.report(506) == {}
+
+
+def test_evaluation_time_is_not_counted(now, make_trainer, dataset, monkeypatch):
+    """Each generation takes ten seconds; each step is followed by an evaluation of three generations."""
+    sizes = {"per_device_eval_batch_size": 4, "num_generations_eval": 1}
+    trainer = make_trainer(eval_rows=dataset, eval_strategy="steps", eval_steps=1, **sizes)
+    generate = trainer._generate_single_turn
+
+    def slowly(*args, **kwargs):
+        now[0] += 10
+        return generate(*args, **kwargs)
+
+    monkeypatch.setattr(trainer, "_generate_single_turn", slowly)
+    trainer.train()
+    assert now[0] == 10 * (1 + 3 + 1 + 3)
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert [entry["credit/seconds_rollout"] for entry in logs] == [10, 10]

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from yaml import YAMLError
 
 from credit_trl.sandbox import SandboxError
-from credit_trl.tasks.escaping import printable_lines
+from credit_trl.sandbox.protocol import printable
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -51,8 +51,12 @@ def report_user_error(command: str, error: BaseException, code: int = 1) -> int:
     for bar in list(getattr(tqdm and tqdm.tqdm, "_instances", ())):
         bar.close()  # so that the error begins on a line of its own
     place = _user_line(error)
-    print(f"{command}: error: {printable_lines(str(error))}{f' ({place})' if place else ''}", file=sys.stderr)
+    print(f"{command}: error: {_printable_lines(str(error))}{f' ({place})' if place else ''}", file=sys.stderr)
     return code
+
+
+def _printable_lines(text: str) -> str:
+    return "\n".join(map(printable, text.split("\n")))
 
 
 def spell_unencodable() -> None:
@@ -108,7 +112,7 @@ def report_failed_process(command: str, error: ChildFailedError) -> int:
     if any(one.exitcode == REQUEUE for one in error.failures.values()):  # others are ended by the launcher
         return REQUEUE
     reason = failure.message["message"] if isinstance(failure.message, dict) else failure.message
-    print(f"{command}: error: process {rank} failed: {printable_lines(reason)}", file=sys.stderr)
+    print(f"{command}: error: process {rank} failed: {_printable_lines(reason)}", file=sys.stderr)
     return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
 
 

@@ -91,26 +91,14 @@ class SupportStudent:
 def with_normalizer(
     tokens: LossTokens, hidden: Float[Tensor, "N H"], head: LMHead, support: SupportConfig, config: LossConfig
 ) -> LossTokens:
-    """The tokens with what a loss needs beforehand of all of them, from a projection without gradient.
-
-    These are the normaliser and entropy of a loss within the support with an importance ratio, and the ratio of a
-    whole completion.
-    """
-    per_sequence = tokens.engine is not None and tokens.engine.per_sequence
+    """The tokens with what a loss within the support with an importance ratio needs: normaliser and entropy."""
     has_ratio = tokens.engine is not None or (tokens.old_logps is not None and config.is_clip is not None)
-    if not (per_sequence or (support.renormalizes and has_ratio)):
+    if not (support.renormalizes and has_ratio):
         return tokens
     size = chunk_size(len(hidden), head.vocabulary_size * accumulation_dtype(hidden.dtype).itemsize, hidden.device)
-    parts = []
-    for rows in chunks(len(hidden), size):
-        sampled = tokens.ids[rows].unsqueeze(-1) if per_sequence else None
-        parts.append(replace(project(head, hidden[rows], None, sampled), logits=None))
-    correction = None
-    if per_sequence:
-        correction = tokens.engine.ratio(torch.cat([part.token_logps for part in parts]))
+    parts = [project(head, hidden[rows]) for rows in chunks(len(hidden), size)]
     return replace(
         tokens,
         normalizer=torch.cat([part.log_normalizer for part in parts]),
         entropy=torch.cat([part.entropy for part in parts]),
-        correction=correction,
     )

@@ -44,7 +44,6 @@ class LossTokens:
     # Of the student over the vocabulary, where a loss within the support needs them.
     normalizer: Float[Tensor, " N"] | None = None
     entropy: Float[Tensor, " N"] | None = None
-    correction: Float[Tensor, " N"] | None = None  # ratio of a whole completion against the engine
 
     def __getitem__(self, rows: slice) -> LossTokens:
         values = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -59,8 +58,6 @@ class LossTokens:
     def ratio(self, logps: Float[Tensor, " N"], config: LossConfig) -> Float[Tensor, " N"]:
         """Factor of each token's loss: importance ratio and correction for the engine."""
         ratio = clipped_ratio(logps, self.old_logps, config.is_clip)
-        if self.correction is not None:
-            return ratio * self.correction
         return ratio if self.engine is None else ratio * self.engine.ratio(logps)
 
 
@@ -101,7 +98,6 @@ class MicroBatchLoss:
 
     terms: CreditLoss  # over the N tokens that carry loss
     contrasted: Bool[Tensor, " N"]  # True where the sample has a contrast
-    samples: Int[Tensor, " N"]  # index of each token's sample in the micro-batch
     # This process's part of the teacher's fidelity: Σ_i w_i mean_t ΔV_t of sample i, with the weights of
     # `training.metrics.teacher_success_weights`; NaN where no group is mixed.
     fidelity: Float[Tensor, ""]
@@ -111,23 +107,15 @@ class MicroBatchLoss:
     engine: EngineTokens | None  # log-probabilities that the engine reported, where the loss corrects for it
 
     @classmethod
-    def joined(cls, parts: Sequence[MicroBatchLoss], rows: Sequence[Int[Tensor, " B_k"]]) -> MicroBatchLoss:
-        """The loss of a micro-batch from those of its parts, without a router's.
-
-        Args:
-            rows: samples of each part, as indices into the micro-batch.
-        """
-        samples = torch.cat([of[part.samples] for part, of in zip(parts, rows, strict=True)])
-        engine = None
-        if parts[0].engine is not None:
-            engine = EngineTokens.joined([part.engine for part in parts], samples, sum(map(len, rows)))
+    def joined(cls, parts: Sequence[MicroBatchLoss]) -> MicroBatchLoss:
+        """The loss of a micro-batch from those of its parts, without a router's."""
+        has_engine = parts[0].engine is not None
         return cls(
             CreditLoss.joined([part.terms for part in parts]),
             torch.cat([part.contrasted for part in parts]),
-            samples,
             torch.stack([part.fidelity for part in parts]).sum(),
             None,
             sum(part.read for part in parts),
             sum(part.valid for part in parts),
-            engine,
+            EngineTokens.joined([part.engine for part in parts]) if has_engine else None,
         )

@@ -24,11 +24,6 @@ def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]], left: 
     )
 
 
-def printable_lines(text: str) -> str:
-    """Text of several lines with all other non-printable characters spelled out."""
-    return "\n".join(map(printable, text.split("\n")))
-
-
 def pluralized(count: float, noun: str, ending: str = "s") -> str:
     """`1 GPU`, `2 GPUs`, `1,024 GPUs`."""
     return f"{f'{count:,}' if isinstance(count, int) else f'{count:g}'} {noun}{'' if count == 1 else ending}"

@@ -25,8 +25,7 @@ from credit_trl.tasks.lcb_cases import Cases, answer_of, decode_cases, parse_ans
 from credit_trl.tasks.lcb_feedback import CUT_OFF, WRONG_FORMAT, Result, feedback
 from credit_trl.tasks.lcb_program import find_program, prelude_for
 from credit_trl.tasks.records import Row, dataset_of, load_rows, read_rows
-from credit_trl.tasks.responses import response_text
-from credit_trl.tasks.task import TaskOption
+from credit_trl.tasks.task import TaskOption, response_text
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -21,7 +21,7 @@ from credit_trl.rollout.thinking import answer_part
 from credit_trl.rollout.verdict import Verdict
 from credit_trl.sandbox.cores import worker_count
 from credit_trl.tasks.records import Row, dataset_of, read_rows
-from credit_trl.tasks.responses import response_text
+from credit_trl.tasks.task import response_text
 
 if TYPE_CHECKING:
     from datasets import Dataset

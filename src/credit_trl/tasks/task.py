@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from credit_trl.rollout.deadline import call_in_thread
 from credit_trl.rollout.verdict import Verdict, as_verdicts, join_feedback, parameters_of, takes_any_keyword
-from credit_trl.tasks.responses import response_text
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
 Rewards = list["Verdict | float | None"]
+MAX_CHARACTERS = 1_000_000  # characters of a response that verifiers read
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,31 @@ class TaskOption:
         """Raise a `ValueError` for a value that is not allowed."""
         if value not in self.values:
             raise ValueError(f"{task} has no {self.keyword} {value!r}; use one of {', '.join(self.values)}.")
+
+
+def response_text(completion: str | Sequence[Mapping[str, Any]]) -> str:
+    """Text of a completion: the string itself, or the content of the last assistant message of a conversation.
+
+    Structured content is reduced to its text parts. The text is empty where that message has none. Of a text longer
+    than `MAX_CHARACTERS` the middle is replaced by a line that counts the dropped characters.
+    """
+    if isinstance(completion, str):
+        return _bounded(completion)
+    if not isinstance(completion, Sequence) or not all(isinstance(turn, Mapping) for turn in completion):
+        raise TypeError(f"A completion must be a text or a list of messages, got {type(completion).__name__}.")
+    turns = [turn for turn in completion if turn.get("role") == "assistant"]
+    content = (turns[-1].get("content") if turns else None) or ""
+    if isinstance(content, str):
+        return _bounded(content)
+    parts = [part for part in content if isinstance(part, Mapping) and part.get("type", "text") == "text"]
+    return _bounded("".join(part.get("text") or "" for part in parts))
+
+
+def _bounded(text: str) -> str:
+    if len(text) <= MAX_CHARACTERS:
+        return text
+    half = MAX_CHARACTERS // 2
+    return f"{text[:half]}\n[... {len(text) - 2 * half:,} characters dropped ...]\n{text[-half:]}"
 
 
 def batch_of(verify: Callable[..., Verdict], name: str = "reward") -> Callable[..., list[Verdict]]:

@@ -134,7 +134,7 @@ def verify(response: str, answer: str | list[dict[str, Any]], *, truncated: bool
     expected = _merged(arguments for _, arguments in golden)
     mismatches = []
     if Counter(actions) != Counter(names):
-        mismatches.append(_mismatch("Actions", _names(actions), _names(names)))
+        mismatches.append(_mismatch("Actions", f"[{', '.join(actions)}]", f"[{', '.join(names)}]"))
     if merged != expected:
         mismatches.append(_mismatch("Action inputs", _as_json(merged), _as_json(expected)))
     if mismatches and _is_right_in_another_form(response, golden):
@@ -194,10 +194,6 @@ def _json_or_none(text: str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError):
         return None
-
-
-def _names(names: Sequence[str]) -> str:
-    return f"[{', '.join(names)}]"
 
 
 def _as_json(value: Any) -> str:

@@ -37,7 +37,7 @@ class _Sequence:
     context: int  # 0 for the teacher's prompt, k for the k-th contrast prompt
     prompt: list[int]  # ids
     completion: int  # length
-    columns: list[int] | None = None  # see `ContextColumns`; None where the whole prompt precedes the completion
+    columns: list[int] | None = None  # see `TokenContexts.insert_at`; None without such columns
 
     def __len__(self) -> int:
         return len(self.prompt) + self.completion

@@ -161,12 +161,11 @@ def loss_in_parts(
         return step.loss(model, inputs, accumulation)
     inputs = inputs | {"loss_shares": step.loss_shares(model, inputs, accumulation)}
     parts = _parts(step, inputs)
-    device = inputs["completion_ids"].device
+    device = inputs["completion_ids"].device.type
     # TRL computes the loss under autocast, which would keep copies of the weights in its dtype until all parts
     # are done. With recomputed activations nothing else needs them: each part reads a weight once.
-    enabled = torch.is_autocast_enabled(device.type)
-    dtype = torch.get_autocast_dtype(device.type)
-    uncached = torch.autocast(device.type, dtype, enabled, cache_enabled=False)
+    dtype = torch.get_autocast_dtype(device)
+    uncached = torch.autocast(device, dtype, torch.is_autocast_enabled(device), cache_enabled=False)
     losses = []
     for rows in parts:
         part = without_padding({name: _take(values, rows) for name, values in inputs.items()})
@@ -178,7 +177,7 @@ def loss_in_parts(
                 backward(loss.terms.loss)
                 loss.terms.loss = loss.terms.loss.detach()
         losses.append(loss)
-    return MicroBatchLoss.joined(losses, [torch.tensor(rows, device=device) for rows in parts])
+    return MicroBatchLoss.joined(losses)
 
 
 def _parts(step: CreditStep, inputs: dict[str, Any]) -> list[list[int]]:

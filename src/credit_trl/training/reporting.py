@@ -1,10 +1,12 @@
-"""What a run leaves for its reader: one console line a log, columns of the table of completions, alarms that go on."""
+"""What a run leaves for its reader: one console line a log, seconds of its stages, the table of completions."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -17,7 +19,6 @@ from transformers.trainer_callback import CallbackHandler
 from credit_trl.contexts.tokens import TokenContexts
 from credit_trl.rollout.batch import GenerationBatch, loss_mask
 from credit_trl.training.drift import DriftAlarms
-from credit_trl.training.timing import StageClock
 
 # Column of the console line -> names in the log, the first that is there; GRPO logs `kl` with a reference model.
 FIELDS = {
@@ -88,6 +89,41 @@ def print_lines(handler: CallbackHandler) -> None:
     handler.callbacks = [replaced[type(one)]() if type(one) in replaced else one for one in handler.callbacks]
     if has_bar:
         handler.add_callback(LogLines)
+
+
+class StageClock:
+    """Accumulates wall-clock seconds by stage. The time of a stage inside another counts for the inner one only.
+
+    A stage is timed if `counts` returns True when it ends.
+    """
+
+    def __init__(self, counts: Callable[[], bool] = lambda: True) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+        self._counts = counts
+        self._step = 0
+
+    def start(self, step: int) -> None:
+        """Count steps from this one, at which a run begins or resumes."""
+        self._step = step
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Add the duration of the block to a stage."""
+        before, started = sum(self.seconds.values()), time.perf_counter()
+        try:
+            yield
+        finally:
+            if self._counts():
+                inside = sum(self.seconds.values()) - before
+                self.seconds[name] += time.perf_counter() - started - inside
+
+    def report(self, step: int) -> dict[str, float]:
+        """Return `credit/seconds_<stage>`, means per optimizer step since the last report, and reset the clock."""
+        steps = max(step - self._step, 1)
+        means = {f"credit/seconds_{name}": seconds / steps for name, seconds in self.seconds.items()}
+        self.seconds.clear()
+        self._step = step
+        return means
 
 
 class ContinueReports(TrainerCallback):

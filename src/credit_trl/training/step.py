@@ -213,7 +213,7 @@ class CreditStep:
         terms = CreditLoss(**values)
         fidelity = _fidelity(terms, inputs.get("success_weights"), sequences.rows, mask)
         valid = sum(sequences.lengths)
-        return MicroBatchLoss(terms, contrasted, sequences.rows, fidelity, aux_loss, read, valid, tokens.engine)
+        return MicroBatchLoss(terms, contrasted, fidelity, aux_loss, read, valid, tokens.engine)
 
     def loss_shares(self, model: nn.Module, inputs: dict[str, Any], accumulation: float) -> Float[Tensor, "B T"]:
         """Share of each token in the loss of a micro-batch, in fp32, or fp64 for a policy in fp64."""
@@ -226,8 +226,6 @@ class CreditStep:
             return None
         return EngineTokens(
             sequences.pick(inputs["sampling_per_token_logps"]),
-            sequences.rows,
-            len(sequences.lengths),
             self.config.vllm_importance_sampling_mode,
             self.config.vllm_importance_sampling_clip_min,
             self.config.vllm_importance_sampling_clip_max,
