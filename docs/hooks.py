@@ -39,7 +39,7 @@ INTERNAL = tuple(
     loss.blocks loss.correction loss.head loss.projection loss.student loss.target loss.triton_rows contexts.prompts
     rollout.deadline tasks.escaping tasks.lcb_ tasks.math_answers tasks.model_names
     tasks.records tasks.run_data teacher.causal_lm teacher.sharding training.check_logits training.future_warnings
-    training.timing training.trl_compat
+    training.trl_compat
     """.split()
 )
 
@@ -78,7 +78,7 @@ def api_markdown() -> str:
             lines += ["", f"::: credit_trl.{module}"]
             if module == "trainer":
                 lines.append("    options: {members: [CreditTrainer]}")
-            elif part == "tasks" and module.partition(".")[2] not in ("mixture", "registry", "responses", "task"):
+            elif part == "tasks" and module.partition(".")[2] not in ("registry", "task"):
                 lines.append("    options: {members: [build, verify], show_root_heading: true}")
     return "\n".join(lines)
 
