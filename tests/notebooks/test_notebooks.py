@@ -83,7 +83,7 @@ def test_first_notebook_runs_with_a_few_steps():
     (index,) = (i for i, cell in enumerate(notebook.cells) if "switch" in cell.metadata.get("tags", []))
     source = (
         "SETTINGS |= {'max_steps': 2, 'per_device_train_batch_size': 16, 'warmup_steps': 0}\n"
-        "SETTINGS |= {'lr_scheduler_type': 'constant', 'lr_scheduler_kwargs': None, 'logging_steps': 1}\n"
+        "SETTINGS |= {'lr_scheduler_type': 'constant', 'lr_scheduler_kwargs': None}\n"
         "EVALUATION |= {'eval_steps': 2, 'k': 1, 'max_prompts': 24}"
     )
     notebook.cells.insert(index + 1, nbformat.v4.new_code_cell(source))
