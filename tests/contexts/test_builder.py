@@ -10,10 +10,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from credit_trl.contexts.build import gather_contrast_batch
+from credit_trl.contexts.build import build_contexts, gather_contrast_batch
 from credit_trl.contexts.builder import ContextBuilder
 from credit_trl.contexts.contrast import Contrast
 from credit_trl.contexts.privileged import PrivilegedContext, demonstration_text
+from credit_trl.contexts.prompts import chat_renderer
 from credit_trl.contexts.turns import place_turns
 from credit_trl.rollout.batch import GenerationBatch, is_successful, total_rewards
 from tiny import build_tokenizer, context_ids
@@ -154,7 +155,7 @@ def test_z_is_fitted_to_the_own_prompt_alone(tokenizer, make_config):
         ([long, short, long, other, long], expected),
         ([long, short], expected[:1] * 2),
         ([long], []),
-        ([long] * 33 + [short], []),  # a source without end does not hang
+        ([long] * 99 + [short], []),  # a source without end does not hang
         ([], []),
     ):
         built = builder.build(PROMPT, z, contrasts)
@@ -213,6 +214,49 @@ def test_success_threshold_tolerates_fp32_rounding(rewards, weights, threshold):
     totals = total_rewards(torch.tensor([rewards, missed]), torch.tensor(weights))
     assert totals[0] < threshold
     assert is_successful([*totals, float("nan")], threshold) == [True, False, False]
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_the_chat_template_renders_a_prompt_once_for_all_samples_that_share_it(tokenizer, make_config, count):
+    """Siblings and contrasts: once alone, and once for each choice of parts of z, of which this batch has two."""
+    rendered = []
+    config = make_config(contrastive_count=count)
+    counting = ContextBuilder(
+        tokenizer, config, render=lambda m, **kw: rendered.append(m) or chat_renderer(tokenizer)(m, **kw)
+    )
+    prompts = [ask(f"{row}+1?") for row in range(4) for _ in range(8)]
+    ids = [tokenizer(f"Answer {i}")["input_ids"] for i in range(32)]
+    rewards = [float(i % 8 == 0) for i in range(32)]
+    rows = [{"prompt": prompt} for prompt in prompts]
+    batch = GenerationBatch(rows, prompts, ids, rewards, [f"On {i}." for i in range(32)], 0, group_size=8)
+    built = build_contexts(batch, counting)
+    assert len(rendered) <= 4 * 3
+    fresh = [ContextBuilder(tokenizer, config).encode(prompts[i], built[i].privileged) for i in range(32)]
+    assert [own.teacher for own in built] == fresh
+    build_contexts(batch, counting)
+    assert len(rendered) <= 4 * 3  # the next batches, too
+
+
+def test_tools_that_differ_are_rendered_apart(tokenizer, make_config):
+    def add(number: int) -> int:
+        """Add a number.
+
+        Args:
+            number: what to add.
+        """
+
+    def render(messages, tools=None):
+        return f"{[tool['function']['description'] for tool in tools or []]} {messages[-1]['content']}"
+
+    builder = ContextBuilder(tokenizer, make_config(), render=render)
+    texts = [builder.student_text(PROMPT, tools) for tools in (None, [add], None)]
+    add.__doc__ = add.__doc__.replace("Add a", "Subtract a")
+    assert [*texts, builder.student_text(PROMPT, [add])] == [
+        "[] 2+2?",
+        "['Add a number.'] 2+2?",
+        "[] 2+2?",
+        "['Subtract a number.'] 2+2?",
+    ]
 
 
 def test_a_prompt_without_a_user_turn_is_named(builder):

@@ -162,14 +162,13 @@ def test_a_source_that_exchanges_z_passes_the_check(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("hard", r"must be 'batch', 'dataset', or 'module:function'; got 'hard'"),
-        ("no_such_module:f", r"No module named 'no_such_module'.*folder of the module in PYTHONPATH"),
-        ("my_source:f", "has no attribute 'f'. The function must stand at the top level"),
-        ("my_source:SIZE", "is a int; it must be a function"),
+        ("hard", r"must be 'batch', .*'dataset', or 'module:function'.*got 'hard'"),
+        ("no_such_module:f", r"in PYTHONPATH; got 'no_such_module:f' \(No module named 'no_such_module'\)"),
+        ("my_source:f", "has no attribute 'f'"),
     ],
 )
 def test_a_source_that_cannot_be_imported_names_the_fix(module, name, message):
-    module("SIZE = 3")
+    module("")
     with pytest.raises(ValueError, match=message):
         find_source(name)
 

@@ -18,7 +18,7 @@ from credit_trl.contexts.builder import ContextBuilder
 from credit_trl.contexts.contrast import Contrast
 from credit_trl.contexts.privileged import PrivilegedContext
 from credit_trl.contexts.tokens import CompletionBatch, TokenContexts
-from credit_trl.contexts.turns import place_turns, read_turn_format
+from credit_trl.contexts.turns import place_turns, turn_message
 from credit_trl.rollout.batch import loss_mask, turn_starts
 from credit_trl.teacher.models import Teacher
 from credit_trl.teacher.passes import token_states
@@ -76,6 +76,7 @@ def test_every_turn_is_preceded_by_its_feedback(builder, tokenizer, turns, tools
     ids, mask = conversation(tokenizer, turns, tools)
     starts = turn_starts(mask)
     assert len(starts) == len(turns)
+    feedback = {turn: text for turn, text in feedback.items() if turn < len(turns)} or {0: "none"}
     built = builder.build(
         PROMPT, PrivilegedContext(turns=feedback), [Contrast([{"role": "user", "content": "other?"}])]
     )
@@ -165,13 +166,13 @@ def test_a_turn_that_the_template_did_not_open_is_refused(builder, tokenizer):
         place_turns(built, tokenizer("ab[tool]cd")["input_ids"], [0, 8], builder, builder.render)
 
 
-def test_a_template_that_changes_earlier_turns_is_refused():
+def test_a_template_that_changes_earlier_turns_is_refused(builder):
     def render(messages, add_generation_prompt=True):
         last = "final" if messages[-1]["role"] == "assistant" else "past"
         return "".join(f"[{m['role']} {m['content']} {last}]" for m in messages)
 
     with pytest.raises(ValueError, match="does not append a user message"):
-        read_turn_format(render)
+        turn_message(builder, render)
 
 
 def test_plain_text_gets_feedback_between_turns(builder, tokenizer):
@@ -183,7 +184,7 @@ def test_plain_text_gets_feedback_between_turns(builder, tokenizer):
 
 
 @pytest.mark.parametrize("template", ["qwen3", "qwen2_5", "llama3_2", "cohere2", "glm4moe"])
-def test_templates_of_known_models_take_a_message_in_the_middle(tokenizer, template):
+def test_templates_of_known_models_take_a_message_in_the_middle(builder, tokenizer, template):
     source = (Path(trl.__file__).parent / f"chat_templates/{template}.jinja").read_text(encoding="utf-8")
 
     def render(messages, add_generation_prompt=True):
@@ -191,10 +192,12 @@ def test_templates_of_known_models_take_a_message_in_the_middle(tokenizer, templ
             messages, tokenize=False, add_generation_prompt=add_generation_prompt, chat_template=source
         )
 
-    before, after, opening = read_turn_format(render)
+    message, opening = turn_message(builder, render)
     scripted = [*PROMPT, {"role": "assistant", "content": "hm"}]
-    grown = render([*scripted, {"role": "user", "content": "yes"}])
-    assert grown.endswith(before + "yes" + after + opening)
+    shown = builder.config.feedback_template.format(feedback_raw="yes").strip()
+    grown = render([*scripted, {"role": "user", "content": shown}])
+    ids = builder.fill(message, PrivilegedContext(feedback="yes")) + opening
+    assert grown.endswith(tokenizer.decode(ids))
     assert opening
 
 

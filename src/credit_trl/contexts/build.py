@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 
 from accelerate.utils import gather_object
@@ -46,59 +47,47 @@ def gather_contrast_batch(batch: GenerationBatch, builder: ContextBuilder) -> Co
     """The generation batch of all processes with z of every sample. Every process must call it."""
     config = builder.config
     columns = source_columns(builder.source) if builder.source else []
-    tools = batch.tools or [None] * len(batch.prompts)
     texts = decode_with_marks(builder.tokenizer, batch.completion_ids, builder.marks)
-    answers = []
-    for text, prompt, own in zip(texts, batch.prompts, tools, strict=True):
+    tools = batch.tools or [None] * len(texts)
+    samples = zip(texts, batch.prompts, tools, batch.feedback, batch.feedback_by_turn, strict=True)
+    local = []
+    for (text, prompt, own, feedback, turns), row in zip(samples, batch.rows, strict=True):
         opened = opening_mark(builder.student_text(prompt, own), builder.marks) != ""
-        answers.append(demonstration_text(text, config.teacher_context, builder.marks, opened=opened))
-    rollouts = [PrivilegedContext(answer, text) for answer, text in zip(answers, batch.feedback, strict=True)]
-    values = [[row[name] for name in columns] for row in batch.rows]
-    local = zip(batch.prompts, batch.dataset_prompts, rollouts, batch.feedback_by_turn, values, strict=True)
-    prompts, dataset_prompts, rollouts, turns, values = (
-        list(one) for one in zip(*gather_object([*local]), strict=True)
-    )
+        answer = demonstration_text(text, config.teacher_context, builder.marks, opened=opened)
+        rollout = PrivilegedContext(answer, feedback, turns)
+        local.append((prompt, row.get("prompt", prompt), rollout, [row[name] for name in columns]))
+    prompts, dataset_prompts, rollouts, values = (list(one) for one in zip(*gather_object(local), strict=True))
     successes = is_successful(batch.rewards, config.success_reward_threshold)
-    return ContrastBatch(
+    gathered = ContrastBatch(
         index=batch.index,
         group_size=batch.group_size,
         prompts=prompts,
         dataset_prompts=dataset_prompts,
-        privileged=_privileged_contexts(rollouts, turns, successes, batch.group_size, config),
+        privileged=[],
         rollouts=rollouts,
         successes=[None if reward != reward else ok for reward, ok in zip(batch.rewards, successes, strict=True)],
         dataset=batch.dataset["prompt"] if isinstance(batch.dataset, Dataset | Mapping) else (),
         columns={name: [own[k] for own in values] for k, name in enumerate(columns)},
     )
+    return replace(gathered, privileged=[_privileged_context(gathered, i, config) for i in range(len(prompts))])
 
 
-def _privileged_contexts(
-    rollouts: list[PrivilegedContext],
-    turns: list[dict[int, str] | None],
-    successes: list[bool],
-    group_size: int,
-    config: CreditConfig,
-) -> list[PrivilegedContext]:
-    """z of every sample, by the options that choose its parts.
+def _privileged_context(batch: ContrastBatch, sample: int, config: CreditConfig) -> PrivilegedContext:
+    """z of one sample, by the options that choose its parts.
 
     Its demonstration is the first successful rollout of its group that has an answer.
     """
     if config.teacher_prompt == "student":
-        return [PrivilegedContext()] * len(rollouts)
-    contexts = []
-    for sample, (own, by_turn) in enumerate(zip(rollouts, turns, strict=True)):
-        start = sample // group_size * group_size
-        group = [i for i in range(start, min(start + group_size, len(rollouts))) if successes[i]]
-        if config.dont_reprompt_on_self_success:
-            group = [i for i in group if i != sample]
-        answers = (rollouts[i].demonstration for i in group if rollouts[i].demonstration is not None)
-        shown = next(answers, None) if config.use_successful_as_teacher else None
-        z = PrivilegedContext(shown, own.feedback, by_turn)
-        only_solution = config.environment_feedback_only_without_solution and z.demonstration is not None
-        if only_solution or not config.include_environment_feedback:
-            z = PrivilegedContext(z.demonstration)
-        contexts.append(z)
-    return contexts
+        return PrivilegedContext()
+    own = batch.rollouts[sample]
+    hidden = {sample} if config.dont_reprompt_on_self_success else {}
+    answers = (batch.rollouts[i].demonstration for i in batch.group(sample) if batch.successes[i] and i not in hidden)
+    shown = next((answer for answer in answers if answer is not None), None)
+    z = replace(own, demonstration=shown if config.use_successful_as_teacher else None)
+    only_solution = config.environment_feedback_only_without_solution and z.demonstration is not None
+    if only_solution or not config.include_environment_feedback:
+        return PrivilegedContext(z.demonstration)
+    return z
 
 
 def ignored_feedback(batch: GenerationBatch, config: CreditConfig) -> tuple[bool, list[int]]:

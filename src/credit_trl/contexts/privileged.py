@@ -39,8 +39,6 @@ def demonstration_text(
     thinking, answer = split_thinking(completion, marks, opened=opened)
     if answer is None:
         return None
-    if teacher_context == "solution":
-        text = answer if answer == completion else answer.strip()
-    else:
-        text = thinking if teacher_context == "think" else completion
+    solution = answer if answer == completion else answer.strip()
+    text = {"solution": solution, "think": thinking, "think+solution": completion}[teacher_context]
     return text if text.strip() else None

@@ -14,40 +14,39 @@ change.
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
-from credit_trl.contexts.builder import ContextBuilder
+from credit_trl.contexts.builder import ContextBuilder, SlottedText
 from credit_trl.contexts.privileged import PrivilegedContext
 from credit_trl.contexts.prompts import Render
 from credit_trl.contexts.tokens import TokenContexts
 
 
-def read_turn_format(render: Render) -> tuple[str, str, str]:
-    """Text of a chat template around a user message in the middle of a conversation.
-
-    Returns:
-        The text before the message's content, the text after it, and the one that opens the policy's next turn.
+def turn_message(builder: ContextBuilder, render: Render | None) -> tuple[SlottedText, list[int]]:
+    """The message with feedback in the middle of a conversation, and ids of the generation prompt that follows it.
 
     Raises:
         ValueError: the template rewrites earlier messages when a user message is appended.
     """
-    answer, message = (f"\x02{secrets.token_hex(16)}\x03" for _ in range(2))
+    text = builder.config.feedback_template.format(feedback_raw=builder.slots["feedback"]).strip()
+    if render is None:  # plain text has nothing around the feedback
+        return builder.slotted(text), []
+    answer = builder.slots["demonstration"]
     dialogue = [{"role": "user", "content": "x"}, {"role": "assistant", "content": answer}]
-    asked = [*dialogue, {"role": "user", "content": message}]
+    asked = [*dialogue, {"role": "user", "content": text}]
     ended = render(dialogue, add_generation_prompt=False).split(answer)[-1]
     closed = render(asked, add_generation_prompt=False)
     opened = render(asked)
     added = closed.split(answer)[-1]
-    if not (added.startswith(ended) and added.count(message) == 1 and opened.startswith(closed)):
+    if not (added.startswith(ended) and added.count(text) == 1 and opened.startswith(closed)):
         raise ValueError(
             "The chat template does not append a user message to the conversation before it, so feedback on single "
             "turns cannot be placed. Return it as `Verdict.feedback`, which the opening prompt shows, or use a chat "
             "template whose turns end the same way in every position."
         )
-    before, after = added[len(ended) :].split(message)
-    return before, after, opened[len(closed) :]
+    return builder.slotted(added[len(ended) :]), builder.tokenize(opened[len(closed) :])
 
 
 def place_turns(
@@ -65,37 +64,31 @@ def place_turns(
     Args:
         contexts: contexts with the opening prompt only; `privileged.turns` holds the feedback.
         completion_ids: sampled ids.
-        starts: first column of each turn; feedback on later turns is ignored.
+        starts: first column of each turn.
         builder: encodes untrusted text.
-        render: renders the conversation; None for plain text, which has nothing around the feedback.
+        render: renders the conversation; None for plain text.
 
     Raises:
-        ValueError: a turn does not begin with the template's generation prompt, or see `read_turn_format`.
+        ValueError: a turn does not begin with the template's generation prompt, or see `turn_message`.
     """
-    feedback = {turn: text for turn, text in sorted(contexts.privileged.turns.items()) if turn < len(starts)}
-    before, after, generation_prompt = ("", "", "") if render is None else read_turn_format(render)
-    opening = builder.tokenize(generation_prompt)
-    share = builder.config.max_reprompt_len // max(len(feedback), 1)
-    head, tail = builder.config.feedback_template.format(feedback_raw="\x02").strip().split("\x02")
-
-    def encode(z: PrivilegedContext) -> list[int]:
-        return builder.encode_pieces([(before + head, True), (z.feedback, False), (tail + after, True)])
-
+    message, opening = turn_message(builder, render)
+    feedback = sorted(contexts.privileged.turns.items())
     prompts = [contexts.teacher, *contexts.contrasts]
     inserted: list[int] = []
     columns: list[int] = []
     cut = contexts.cut
-    for turn, text in feedback.items():
-        message, fitted = builder.fit(encode, PrivilegedContext(feedback=text), share)
-        message = message or []
+    for turn, text in feedback:
+        share = builder.config.max_reprompt_len // len(feedback)
+        ids, fitted = builder.fit(partial(builder.fill, message), PrivilegedContext(feedback=text), share)
         cut = cut or fitted.feedback != text
+        if ids is None:
+            continue
         if starts[turn] == 0:
             ends = [_opening_start(prompt, opening, turn) for prompt in prompts]
-            prompts = [prompt[:end] + message + prompt[end:] for prompt, end in zip(prompts, ends, strict=True)]
+            prompts = [prompt[:end] + ids + prompt[end:] for prompt, end in zip(prompts, ends, strict=True)]
         else:
-            column = _opening_start(completion_ids[: starts[turn]], opening, turn)
-            inserted += message
-            columns += [column] * len(message)
+            inserted += ids
+            columns += [_opening_start(completion_ids[: starts[turn]], opening, turn)] * len(ids)
     teacher, *contrasts = (prompt + inserted for prompt in prompts)
     insert_at = [[0] * len(prompt) + columns for prompt in prompts]
     return replace(contexts, teacher=teacher, contrasts=contrasts, insert_at=insert_at, cut=cut)

@@ -76,11 +76,6 @@ class GenerationBatch:
         return range(self.first, self.first + len(self.prompts))
 
     @property
-    def dataset_prompts(self) -> list[Prompt]:
-        """Local prompts as in the dataset, before an environment completed them."""
-        return [row.get("prompt", prompt) for row, prompt in zip(self.rows, self.prompts, strict=True)]
-
-    @property
     def feedback(self) -> list[str | None]:
         """Local feedback: the column `privileged_context`, then the verdicts' feedback."""
         static = [row.get("privileged_context") for row in self.rows]

@@ -50,7 +50,8 @@ def split_thinking(
             any opening one.
     """
     either = "|".join(re.escape(mark) for pair in marks for mark in pair)
-    found = [mark for mark in re.finditer(either, text) if not _is_quoted(text, mark)]
+    quoted = rf"(?<=(['\"`]))(?:{either})(?=\1)"
+    found = [mark for mark in re.finditer(f"{quoted}|{either}", text) if mark[1] is None]
     closing = {pair[1] for pair in marks}
     is_open = opened if opened is not None else bool(found) and found[0].group() in closing
     blocks: list[str] = []
@@ -126,8 +127,3 @@ def mark_thinking(
         if content != own:
             marked[index] = content if is_text else [{**completion[0], "content": content}]
     return marked
-
-
-def _is_quoted(text: str, mark: re.Match[str]) -> bool:
-    before = text[mark.start() - 1 : mark.start()]
-    return before in ("'", '"', "`") and text[mark.end() : mark.end() + 1] == before
