@@ -118,9 +118,9 @@ def mark_thinking(
     for index, text in enumerate(decode_with_marks(tokenizer, completion_ids, marks)):
         completion = completions[index]
         is_text = isinstance(completion, str)
-        if not is_text and (len(completion) != 1 or not isinstance(completion[0]["content"], str)):
+        own = completion if is_text or len(completion) != 1 else completion[0]["content"]
+        if not isinstance(own, str):
             continue
-        own = completion if is_text else completion[0]["content"]
         content = own if text == plain[index] else text
         if answer_part(content, marks, opened=True) is None:
             content = opening_mark(prompt_of(index), marks) + content
