@@ -126,13 +126,12 @@ def ours(
     is_clip=None,
     chunk_size=None,
     form: Form = "subtract",
-    adds_to_grad: bool = False,
 ) -> CreditLoss:
     chosen = SupportConfig(support, topk, tail)
     head = case.head(case.reference_weight, case.reference_bias)
     with chunks_of(chunk_size):
         scores = score_tokens(TeacherStates(case.teacher, case.contrasts, head), case.token_ids, chosen)
-        config = LossConfig(chosen, form, alpha, is_clip, adds_to_grad=adds_to_grad)
+        config = LossConfig(chosen, form, alpha, is_clip)
         return credit_loss(case.hidden, case.head(case.weight, case.bias), case.tokens(), scores, config)
 
 

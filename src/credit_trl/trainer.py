@@ -157,7 +157,7 @@ class CreditTrainer(ResumableTrainer):
 
     def _init_reports(self) -> None:
         self.alarms = Alarms(self.accelerator.is_main_process)
-        self._token_metrics = TokenMetrics(self.args, self._sum_over_processes, self.accelerator.gather)
+        self._token_metrics = TokenMetrics(self.args, self.accelerator.gather)
         self.drift_alarms = DriftAlarms(self.alarms, frozen_teacher=self.args.teacher_is_frozen)
         self.run_log = RunLog()
         self.add_callback(self.run_log)
@@ -275,7 +275,6 @@ class CreditTrainer(ResumableTrainer):
         batch = self._rollouts.with_turns(loss_mask(output))
         self._generation_batch = batch
         metrics = self._metrics[self._mode]
-        self.alarms.check_engine(metrics)
         if self.model.training and self.num_generations > 1:
             self.alarms.check_rewards(metrics["frac_reward_zero_std"][-1] == 1.0, metrics["reward"][-1])
         contexts = None
@@ -303,13 +302,13 @@ class CreditTrainer(ResumableTrainer):
         return contexts
 
     def _weigh_successes(self, batch: GenerationBatch, contexts: list[TokenContexts], mask: Tensor) -> Tensor:
-        """(B,) weights of the teacher's fidelity, so that its mean over the logged micro-batches is the fidelity."""
+        """(B,) weights of the teacher's fidelity, which is then its mean over the micro-batches of all processes."""
         steps = self.args.steps_per_generation if self.model.training else 1
         weights, mixed, scored = teacher_success_weights(batch, contexts, mask, self.args.success_reward_threshold)
         if self.model.training:
             self.alarms.check_loss_tokens(any(c.teacher is not None for c in contexts), scored)
         self._log_values({"credit/fidelity_groups": mixed})
-        return weights * steps
+        return weights * steps * self.accelerator.num_processes
 
     # ------------------------------------------------------------------ micro-batches, loss
 
@@ -367,13 +366,15 @@ class CreditTrainer(ResumableTrainer):
         if result.aux_loss is not None:
             loss = loss + self.router_aux_loss_coef * result.aux_loss / accumulation
             self._log_values({"aux_loss": self.accelerator.gather_for_metrics(result.aux_loss).mean().item()})
-        metrics = self._token_metrics.add(self._mode, result)
-        self._log_values(metrics)
-        self.alarms.check_engine(self._metrics[self._mode])
-        self.alarms.check_tokens(metrics, self.teacher.vocabulary_size)
+        self._token_metrics.add(self._mode, result)
         return loss
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        metrics, last = self._token_metrics.read(self._mode)
+        self._metrics[self._mode].update({name: [value] for name, value in metrics.items()})
+        self.alarms.check_engine(self._metrics[self._mode])
+        if metrics:
+            self.alarms.check_tokens(metrics, self.teacher.vocabulary_size)
         if self.model.training:
             self.drift_alarms.observe(self._metrics["train"])
             step_times = self._metrics["train"].get("step_time")
@@ -381,10 +382,8 @@ class CreditTrainer(ResumableTrainer):
                 self.clock.seconds["update"] = sum(step_times) - sum(self.clock.seconds.values())
             self._log_values(self.clock.report(self.state.global_step))
             if self.credit_step is not None:
-                lost = self.alarms.check_gradient(logs, self._metrics["train"])
+                lost = self.alarms.check_gradient(logs, last)
                 self._log_values({"credit/frac_lost_gradient": lost, "credit/teacher_drift": self.teacher.drift()})
-        means = self._token_metrics.mean(self._mode)
-        self._metrics[self._mode].update({name: [value] for name, value in means.items()})
         self._eval_batches = 0  # so that every evaluation draws the same contrast prompts
         drop_undefined(self._metrics[self._mode])
         super().log(logs, start_time)

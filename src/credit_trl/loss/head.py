@@ -29,19 +29,6 @@ Kernels = Literal["torch", "triton"]
 BLANK = -1e15
 
 
-@dataclass(frozen=True)
-class Columns:
-    """K columns of the head for each of n positions: ids of their tokens, rows of the weight, and bias."""
-
-    ids: Int[Tensor, "n K"]
-    rows: Float[Tensor, "n K H"]
-    bias: Float[Tensor, "n K"] | None
-
-    def first(self, count: int) -> Columns:
-        """The first columns of each position."""
-        return Columns(self.ids[:, :count], self.rows[:, :count], None if self.bias is None else self.bias[:, :count])
-
-
 @dataclass
 class HeadGradients:
     """Gradients of one loss, accumulated over chunks in fp32 (fp64 for fp64 inputs); None where not required."""
@@ -59,12 +46,6 @@ class HeadGradients:
         dtypes = (dtype, head.weight.dtype if rounded else dtype, dtype)
         tensors = zip((hidden, head.weight, head.bias), dtypes, strict=True)
         return cls(*(torch.empty_like(t, dtype=d) if t is not None and t.requires_grad else None for t, d in tensors))
-
-    @classmethod
-    def adding(cls, hidden: Tensor, head: LMHead) -> HeadGradients:
-        """A buffer for the hidden states, and the `.grad` of weight and bias, to which every chunk adds."""
-        of_hidden = torch.empty_like(hidden, dtype=accumulation_dtype(hidden.dtype))
-        return cls(of_hidden, head.weight.grad, None if head.bias is None else head.bias.grad, is_first=False)
 
     def rows(self, rows: slice) -> HeadGradients:
         """The same buffers for one chunk of tokens."""
@@ -143,22 +124,25 @@ class LMHead:
 
     # --------------------------------------------------------------------------------------------------- K columns
 
-    def gather_columns(self, ids: Int[Tensor, "n K"]) -> Columns:
-        """Columns of the given tokens, in the dtype of the head."""
-        rows = self.weight.index_select(0, ids.flatten()).view(*ids.shape, self.weight.shape[1])
-        return Columns(ids, rows, None if self.bias is None else self.bias[ids])
+    def gather_rows(self, ids: Int[Tensor, "n K"]) -> Float[Tensor, "n K H"]:
+        """Rows of the weight of the given tokens."""
+        return self.weight.index_select(0, ids.flatten()).view(*ids.shape, self.weight.shape[1])
 
-    def column_logits(self, hidden: Float[Tensor, "n H"], columns: Columns) -> Float[Tensor, "n K"]:
-        """Logits of K tokens per position."""
-        logits = _batched(columns.rows, hidden.unsqueeze(-1), matmul_dtype(hidden)).squeeze(-1)
-        return self.finish(logits, columns.bias)
+    def column_logits(
+        self, hidden: Float[Tensor, "n H"], rows: Float[Tensor, "n K H"], ids: Int[Tensor, "n K"]
+    ) -> Float[Tensor, "n K"]:
+        """Logits of K tokens per position, from their rows of the weight."""
+        logits = _batched(rows, hidden.unsqueeze(-1), matmul_dtype(hidden)).squeeze(-1)
+        return self.finish(logits, None if self.bias is None else self.bias[ids])
 
     def backward_columns(
         self,
-        columns: Columns,
+        rows: Float[Tensor, "n K H"],
+        ids: Int[Tensor, "n K"],
         logits: Float[Tensor, "n K"],
-        logit_grads: Float[Tensor, "n K"],
         hidden: Float[Tensor, "n H"],
+        logit_grads: Float[Tensor, "n K"],
+        outside_grads: None,
         gradients: HeadGradients,
     ) -> None:
         """Backpropagate a gradient of K logits per position; other rows of the head get none."""
@@ -166,10 +150,10 @@ class LMHead:
         slope = self.softcap_slope(logits)
         grads = grads if slope is None else grads * slope
         if gradients.hidden is not None:
-            gradients.hidden.copy_(_batched(grads.unsqueeze(1), columns.rows, matmul_dtype(hidden)).squeeze(1))
+            gradients.hidden.copy_(_batched(grads.unsqueeze(1), rows, matmul_dtype(hidden)).squeeze(1))
         for total, factors in ((gradients.weight, hidden.to(grads.dtype)), (gradients.bias, None)):
             if total is not None:
-                scatter_columns(columns.ids, grads, factors, total.zero_() if gradients.is_first else total)
+                scatter_columns(ids, grads, factors, total.zero_() if gradients.is_first else total)
 
     # ------------------------------------------------------------------------------------------------------- blocks
 

@@ -228,31 +228,45 @@ def enable_packing(model: nn.Module) -> None:
         unwrap_adapters(model).set_attn_implementation(PACKED_SDPA)
 
 
-def packed_inputs(
-    model: nn.Module, sequences: Sequence[list[int]], device: torch.device, shares: bool = True
+def model_inputs(
+    model: nn.Module, sequences: Sequence[list[int]], device: torch.device, *, packed: bool, shares: bool = True
 ) -> tuple[dict[str, Any], Int[Tensor, " S"]]:
-    """Model inputs of one packed row. Nothing in them makes an attention layer wait for the device.
+    """Inputs of a causal model for some sequences. Nothing in them makes an attention layer wait for the device.
 
     Args:
-        model: reads them; `enable_packing` was called for it.
+        model: reads them; `enable_packing` was called for it, if `packed`.
         sequences: ids of each, at least one.
-        shares: read a common prefix once where the model can, see `packed_row`.
+        packed: one row that holds them one after the other; else rows that are padded on the right, whose padding a
+            causal model needs no mask for.
+        shares: read a common prefix once in a packed row where the model can, see `packed_row`.
 
     Returns:
-        The inputs; and the index in the row of each token of the sequences, in main memory.
+        The inputs; and the index in the flattened rows of each token of the sequences, in main memory.
     """
-    ids, positions, layout, indices = packed_row(sequences, shares and shares_prefixes(model))
-    inputs = {
-        "input_ids": ids[None].to(device, non_blocking=True),
-        "position_ids": positions[None].to(device, non_blocking=True),
-    }
+    if packed:
+        ids, positions, layout, indices = packed_row(sequences, shares and shares_prefixes(model))
+        inputs = {"input_ids": to_device(ids[None], device), "position_ids": to_device(positions[None], device)}
+    else:
+        padded = nn.utils.rnn.pad_sequence([torch.tensor(ids) for ids in sequences], batch_first=True)
+        inputs = {"input_ids": to_device(padded, device)}
+        layout = RowLayout([padded.shape[1]] * len(sequences))
+        indices = torch.cat([i * padded.shape[1] + torch.arange(len(ids)) for i, ids in enumerate(sequences)])
     if shares_prefixes(model):
-        inputs |= {"attention_mask": _no_mask(device), "row_layout": layout}
+        inputs |= {
+            "attention_mask": _no_mask(device),
+            "row_layout": layout if packed else RowLayout(layout.lengths[:1]),
+        }
     elif "flash" in attention_of(model):
-        ends = [0, *itertools.accumulate(layout.lengths)]
-        bounds = torch.tensor(ends, dtype=torch.int32).to(device, non_blocking=True)
-        inputs |= _flash_lengths(bounds, max(layout.lengths))
+        # Without them each layer reads the lengths from the position ids and waits for the device.
+        bounds = to_device(torch.tensor([0, *itertools.accumulate(layout.lengths)], dtype=torch.int32), device)
+        longest = max(layout.lengths)
+        inputs |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
     return inputs, indices
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor from main memory without waiting; to a GPU from page-locked memory, as that needs."""
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
 def shares_prefixes(model: nn.Module) -> bool:
@@ -260,22 +274,6 @@ def shares_prefixes(model: nn.Module) -> bool:
     return attention_of(model) == PACKED_SDPA
 
 
-def padded_inputs(model: nn.Module, input_ids: Int[Tensor, "B L"]) -> dict[str, Any]:
-    """Model inputs of rows that are padded on the right, whose padding a causal model needs no mask for."""
-    rows, width = input_ids.shape
-    if attention_of(model) == PACKED_SDPA:
-        return {"input_ids": input_ids, "attention_mask": _no_mask(input_ids.device), "row_layout": RowLayout([width])}
-    if "flash" in attention_of(model):
-        bounds = torch.arange(rows + 1, dtype=torch.int32, device=input_ids.device) * width
-        return {"input_ids": input_ids, **_flash_lengths(bounds, width)}
-    return {"input_ids": input_ids}
-
-
 def _no_mask(device: torch.device) -> Tensor:
     """A mask of four dimensions is passed on as it is, so that none is formed from the position ids."""
     return torch.empty(1, 1, 0, 0, dtype=torch.bool, device=device)
-
-
-def _flash_lengths(bounds: Int[Tensor, " n"], longest: int) -> dict[str, Any]:
-    """Without them each layer reads the lengths from the position ids and waits for the device."""
-    return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}

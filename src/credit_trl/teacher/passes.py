@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from credit_trl.contexts.tokens import CompletionBatch, TokenContexts
 from credit_trl.teacher.causal_lm import backbone, head_input
 from credit_trl.teacher.models import Teacher
-from credit_trl.teacher.packing import packed_inputs, padded_inputs
+from credit_trl.teacher.packing import model_inputs, to_device
 from credit_trl.teacher.sharding import run_in_wrapped_forward
 
 # Maximum size of a group, in passes. A larger group sorts better, a smaller one holds fewer hidden states.
@@ -127,12 +127,7 @@ class _Reader:
 
         Computed in the wrapper's forward, so that a sharded teacher gathers its weights.
         """
-        if self.packed:
-            inputs, indices = packed_inputs(self.unwrapped, [own.tolist() for own in ids], self.device)
-        else:
-            tokens = nn.utils.rnn.pad_sequence(ids, batch_first=True)
-            inputs = padded_inputs(self.unwrapped, tokens.to(self.device, non_blocking=True))
-            indices = torch.cat([i * tokens.shape[1] + torch.arange(len(own)) for i, own in enumerate(ids)])
+        inputs, indices = model_inputs(self.unwrapped, [own.tolist() for own in ids], self.device, packed=self.packed)
 
         def run(input_ids: Tensor) -> Tensor:
             with self.teacher.autocast():
@@ -161,10 +156,10 @@ class _Reader:
                 tokens = span[sequence.sample]
                 read.append(first + sequence.positions(columns[tokens]) - 1)
                 written.append(sequence.context * len(rows) + torch.arange(tokens.start, tokens.stop))
-            at = torch.stack([torch.cat(written), indices[torch.cat(read)]]).to(self.device, non_blocking=True)
+            at = to_device(torch.stack([torch.cat(written), indices[torch.cat(read)]]), self.device)
             kept[at[0]] = hidden[at[1]]
         states = kept.view(count, len(rows), -1)
-        at = torch.stack([samples[rows], columns]).to(self.device, non_blocking=True)
+        at = to_device(torch.stack([samples[rows], columns]), self.device)
         return at[0], at[1], states[0], states[1:]
 
 
