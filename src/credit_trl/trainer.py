@@ -157,7 +157,7 @@ class CreditTrainer(ResumableTrainer):
 
     def _init_reports(self) -> None:
         self.alarms = Alarms(self.accelerator.is_main_process)
-        self._token_metrics = TokenMetrics(self.args, self.accelerator.gather)
+        self._token_metrics = TokenMetrics(self.args, self._sum_over_processes)
         self.drift_alarms = DriftAlarms(self.alarms, frozen_teacher=self.args.teacher_is_frozen)
         self.run_log = RunLog()
         self.add_callback(self.run_log)
@@ -297,8 +297,12 @@ class CreditTrainer(ResumableTrainer):
         self._log_values(shares)
         self.alarms.check_contexts(shares, self._metrics[self._mode].get("credit/frac_verifier_skipped", [0.0])[-1])
         longest = longest_sequence(contexts, batch.completion_ids)
-        self.alarms.check_positions(longest, causal_lm.position_embeddings(self.model))
-        self.alarms.check_ignored_feedback(*ignored_feedback(batch, self.args))
+        positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        exceeds = positions is not None and longest > positions
+        self.alarms.raise_if(exceeds, "positions", longest=longest, positions=positions)
+        is_ignored, missing_turns = ignored_feedback(batch, self.args)
+        self.alarms.raise_if(is_ignored, "feedback_off")
+        self.alarms.raise_if(bool(missing_turns), "lost_turns", turn=min(missing_turns, default=None))
         return contexts
 
     def _weigh_successes(self, batch: GenerationBatch, contexts: list[TokenContexts], mask: Tensor) -> Tensor:
@@ -306,7 +310,8 @@ class CreditTrainer(ResumableTrainer):
         steps = self.args.steps_per_generation if self.model.training else 1
         weights, mixed, scored = teacher_success_weights(batch, contexts, mask, self.args.success_reward_threshold)
         if self.model.training:
-            self.alarms.check_loss_tokens(any(c.teacher is not None for c in contexts), scored)
+            has_teacher = any(c.teacher is not None for c in contexts)
+            self.alarms.raise_if(has_teacher and not scored, "no_tokens")
         self._log_values({"credit/fidelity_groups": mixed})
         return weights * steps * self.accelerator.num_processes
 
@@ -346,10 +351,12 @@ class CreditTrainer(ResumableTrainer):
         corrects = self.use_vllm and self.vllm_importance_sampling_correction
         if self.args.distillation_weight == 1.0 and self.args.distillation_is_clip is None and not corrects:
             return None, None, None  # nothing reads them
+        parts = {}
+        for kind, values in (("ids", input_ids), ("mask", attention_mask)):
+            parts[f"prompt_{kind}"] = values[:, :-logits_to_keep]
+            parts[f"completion_{kind}"] = values[:, -logits_to_keep:]
         with self.clock.stage("old_logps"):
-            logps = micro_batches.rollout_logps(
-                self.credit_step, model, input_ids, attention_mask, logits_to_keep, batch_size or len(input_ids)
-            )
+            logps = self.credit_step.policy_logps(model, parts, batch_size)
         return logps, None, None
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from credit_trl import Verdict
 from credit_trl.contexts.privileged import PrivilegedContext
 from credit_trl.contexts.tokens import TokenContexts
-from credit_trl.loss.terms import CreditLoss, MicroBatchLoss
+from credit_trl.loss.terms import CreditLoss, MicroBatchLoss, joined
 from credit_trl.training.metrics import (
     GENERIC_LOGS,
     Alarms,
@@ -39,10 +39,10 @@ def micro_batch(terms, contrasted, fidelity=ZERO, engine=None):
     return MicroBatchLoss(terms, contrasted, fidelity, None, len(contrasted), len(contrasted), engine)
 
 
-def token_metrics(*losses, is_sampled=False, gather=lambda local: local):
+def token_metrics(*losses, is_sampled=False, reduce=lambda local: local):
     """Metrics of all micro-batches of a log, and of the last."""
     support = "sampled" if is_sampled else "teacher_topk"
-    metrics = TokenMetrics(SimpleNamespace(distillation_support=support, distillation_weight=1.0), gather)
+    metrics = TokenMetrics(SimpleNamespace(distillation_support=support, distillation_weight=1.0), reduce)
     for loss in losses:
         metrics.add("train", loss)
     assert metrics.read("eval") == [{}, {}]
@@ -75,15 +75,15 @@ def test_token_metrics_are_moments_at_the_sampled_tokens():
 
 
 def test_sums_over_processes_give_global_metrics():
-    """Of a vLLM engine too, whose tokens are the last process's own."""
+    """Of a vLLM engine too."""
     parts, masks = [terms(7, 1), terms(12, 2)], [torch.ones(7, dtype=torch.bool), torch.ones(12, dtype=torch.bool)]
     engines, gathered = [torch.randn(7), torch.randn(12)], []
     losses = [micro_batch(*of, torch.tensor(0.25), engine) for *of, engine in zip(parts, masks, engines, strict=True)]
-    token_metrics(losses[0], gather=lambda local: gathered.append(local) or local)
-    apart = token_metrics(losses[1], gather=lambda local: torch.cat([*gathered, local]))
-    whole = micro_batch(CreditLoss.joined(parts), torch.cat(masks), torch.tensor(0.25), torch.cat(engines))
+    token_metrics(losses[0], reduce=lambda local: gathered.append(local) or local)
+    apart = token_metrics(losses[1], reduce=lambda local: gathered[0] + local)
+    whole = micro_batch(joined(parts), torch.cat(masks), torch.tensor(0.25), torch.cat(engines))
     together = token_metrics(whole)
-    assert together[0].keys() >= {f"sampling/importance_sampling_ratio/{name}" for name in ("min", "mean", "max")}
+    assert "sampling/importance_sampling_ratio/mean" in together[0]
     for found, expected in zip(apart, together, strict=True):
         assert found == pytest.approx(expected)
 
@@ -104,7 +104,7 @@ def test_metrics_without_tokens_are_nan():
             micro_batch(terms(n), torch.zeros(n, dtype=torch.bool), torch.tensor(math.nan)), **options
         )
 
-    assert all(math.isnan(v) for name, v in measure(0)[0].items() if name != "credit/padding_factor")
+    assert all(math.isnan(value) for value in measure(0)[0].values())
     without_contrast = measure(3)[0]
     sampled = measure(3, is_sampled=True)[0]
     assert without_contrast.keys() - sampled.keys() == {

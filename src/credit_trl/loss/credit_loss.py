@@ -12,7 +12,7 @@ from credit_trl.loss.blocks import CPU_HEAD_ROWS, MAX_LOSS_CHUNK, accumulation_d
 from credit_trl.loss.head import HeadGradients, LMHead
 from credit_trl.loss.scores import Scores, SupportConfig
 from credit_trl.loss.student import Student, student_over_vocabulary, student_within_support, with_normalizer
-from credit_trl.loss.terms import CreditLoss, LossConfig, LossTokens
+from credit_trl.loss.terms import CreditLoss, LossConfig, LossTokens, joined
 from credit_trl.objective import Form
 
 
@@ -112,7 +112,7 @@ def _loss_in_chunks(
             student = student_over_vocabulary(*of_chunk, support.tail == "bucket", head, buffer)
         part = None if gradients is None else gradients.rows(rows)
         parts.append(_chunk_loss(student, tokens[rows], scores[rows], config, support, part))
-    return CreditLoss.joined(parts)
+    return joined(parts)
 
 
 def _chunk_loss(
@@ -129,14 +129,16 @@ def _chunk_loss(
         student.values, student.log_outside, target, config.alpha, support
     )
     ratio = tokens.ratio(student.policy_logps, config)
+    # A token of weight 0 has no loss and no gradient, even where its scores are not finite.
+    is_ignored = tokens.weights == 0
     if gradients is not None:
         factors = tokens.weights * ratio
-        grads = _weigh(grads, factors, tokens.weights)
+        grads = grads.mul_(factors.unsqueeze(-1)).masked_fill_(is_ignored.unsqueeze(-1), 0.0)
         if outside_grads is not None:
-            outside_grads = _weigh(outside_grads, factors, tokens.weights)
+            outside_grads = outside_grads.mul_(factors).masked_fill_(is_ignored, 0.0)
         student.backward(grads, outside_grads, gradients)
     return CreditLoss(
-        loss=(token_loss * ratio * tokens.weights).masked_fill(tokens.weights == 0, 0.0).sum(),
+        loss=(token_loss * ratio * tokens.weights).masked_fill(is_ignored, 0.0).sum(),
         token_loss=token_loss,
         token_logps=student.token_logps,
         entropy=student.entropy,
@@ -151,12 +153,6 @@ def _chunk_loss(
         ratio=ratio,
         policy_logps=student.policy_logps,
     )
-
-
-def _weigh(grads: Float[Tensor, "n ..."], factors: Float[Tensor, " n"], weights: Float[Tensor, " n"]) -> Tensor:
-    """Gradients of the weighted loss, in place; exactly 0 where the weight is 0, even where scores are not finite."""
-    shape = (-1, *(1 for _ in grads.shape[1:]))
-    return grads.mul_(factors.view(shape)).masked_fill_((weights == 0).view(shape), 0.0)
 
 
 def support_target(

@@ -31,26 +31,24 @@ BLANK = -1e15
 
 @dataclass
 class HeadGradients:
-    """Gradients of one loss, accumulated over chunks in fp32 (fp64 for fp64 inputs); None where not required."""
+    """Gradients of one loss, to which chunks add in fp32 (fp64 for fp64 inputs); None where not required."""
 
     hidden: Float[Tensor, "N H"] | None
     weight: Float[Tensor, "V H"] | None  # in the product's dtype where that is the parameter's and one chunk holds all
     bias: Float[Tensor, " V"] | None
-    is_first: bool = True  # nothing has been written to `weight` and `bias` yet, which are overwritten
 
     @classmethod
     def of(cls, hidden: Tensor, head: LMHead, in_one_chunk: bool) -> HeadGradients:
-        """Buffers for the tensors that require a gradient, not initialized."""
+        """Buffers for the tensors that require a gradient."""
         dtype = accumulation_dtype(hidden.dtype)
         rounded = in_one_chunk and head.weight.dtype == matmul_dtype(hidden)
         dtypes = (dtype, head.weight.dtype if rounded else dtype, dtype)
         tensors = zip((hidden, head.weight, head.bias), dtypes, strict=True)
-        return cls(*(torch.empty_like(t, dtype=d) if t is not None and t.requires_grad else None for t, d in tensors))
+        return cls(*(torch.zeros_like(t, dtype=d) if t is not None and t.requires_grad else None for t, d in tensors))
 
     def rows(self, rows: slice) -> HeadGradients:
         """The same buffers for one chunk of tokens."""
-        hidden = None if self.hidden is None else self.hidden[rows]
-        return replace(self, hidden=hidden, is_first=self.is_first and rows.start == 0)
+        return replace(self, hidden=None if self.hidden is None else self.hidden[rows])
 
 
 @dataclass
@@ -153,7 +151,7 @@ class LMHead:
             gradients.hidden.copy_(_batched(grads.unsqueeze(1), rows, matmul_dtype(hidden)).squeeze(1))
         for total, factors in ((gradients.weight, hidden.to(grads.dtype)), (gradients.bias, None)):
             if total is not None:
-                scatter_columns(ids, grads, factors, total.zero_() if gradients.is_first else total)
+                scatter_columns(ids, grads, factors, total)
 
     # ------------------------------------------------------------------------------------------------------- blocks
 
@@ -190,20 +188,15 @@ class LMHead:
         return torch.square(logits * (self.temperature / self.softcap)).neg_().add_(1.0)
 
     def backward_block(self, grads: Tensor, block: slice, hidden: Tensor, gradients: HeadGradients) -> None:
-        """Backpropagate a gradient of one block of raw logits, before scale, soft-cap and temperature.
-
-        The blocks of a chunk come in order: the first one overwrites the gradient of the hidden states.
-        """
-        is_first = gradients.is_first
+        """Backpropagate a gradient of one block of raw logits, before scale, soft-cap and temperature."""
         dtype = matmul_dtype(hidden)
         if gradients.bias is not None:
-            of_block = grads.sum(dim=0, dtype=gradients.bias.dtype)
-            gradients.bias[block] = of_block if is_first else gradients.bias[block] + of_block
+            gradients.bias[block] += grads.sum(dim=0, dtype=gradients.bias.dtype)
         grads = grads.to(dtype)
         if gradients.hidden is not None:
-            _multiply(grads, self.weight[block].to(dtype), gradients.hidden, adds=block.start > 0)
+            _multiply(grads, self.weight[block].to(dtype), gradients.hidden, adds=True)
         if gradients.weight is not None:
-            _multiply(grads.T, hidden.to(dtype), gradients.weight[block], adds=not is_first)
+            _multiply(grads.T, hidden.to(dtype), gradients.weight[block], adds=True)
 
 
 def matmul_dtype(hidden: Tensor) -> torch.dtype:
@@ -228,18 +221,15 @@ def choose_kernels(wanted: Literal["auto", "torch", "triton"], device: torch.dev
             "`distillation_kernels='triton'` needs the package triton. Install it (`pip install triton`), or set "
             "`distillation_kernels='torch'`."
         )
-    if wanted != "auto":
-        return wanted
-    if device.type != "cuda":
-        return "torch"
-    if is_installed:
-        return "triton"
-    warnings.warn(
-        "The package triton is not installed. Rows of logits are computed with torch, which reads them several times. "
-        "Install triton, or set `distillation_kernels='torch'`.",
-        stacklevel=2,
-    )
-    return "torch"
+    if wanted != "auto" or device.type != "cuda":
+        return "triton" if wanted == "triton" else "torch"
+    if not is_installed:
+        warnings.warn(
+            "The package triton is not installed. Rows of logits are computed with torch, which reads them several "
+            "times. Install triton, or set `distillation_kernels='torch'`.",
+            stacklevel=2,
+        )
+    return "triton" if is_installed else "torch"
 
 
 def scatter_columns(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import Literal
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Literal, TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -13,6 +13,8 @@ from torch import Tensor
 
 from credit_trl.loss.scores import SupportConfig
 from credit_trl.objective import Form
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -104,13 +106,6 @@ class CreditLoss:
     ratio: Float[Tensor, " N"]  # importance ratio, with the engine's correction; ones where there is none
     policy_logps: Float[Tensor, " N"]  # log π_θ over the whole vocabulary; NaN where the normaliser is not computed
 
-    @classmethod
-    def joined(cls, parts: Sequence[CreditLoss]) -> CreditLoss:
-        """The sum of the losses, and the values of their tokens one after the other."""
-        names = [f.name for f in fields(cls) if f.name != "loss"]
-        values = {name: torch.cat([getattr(part, name) for part in parts]) for name in names}
-        return cls(loss=torch.stack([part.loss for part in parts]).sum(), **values)
-
 
 @dataclass(frozen=True)
 class MicroBatchLoss:
@@ -126,15 +121,21 @@ class MicroBatchLoss:
     valid: int  # the same without padding
     engine_logps: Float[Tensor, " N"] | None  # what the engine reported, where the loss corrects for it
 
-    @classmethod
-    def joined(cls, parts: Sequence[MicroBatchLoss]) -> MicroBatchLoss:
-        """The loss of a micro-batch from those of its parts, without a router's."""
-        return cls(
-            CreditLoss.joined([part.terms for part in parts]),
-            torch.cat([part.contrasted for part in parts]),
-            torch.stack([part.fidelity for part in parts]).sum(),
-            None,
-            sum(part.read for part in parts),
-            sum(part.valid for part in parts),
-            None if parts[0].engine_logps is None else torch.cat([part.engine_logps for part in parts]),
-        )
+
+def joined(parts: Sequence[T]) -> T:
+    """The loss of some tokens, a `CreditLoss` or `MicroBatchLoss`, from those of its parts.
+
+    Values of tokens are put one after the other, numbers are added.
+    """
+    first = parts[0]
+    values = {}
+    for f in fields(first):
+        of_parts = [getattr(part, f.name) for part in parts]
+        value = of_parts[0]
+        if isinstance(value, Tensor):
+            values[f.name] = torch.cat(of_parts) if value.ndim else torch.stack(of_parts).sum()
+        elif is_dataclass(value):
+            values[f.name] = joined(of_parts)
+        else:
+            values[f.name] = None if value is None else sum(of_parts)
+    return type(first)(**values)

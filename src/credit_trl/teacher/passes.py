@@ -10,7 +10,7 @@ sorted by prompt, so that a prefix that several prompts share is read once (`pac
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -96,71 +96,61 @@ def token_states(
         (group, list(passes([s for i in group for s in sequences[i]], batch_tokens, packed)))
         for group in _groups(sequences, batch_tokens, packed)
     ]
-    reader = _Reader(teacher, model, batch, packed)
+    unwrapped = teacher.unwrapped(model)
+    # In main memory, so that a pass copies its own to the device at once.
+    host = CompletionBatch(batch.ids.cpu(), batch.mask, batch.loss_mask.cpu())
+    device = batch.ids.device
+
+    def forward(ids: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """Hidden states (R, H) of a pass, and the row of each token of the sequences, one after the other."""
+        inputs, indices = model_inputs(unwrapped, [own.tolist() for own in ids], device, packed=packed)
+
+        def run(input_ids: Tensor) -> Tensor:
+            with teacher.autocast():
+                outputs = backbone(unwrapped)(**(inputs | {"input_ids": input_ids}), use_cache=False)
+                return head_input(unwrapped, outputs.last_hidden_state)
+
+        # In the wrapper's forward, so that a sharded teacher gathers its weights.
+        return run_in_wrapped_forward(model, unwrapped, run, inputs["input_ids"]).flatten(0, 1), indices
+
     count = sum(len(of_group) for _, of_group in groups)
     idle = teacher.most_batches(count) - count  # a collective: every process calls it before its passes
     for group, of_group in groups:
-        yield reader.states_of(group, of_group)
+        yield _states_of(group, of_group, forward, host, device)
     for _ in range(idle):
-        reader.forward([reader.completion_ids[0, :1]])
+        forward([host.ids[0, :1]])
 
 
-class _Reader:
-    """Runs the passes of a scoring phase. Ids are in main memory, so that a pass copies its own to the device at once.
-
-    Args:
-        model: what `teacher.active()` yields.
-        packed: see `token_states`.
-    """
-
-    def __init__(self, teacher: Teacher, model: nn.Module, batch: CompletionBatch, packed: bool) -> None:
-        self.teacher = teacher
-        self.model = model
-        self.unwrapped = teacher.unwrapped(model)
-        self.completion_ids = batch.ids.cpu()
-        self.loss_mask = batch.loss_mask.cpu()
-        self.device = batch.ids.device
-        self.packed = packed
-
-    def forward(self, ids: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """Hidden states (R, H) of a pass, and the row of each token of the sequences, one after the other.
-
-        Computed in the wrapper's forward, so that a sharded teacher gathers its weights.
-        """
-        inputs, indices = model_inputs(self.unwrapped, [own.tolist() for own in ids], self.device, packed=self.packed)
-
-        def run(input_ids: Tensor) -> Tensor:
-            with self.teacher.autocast():
-                outputs = backbone(self.unwrapped)(**(inputs | {"input_ids": input_ids}), use_cache=False)
-                return head_input(self.unwrapped, outputs.last_hidden_state)
-
-        hidden = run_in_wrapped_forward(self.model, self.unwrapped, run, inputs["input_ids"])
-        return hidden.flatten(0, 1), indices
-
-    def states_of(self, group: list[int], of_group: list[list[_Sequence]]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """One group's part of `token_states`. Tokens of one sample are contiguous."""
-        samples = torch.tensor(group)
-        rows, columns = self.loss_mask[samples].nonzero(as_tuple=True)
-        ends = torch.bincount(rows, minlength=len(group)).cumsum(0).tolist()
-        span = {sample: slice(start, end) for sample, start, end in zip(group, [0, *ends], ends, strict=False)}
-        count = 1 + max(sequence.context for of_pass in of_group for sequence in of_pass)
-        kept: Tensor | None = None
-        for of_pass in of_group:
-            hidden, indices = self.forward([sequence.ids(self.completion_ids) for sequence in of_pass])
-            if kept is None:
-                kept = hidden.new_empty(count * len(rows), hidden.shape[-1])
-            firsts = itertools.accumulate(map(len, of_pass), initial=0)
-            read: list[Tensor] = []
-            written: list[Tensor] = []
-            for sequence, first in zip(of_pass, firsts, strict=False):
-                tokens = span[sequence.sample]
-                read.append(first + sequence.positions(columns[tokens]) - 1)
-                written.append(sequence.context * len(rows) + torch.arange(tokens.start, tokens.stop))
-            at = to_device(torch.stack([torch.cat(written), indices[torch.cat(read)]]), self.device)
-            kept[at[0]] = hidden[at[1]]
-        states = kept.view(count, len(rows), -1)
-        at = to_device(torch.stack([samples[rows], columns]), self.device)
-        return at[0], at[1], states[0], states[1:]
+def _states_of(
+    group: list[int],
+    of_group: list[list[_Sequence]],
+    forward: Callable[[list[Tensor]], tuple[Tensor, Tensor]],
+    batch: CompletionBatch,
+    device: torch.device,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """One group's part of `token_states`. Tokens of one sample are contiguous."""
+    samples = torch.tensor(group)
+    rows, columns = batch.loss_mask[samples].nonzero(as_tuple=True)
+    ends = torch.bincount(rows, minlength=len(group)).cumsum(0).tolist()
+    span = {sample: slice(start, end) for sample, start, end in zip(group, [0, *ends], ends, strict=False)}
+    count = 1 + max(sequence.context for of_pass in of_group for sequence in of_pass)
+    kept: Tensor | None = None
+    for of_pass in of_group:
+        hidden, indices = forward([sequence.ids(batch.ids) for sequence in of_pass])
+        if kept is None:
+            kept = hidden.new_empty(count * len(rows), hidden.shape[-1])
+        firsts = itertools.accumulate(map(len, of_pass), initial=0)
+        read: list[Tensor] = []
+        written: list[Tensor] = []
+        for sequence, first in zip(of_pass, firsts, strict=False):
+            tokens = span[sequence.sample]
+            read.append(first + sequence.positions(columns[tokens]) - 1)
+            written.append(sequence.context * len(rows) + torch.arange(tokens.start, tokens.stop))
+        at = to_device(torch.stack([torch.cat(written), indices[torch.cat(read)]]), device)
+        kept[at[0]] = hidden[at[1]]
+    states = kept.view(count, len(rows), -1)
+    at = to_device(torch.stack([samples[rows], columns]), device)
+    return at[0], at[1], states[0], states[1:]
 
 
 def _groups(sequences: dict[int, list[_Sequence]], batch_tokens: int, packed: bool) -> Iterator[list[int]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import warnings
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
@@ -98,7 +97,8 @@ class Alarms:
             self.raised.add(cause)
             warnings.warn_explicit(message, CreditWarning, "credit_trl", 0)  # no source line in the output
 
-    def _raise_if(self, holds: bool, cause: str, **values: Any) -> None:
+    def raise_if(self, holds: bool, cause: str, **values: Any) -> None:
+        """Raise the warning of a cause of `_MESSAGES`, with the values that its message names."""
         if holds:
             self.raise_once(cause, _MESSAGES[cause].format(**values))
 
@@ -112,57 +112,37 @@ class Alarms:
         no_teacher = share["credit/frac_without_teacher"]
         no_contrast = share["credit/frac_without_contrast"]
         dropped = share["credit/frac_feedback_dropped"]
-        self._raise_if(no_teacher == 1.0 and frac_skipped == dropped == 0.0, "no_teacher")
-        self._raise_if(no_contrast > 0.0 and math.isclose(no_contrast + no_teacher, 1.0), "no_contrast")
-        self._raise_if(dropped > 0.0 and share["credit/frac_with_feedback"] == 0.0, "feedback_dropped")
-
-    def check_loss_tokens(self, has_teacher: bool, scored: int) -> None:
-        """Warn where samples of a generation batch have a teacher and none of their tokens has a loss.
-
-        Args:
-            has_teacher: whether a sample of this process has a teacher.
-            scored: samples of all processes with a teacher and tokens that carry loss.
-        """
-        self._raise_if(has_teacher and not scored, "no_tokens")
-
-    def check_positions(self, longest: int, positions: int | None) -> None:
-        """Warn where a sequence of the teacher exceeds the positions that the model was trained with."""
-        exceeds = positions is not None and longest > positions
-        self._raise_if(exceeds, "positions", longest=longest, positions=positions)
-
-    def check_ignored_feedback(self, is_ignored: bool, missing_turns: Sequence[int]) -> None:
-        """Warn about feedback that no teacher reads, see `contexts.privileged.ignored_feedback`."""
-        self._raise_if(is_ignored, "feedback_off")
-        for turn in missing_turns[:1]:
-            self._raise_if(True, "lost_turns", turn=turn)
+        self.raise_if(no_teacher == 1.0 and frac_skipped == dropped == 0.0, "no_teacher")
+        self.raise_if(no_contrast > 0.0 and math.isclose(no_contrast + no_teacher, 1.0), "no_contrast")
+        self.raise_if(dropped > 0.0 and share["credit/frac_with_feedback"] == 0.0, "feedback_dropped")
 
     def check_rewards(self, all_groups_flat: bool, mean: float) -> None:
         """Warn where the rewards of every group are equal in several generation batches in a row; `mean` is theirs."""
         self._flat = self._flat + 1 if all_groups_flat else 0
-        self._raise_if(self._flat >= FLAT_REWARD_BATCHES, "flat_reward", batches=self._flat, mean=mean)
+        self.raise_if(self._flat >= FLAT_REWARD_BATCHES, "flat_reward", batches=self._flat, mean=mean)
 
     def check_engine(self, metrics: Mapping[str, Sequence[float]]) -> None:
         """Warn where vLLM's log-probabilities differ from the model's, if TRL's `metrics` have them."""
         difference = (metrics.get("sampling/sampling_logp_difference/mean") or [0.0])[-1]
-        self._raise_if(difference > ENGINE_MISMATCH, "engine_mismatch", difference=difference)
+        self.raise_if(difference > ENGINE_MISMATCH, "engine_mismatch", difference=difference)
         for kind in ("missing", "infinite"):
             share = metrics.get(f"sampling/frac_{kind}_logps", [0.0])[-1]
-            self._raise_if(share > FEW_BAD_LOGPS, f"engine_{kind}", share=share)
+            self.raise_if(share > FEW_BAD_LOGPS, f"engine_{kind}", share=share)
 
     def check_tokens(self, metrics: dict[str, float], vocabulary: int) -> None:
         """Warn about a teacher close to uniform, a support with little probability, and generic credit in a log."""
         entropy = metrics.get("credit/teacher_entropy", 0.0)
         largest = math.log(vocabulary)
-        self._raise_if(entropy > NEARLY_UNIFORM * largest, "uniform_teacher", entropy=entropy, largest=largest)
+        self.raise_if(entropy > NEARLY_UNIFORM * largest, "uniform_teacher", entropy=entropy, largest=largest)
         mass = metrics.get("credit/support_mass_student", 1.0)
-        self._raise_if(mass < LOW_SUPPORT_MASS, "low_mass", mass=mass)
+        self.raise_if(mass < LOW_SUPPORT_MASS, "low_mass", mass=mass)
         specific = metrics.get("credit/s_accepted", math.nan)
         credit = math.hypot(*(metrics.get(f"credit/delta_v_{moment}", math.nan) for moment in ("mean", "std")))
         if not math.isnan(specific):
             is_generic = credit > SOME_CREDIT and specific < LOW_SPECIFIC_SHARE * credit
             self._generic = self._generic + 1 if is_generic else 0
         values = {"specific": specific, "credit": credit, "logs": self._generic}
-        self._raise_if(self._generic >= GENERIC_LOGS, "generic_credit", **values)
+        self.raise_if(self._generic >= GENERIC_LOGS, "generic_credit", **values)
 
     def check_gradient(self, logs: Mapping[str, float], last: Mapping[str, float]) -> float:
         """Warn where the loss of tokens with an advantage has a gradient of exactly 0.
@@ -178,7 +158,7 @@ class Alarms:
         if logs.get("grad_norm") is None or math.isnan(moments[0]) or not logs.get("loss"):
             return math.nan
         is_lost = logs["grad_norm"] == 0.0 and any(moments)
-        self._raise_if(is_lost, "lost_gradient")
+        self.raise_if(is_lost, "lost_gradient")
         return float(is_lost)
 
 
@@ -205,8 +185,6 @@ def context_metrics(
     return {f"credit/frac_{name}": count / total for name, count in zip(counts, shares, strict=True)}
 
 
-# Ends of the names of largest values; a minimum is negated.
-_LARGEST = ("/max", "/min")
 # Not defined for `distillation_support="sampled"`: one token is no distribution.
 _NOT_SAMPLED = {
     f"credit/{name}" for name in ("kl_to_target", "kl_to_teacher", "support_mass_student", "support_mass_teacher")
@@ -217,7 +195,7 @@ def token_sums(loss: MicroBatchLoss) -> dict[str, Float[Tensor, " 2"]]:
     """Sum and count of each metric over the N local tokens of a micro-batch that carry loss; N may be 0.
 
     A standard deviation or root mean square has the sum of squares. Where the loss corrects for a vLLM engine, TRL's
-    metrics of it are among them. Nothing waits for the device.
+    means of it are among them. Nothing waits for the device.
     """
     terms, contrasted = loss.terms, loss.contrasted
     f, generic = terms.teacher_token_logps, terms.generic_token_logps
@@ -250,32 +228,18 @@ def token_sums(loss: MicroBatchLoss) -> dict[str, Float[Tensor, " 2"]]:
     }
     if loss.engine_logps is not None:
         difference = engine_difference(terms.policy_logps, loss.engine_logps).abs()
-        none = terms.ratio.new_full((1,), -math.inf)
         values |= {
             "sampling/importance_sampling_ratio/mean": (terms.ratio, tokens),
-            "sampling/importance_sampling_ratio/min": (torch.cat([-terms.ratio, none]).max(), 1),
-            "sampling/importance_sampling_ratio/max": (torch.cat([terms.ratio, none]).max(), 1),
             "sampling/sampling_logp_difference/mean": (difference, tokens),
-            "sampling/sampling_logp_difference/max": (torch.cat([difference, none]).max(), 1),
             "sampling/frac_missing_logps": (loss.engine_logps.isnan(), tokens),
             "sampling/frac_infinite_logps": (loss.engine_logps.isinf(), tokens),
         }
     return {name: torch.stack([x.to(dtype).sum(), one * count]) for name, (x, count) in values.items()}
 
 
-def added(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """`token_sums` of the tokens of both."""
-    return {
-        name: torch.maximum(value, other[name]) if name.endswith(_LARGEST) else value + other[name]
-        for name, value in one.items()
-    }
-
-
-def token_means(sums: Mapping[str, Tensor]) -> dict[str, float]:
+def token_means(sums: Mapping[str, Sequence[float]]) -> dict[str, float]:
     """Means, standard deviations and the root mean square of `token_sums`, in nats; NaN where no token counts."""
-    means = {name: (value[0] / value[1]).item() for name, value in sums.items()}
-    for name in [name for name in means if name.endswith("/min")]:
-        means[name] = -means[name]
+    means = {name: total / count if count else math.nan for name, (total, count) in sums.items()}
     means["credit/s_accepted"] = math.sqrt(means["credit/s_accepted"])
     for name in ("credit/advantage", "credit/delta_v", "credit/s"):
         variance = means[f"{name}_std"] - means[f"{name}_mean"] ** 2
@@ -291,34 +255,32 @@ class TokenMetrics:
 
     Args:
         config: of the run.
-        gather: concatenates a tensor over processes. Every process calls it once for each log.
+        reduce: sums a tensor over processes. Every process calls it once for each log.
     """
 
-    def __init__(self, config: CreditConfig, gather: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, config: CreditConfig, reduce: Callable[[Tensor], Tensor]) -> None:
         self._dropped = set(_NOT_SAMPLED if config.distillation_support == "sampled" else ())
         if config.distillation_weight < 1.0:  # GRPO logs its own
             self._dropped.add("entropy")
-        self._gather = gather
-        self._sums: dict[str, list[dict[str, Tensor]]] = {}  # mode -> sums of all micro-batches, and of the last
+        self._reduce = reduce
+        self._names: list[str] = []
+        self._sums: dict[str, Float[Tensor, "2 m 2"]] = {}  # mode -> sums of all micro-batches, and of the last
 
     def add(self, mode: str, loss: MicroBatchLoss) -> None:
         """Add a micro-batch of `"train"` or `"eval"`."""
         sums = token_sums(loss)
-        before = self._sums.get(mode)
-        self._sums[mode] = [added(before[0], sums) if before else sums, sums]
+        self._names = list(sums)
+        last = torch.stack(list(sums.values()))
+        total = last + self._sums[mode][0] if mode in self._sums else last
+        self._sums[mode] = torch.stack([total, last])
 
     def read(self, mode: str) -> list[dict[str, float]]:
         """Metrics of all micro-batches since the last call, and of the last one; both empty without any."""
-        parts = self._sums.pop(mode, None)
-        if parts is None:
+        if mode not in self._sums:
             return [{}, {}]
-        local = torch.stack([torch.stack(list(sums.values())) for sums in parts])
-        processes = self._gather(local[None]).cpu()
-        found = []
-        for rows in processes.unbind(1):
-            total = functools.reduce(added, (dict(zip(parts[0], row, strict=True)) for row in rows))
-            found.append({name: x for name, x in token_means(total).items() if name not in self._dropped})
-        return found
+        sums = self._reduce(self._sums.pop(mode)).tolist()
+        means = [token_means(dict(zip(self._names, rows, strict=True))) for rows in sums]
+        return [{name: value for name, value in of.items() if name not in self._dropped} for of in means]
 
 
 def teacher_success_weights(

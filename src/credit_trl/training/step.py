@@ -248,8 +248,20 @@ class CreditStep:
         return shares * inputs["importance_sampling_ratio"] if "importance_sampling_ratio" in inputs else shares
 
     @torch.no_grad()
-    def policy_logps(self, model: nn.Module, inputs: dict[str, Any]) -> Float[Tensor, "B T"]:
-        """Log-probabilities of the completion tokens under the policy; 0 on padding."""
+    def policy_logps(self, model: nn.Module, inputs: dict[str, Any], size: int | None = None) -> Float[Tensor, "B T"]:
+        """Log-probabilities of the completion tokens under the policy; 0 on padding.
+
+        Args:
+            model: the policy as it is wrapped for distributed training.
+            inputs: prompts and completions with their masks, as TRL's micro-batch.
+            size: samples of one pass, which then have similar lengths; None for one pass.
+        """
+        names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
+        lengths = inputs["prompt_mask"].sum(dim=1) + inputs["completion_mask"].sum(dim=1)
+        if size is not None and size < len(lengths):
+            order = lengths.argsort(descending=True, stable=True)
+            parts = [{name: inputs[name][rows] for name in names} for rows in order.split(size)]
+            return torch.cat([self.policy_logps(model, part) for part in parts])[order.argsort()]
         mask = inputs["completion_mask"].bool()
         sequences = chosen_sequences(inputs, mask)
         ids = sequences.pick(inputs["completion_ids"]).unsqueeze(-1)
