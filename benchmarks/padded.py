@@ -14,7 +14,7 @@ from trl import GRPOTrainer
 
 from credit_trl import CreditTrainer
 from credit_trl.teacher.causal_lm import backbone, head_input
-from credit_trl.teacher.policy_pass import Sequences, chosen_sequences
+from credit_trl.teacher.passes import Sequences, chosen_sequences
 from credit_trl.training import micro_batches, step
 
 

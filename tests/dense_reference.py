@@ -40,7 +40,7 @@ def chunks_of(size: int | None) -> Iterator[None]:
         return
     with ExitStack() as patches:
         patches.enter_context(patch.object(blocks, "_CPU_PASSING_CHUNK", size))
-        for name in ("credit_loss", "scores", "student"):
+        for name in ("credit_loss", "scores"):
             module = sys.modules[f"credit_trl.loss.{name}"]
             patches.enter_context(patch.object(module, "chunk_size", lambda *_, **__: size))
         yield

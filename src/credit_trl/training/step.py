@@ -28,7 +28,7 @@ from credit_trl.loss.token_weight import TokenCredit, TokenWeight, identity, wei
 from credit_trl.rollout.batch import GenerationBatch, loss_mask
 from credit_trl.teacher.models import Teacher
 from credit_trl.teacher.packing import cannot_pack, enable_packing
-from credit_trl.teacher.policy_pass import chosen_sequences, policy_states
+from credit_trl.teacher.passes import chosen_sequences, policy_states
 from credit_trl.teacher.sharding import run_in_wrapped_forward
 
 
