@@ -14,28 +14,19 @@ from dataclasses import fields
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from credit_trl.config import CreditConfig
 from credit_trl.loss.scores import Scores
-from credit_trl.loss.terms import MicroBatchLoss
+from credit_trl.loss.terms import MicroBatchLoss, joined
 from credit_trl.teacher.packing import SHORTEST_SHARED, shares_prefixes
 from credit_trl.training.step import CreditStep
 
-# TRL's tensors (B, T, …), and this package's.
+# TRL's tensors (B, T, …), and this package's; `advantages` are (B,), or (B, T) where tokens are weighted.
 _COMPLETION_FIELDS = {
-    "completion_ids",
-    "completion_mask",
-    "tool_mask",
-    "old_per_token_logps",
-    "ref_per_token_logps",
-    "sampling_per_token_logps",
-    "importance_sampling_ratio",
-    "advantages",  # (B,), or (B, T) where tokens are weighted
-    "token_weight",
-    "loss_shares",
+    *"completion_ids completion_mask tool_mask old_per_token_logps ref_per_token_logps".split(),
+    *"sampling_per_token_logps importance_sampling_ratio advantages token_weight loss_shares".split(),
     *(f.name for f in fields(Scores)),
 }
 # Loss types with a divisor that depends on which samples share a micro-batch.
@@ -81,18 +72,12 @@ def even_groups(lengths: Sequence[int], count: int, by_total: bool) -> list[list
 
     Args:
         lengths: tokens of each sample; a multiple of `count` samples.
-        by_total: even the totals of the groups, each sample going to the group with the fewest tokens; else each group
-            holds samples of similar length.
+        by_total: deal the samples out, which evens the totals of the groups; else each group holds samples of similar
+            length.
     """
-    size = len(lengths) // count
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    if not by_total:
-        return [order[i : i + size] for i in range(0, len(order), size)]
-    groups: list[list[int]] = [[] for _ in range(count)]
-    for sample in order:
-        open_groups = (group for group in groups if len(group) < size)
-        min(open_groups, key=lambda group: sum(lengths[i] for i in group)).append(sample)
-    return groups
+    size = len(lengths) // count
+    return [order[i::count] if by_total else order[i * size : (i + 1) * size] for i in range(count)]
 
 
 def cut_rows(rows: list[int], tokens_of: Callable[[list[int]], int], budget: int, count: int = 1) -> list[list[int]]:
@@ -177,7 +162,7 @@ def loss_in_parts(
                 backward(loss.terms.loss)
                 loss.terms.loss = loss.terms.loss.detach()
         losses.append(loss)
-    return MicroBatchLoss.joined(losses)
+    return joined(losses)
 
 
 def _parts(step: CreditStep, inputs: dict[str, Any]) -> list[list[int]]:
@@ -202,31 +187,3 @@ def _parts(step: CreditStep, inputs: dict[str, Any]) -> list[list[int]]:
     budget = step.config.update_batch_tokens
     needed = max(step.gather([len(cut_rows(rows, tokens_of, budget))]))
     return cut_rows(rows, tokens_of, budget, needed)
-
-
-def rollout_logps(
-    step: CreditStep,
-    model: nn.Module,
-    ids: Int[Tensor, "B L"],
-    mask: Int[Tensor, "B L"],
-    completion_width: int,
-    size: int,
-) -> Float[Tensor, "B T"]:
-    """Log-probabilities of the completions under the policy that sampled them, in passes of similar length.
-
-    Args:
-        ids: prompts, padded on the left, and completions, padded on the right.
-        mask: 1 on their tokens.
-        completion_width: T.
-        size: samples of one pass.
-    """
-    width = ids.shape[1] - completion_width
-    batch = {
-        "prompt_ids": ids[:, :width],
-        "prompt_mask": mask[:, :width],
-        "completion_ids": ids[:, width:],
-        "completion_mask": mask[:, width:],
-    }
-    order = mask.sum(dim=1).argsort(descending=True, stable=True)
-    passes = ({name: values[rows] for name, values in batch.items()} for rows in order.split(size))
-    return torch.cat([step.policy_logps(model, one) for one in passes])[order.argsort()]
