@@ -128,7 +128,7 @@ def letters(key, count):
 
 
 def test_one_draw_per_group_leaves_fewer_tokens_to_score(make_config, tokenizer):
-    """LiveCodeBench's lengths over 16: prompt 32, completion 128, demonstration 128, feedback 16; 32 of 256 rollouts."""
+    """LiveCodeBench's lengths over 16: prompt 32, completion 128, demonstration 128, feedback 16; 32 rollouts."""
     prompts = [[{"role": "user", "content": letters(f"x{row}", 32)}] for row in range(32) for _ in range(8)]
     ids = [tokenizer(letters(f"y{i}", 128))["input_ids"] for i in range(256)]
     feedback = [letters(f"z{i}", 16) for i in range(256)]

@@ -7,6 +7,7 @@ import copy
 import json
 import threading
 import time
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
@@ -16,9 +17,10 @@ import torch
 import transformers
 from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
-from trl.generation import vllm_client
+from trl.generation import vllm_client, vllm_generation
 from trl.generation.vllm_client import VLLMClient
 
+from credit_trl import CreditTrainer
 from credit_trl.rollout import vllm
 from credit_trl.rollout.vllm import (
     PolicyGeneration,
@@ -29,7 +31,8 @@ from credit_trl.rollout.vllm import (
     seeded,
 )
 from credit_trl.teacher.models import make_teacher
-from dense import LENGTHS, naive_token_losses, scoring_model, step_problem
+from dense import LENGTHS, logps, naive_token_losses, scoring_model, step_problem
+from tiny import length_verdicts
 
 ADAPTERS = {
     "lora": {"target_modules": "all-linear"},
@@ -279,3 +282,101 @@ def test_await_engine_names_the_start_command(server, configured, health):
     server.answers["/health"] = health
     with pytest.raises(VLLMServerError, match=rf"{server.url} did not answer within 0.5 s.*vllm serve"):
         await_engine(configured(0.5))
+
+
+# ------------------------------------------------------------------ an engine with noise, in the trainer
+
+
+class Engine:
+    """Stand-in for vLLM's engine, which a `rollout_func` does not use."""
+
+    def __init__(self, **options) -> None:
+        pass
+
+
+LENGTH, NOISE = 128, 0.08  # as .02 nats a token over 2,048 tokens: the ratio of a completion spreads by .9 nats
+
+
+def noisy_rollouts(prompts, trainer, spread=NOISE):
+    """Long completions with log-probabilities of an engine whose mean ratio is 1."""
+    generator = torch.Generator().manual_seed(0)
+    completions = torch.randint(97, 122, (len(prompts), LENGTH), generator=generator).tolist()
+    ids = [trainer.processing_class(prompt[-1]["content"])["input_ids"] for prompt in prompts]
+    logprobs = []
+    for own, completion in zip(ids, completions, strict=True):
+        noise = spread * torch.randn(LENGTH, generator=generator) + spread**2 / 2
+        logprobs.append((logps(trainer.model.eval(), own, completion)[range(LENGTH), completion] + noise).tolist())
+    trainer.model.train()
+    return {"prompt_ids": ids, "completion_ids": completions, "logprobs": logprobs}
+
+
+@pytest.fixture
+def trained(make_model, make_config, tokenizer, dataset, monkeypatch):
+    """Trains with `noisy_rollouts` and returns the trainer."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "0")  # TRL sets them; monkeypatch restores them
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(vllm_generation, "is_vllm_available", lambda: True)
+    monkeypatch.setattr(vllm_generation, "LLM", Engine, raising=False)
+
+    def train(rollouts=noisy_rollouts, **options):
+        sizes = {"max_steps": 1, "per_device_train_batch_size": 32, "max_completion_length": LENGTH}
+        config = make_config(**{"use_vllm": True, **sizes, **options})
+        trainer = CreditTrainer(
+            make_model(), length_verdicts, config, dataset, processing_class=tokenizer, rollout_func=rollouts
+        )
+        trainer.vllm_generation.sync_weights = lambda: None
+        trainer.train()
+        return trainer
+
+    return train
+
+
+@pytest.mark.parametrize(
+    ("mode", "lowest", "highest"),
+    [
+        (None, 0.98, 1.02),  # the default, token by token
+        ("token_mask", 0.98, 1.02),
+        ("sequence_truncate", 0.4, 0.85),  # exp(−.9² / 2) = .66
+        ("sequence_mask", 0.3, 0.8),  # .58: the largest are masked
+    ],
+)
+def test_median_weight_of_a_token_under_an_engine_with_noise(trained, mode, lowest, highest):
+    options = {} if mode is None else {"vllm_importance_sampling_mode": mode}
+    history = trained(**options).state.log_history
+    assert lowest < history[0]["sampling/importance_sampling_ratio/median"] < highest
+
+
+UPDATES = {
+    "per_device_train_batch_size": 16,
+    "steps_per_generation": 2,
+    "gradient_accumulation_steps": 1,
+    "max_steps": 2,
+}
+
+
+def test_the_engines_log_probabilities_serve_as_the_old_ones(trained):
+    """Without noise the loss of both updates is that of a pass of the policy, which is not run."""
+    exact = partial(noisy_rollouts, spread=0.0)
+    losses, passes = {}, {}
+    for corrects in (True, False):
+        trainer = trained(exact, vllm_importance_sampling_correction=corrects, **UPDATES)
+        rows = [row for row in trainer.state.log_history if "loss" in row]
+        losses[corrects] = [(row["loss"], row["grad_norm"]) for row in rows]
+        passes[corrects] = "credit/seconds_old_logps" in rows[0]
+    torch.testing.assert_close(torch.tensor(losses[False]), torch.tensor(losses[True]), rtol=1e-5, atol=1e-6)
+    assert passes == {True: True, False: False}
+
+
+def test_the_ratio_to_the_engine_is_bounded_and_1_where_it_reported_nothing(trained):
+    def rollouts(prompts, trainer):
+        generated = noisy_rollouts(prompts, trainer, spread=0.5)
+        for logprobs in generated["logprobs"]:
+            logprobs[0] = None
+        return generated
+
+    trainer = trained(rollouts, vllm_importance_sampling_correction=False, **UPDATES)
+    row = next(row for row in trainer.state.log_history if "loss" in row)
+    assert 0.8 < row["sampling/importance_sampling_ratio/median"] < 0.97  # exp(−.5² / 2) = .88
+    assert row["sampling/importance_sampling_ratio/mean"] < 1.0  # above 2 it is cut
+    assert row["sampling/frac_missing_logps"] == pytest.approx(1 / LENGTH)
