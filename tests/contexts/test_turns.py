@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from trl.chat_template_utils import qwen3_chat_template
 
 from credit_trl import CreditTrainer, Verdict
-from credit_trl.contexts.builder import ContextBuilder
+from credit_trl.contexts.build import place_turns, turn_message
+from credit_trl.contexts.builder import ContextBuilder, fill
 from credit_trl.contexts.contrast import Contrast
 from credit_trl.contexts.privileged import PrivilegedContext
 from credit_trl.contexts.tokens import CompletionBatch, TokenContexts
-from credit_trl.contexts.turns import place_turns, turn_message
 from credit_trl.rollout.batch import loss_mask, turn_starts
 from credit_trl.teacher.models import Teacher
 from credit_trl.teacher.passes import token_states
@@ -196,7 +196,7 @@ def test_templates_of_known_models_take_a_message_in_the_middle(builder, tokeniz
     scripted = [*PROMPT, {"role": "assistant", "content": "hm"}]
     shown = builder.config.feedback_template.format(feedback_raw="yes").strip()
     grown = render([*scripted, {"role": "user", "content": shown}])
-    ids = builder.fill(message, PrivilegedContext(feedback="yes")) + opening
+    ids = fill(message, {"feedback": tokenizer("yes")["input_ids"]}) + opening
     assert grown.endswith(tokenizer.decode(ids))
     assert opening
 

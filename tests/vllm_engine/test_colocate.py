@@ -164,8 +164,9 @@ def test_importance_ratio_of_stale_engine_scales_distillation(make_trainer, mode
     trainer.model.train()
     trainer.current_gradient_accumulation_steps = 1
     rows = [row for row in trainer.train_dataset.select(range(2)) for _ in range(4)]
+    inputs = trainer._generate_and_score_completions(rows)
     with pytest.warns(UserWarning, match="under vLLM and under the model"):
-        inputs = trainer._generate_and_score_completions(rows)
+        trainer.log({})
 
     prompts, completions, logps, _ = sampled[0]
     expected = torch.zeros_like(inputs["completion_ids"], dtype=torch.float32)
@@ -185,6 +186,26 @@ def test_importance_ratio_of_stale_engine_scales_distillation(make_trainer, mode
         corrected = loss_per_token(trainer, inputs, i)
         plain = loss_per_token(trainer, {**inputs, "importance_sampling_ratio": torch.ones_like(ratio)}, i)
         torch.testing.assert_close(corrected, plain * expected[i][mask[i]], rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("updates", [1, 2])
+def test_ten_steps_have_a_median_ratio_near_1_in_the_log(make_trainer, capsys, updates):
+    """With the default correction; and with two updates a batch, whose ratio is that to the engine."""
+    options = {"steps_per_generation": 2, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
+    several = {} if updates == 1 else {"vllm_importance_sampling_correction": False, **options}
+    trainer = make_trainer(max_steps=10, learning_rate=1e-4, **several)
+    trainer.train()
+    if updates == 1:
+        assert trainer.args.vllm_importance_sampling_mode == "token_truncate"
+        assert trainer.args.vllm_importance_sampling_clip_max == 2.0
+    rows = [row for row in trainer.state.log_history if "loss" in row]
+    medians = [row["sampling/importance_sampling_ratio/median"] for row in rows]
+    assert len(medians) == 10
+    assert 0.95 < min(medians) <= max(medians) < 1.05
+    assert "ratio" in capsys.readouterr().out
+    differences = [row["sampling/sampling_logp_difference/mean"] for row in rows]
+    assert max(differences[::updates]) < SAME  # the first update of each generation batch
+    assert not any("credit/seconds_old_logps" in row for row in rows)
 
 
 def loss_per_token(trainer, inputs, sample):

@@ -1,13 +1,8 @@
 """Contrasts (line 3 of Algorithm 1): the registry of sources, and the draws of one sample.
 
-A source is a function of the generation batch, a sample and a random stream, with no other state:
-
-    def same_length(batch, sample, rng):
-        size = len(str(batch.prompts[sample]))
-        return shuffled([p for p in batch.other_prompts(sample) if len(str(p)) == size], rng)
-
-`contrastive_source="my_module:same_length"` uses it. Its stream is keyed by `(seed, batch.index, sample)` with the
-sample's index in the global batch, so a draw does not depend on the number of processes.
+A source is a function of the generation batch, a sample and a random stream, with no other state; CONTRIBUTING.md has
+an example. Its stream is keyed by `(seed, batch.index, sample)`, with the index of the sample in the global batch, so
+that a draw does not depend on the number of processes.
 """
 
 from __future__ import annotations

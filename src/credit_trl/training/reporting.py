@@ -28,6 +28,7 @@ FIELDS = {
     "ΔV": ("credit/delta_v_mean",),
     "generic": ("credit/generic_mean",),
     "kl": ("credit/kl_to_target", "kl"),
+    "ratio": ("sampling/importance_sampling_ratio/median",),
 }
 _SECONDS = "credit/seconds_"
 
