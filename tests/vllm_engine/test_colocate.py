@@ -208,6 +208,28 @@ def test_ten_steps_have_a_median_ratio_near_1_in_the_log(make_trainer, capsys, u
     assert not any("credit/seconds_old_logps" in row for row in rows)
 
 
+def test_siblings_share_the_prefix_cache_which_no_update_of_the_weights_survives(make_trainer, dataset):
+    """vLLM's default, which the recipes use: cached keys and values of earlier weights would change log π."""
+    long = {"role": "system", "content": "Add the numbers. " * 20}
+    trainer = make_trainer(rows=dataset.map(lambda row: {"prompt": [long, row["prompt"][-1]]}), learning_rate=0.1)
+    recording = record(trainer)
+    engine, cached = trainer.vllm_generation.llm, []
+    generate = engine.generate
+
+    def counting(*args, **kwargs):
+        outputs = generate(*args, **kwargs)
+        cached.append([output.num_cached_tokens for output in outputs])
+        return outputs
+
+    engine.generate = counting
+    trainer.train()
+    assert len(cached) == 3
+    for of_batch in cached:
+        assert of_batch[0] == 0  # the first reads its prompt with the present weights
+        assert sum(count > 0 for count in of_batch) >= len(of_batch) // 2
+    assert max(recording.differences) < SAME
+
+
 def loss_per_token(trainer, inputs, sample):
     """Loss of each token of one sample, with the weights of all other tokens set to 0."""
     count = int(inputs["completion_mask"][sample].sum())
