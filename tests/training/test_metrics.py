@@ -85,6 +85,9 @@ def test_sums_over_processes_give_global_metrics():
     together = token_metrics(whole)
     assert "sampling/importance_sampling_ratio/mean" in together[0]
     for found, expected in zip(apart, together, strict=True):
+        medians = [part.ratio.median().item() for part in (*parts, whole.terms)]  # that of a log is their mean
+        name = "sampling/importance_sampling_ratio/median"
+        assert [found.pop(name), expected.pop(name)] == pytest.approx([sum(medians[:2]) / 2, medians[2]])
         assert found == pytest.approx(expected)
 
 
