@@ -54,8 +54,8 @@ class CreditConfig(GRPOConfig):
         contrastive_count (`int`, *optional*, defaults to `1`):
             C ≥ 1: contrast prompts per sample. Each costs one forward pass of the teacher.
         contrastive_source (`str`, *optional*, defaults to `"batch"`):
-            Source of the contrast prompts: the global generation batch (`"batch"`, the paper), with one draw per sample
-            or for all of a group (`"batch_per_group"`), the whole `"dataset"`, for batches with few prompts, or a
+            Source of the contrast prompts: the global generation batch (`"batch"`, the paper), drawn for each sample
+            or once for a group (`"batch_per_group"`), the whole `"dataset"`, for batches with few prompts, or a
             function of your own, `"module:function"`.
 
         > The distillation loss

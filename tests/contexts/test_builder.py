@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from credit_trl.contexts.build import build_contexts, gather_contrast_batch, place_turns
 from credit_trl.contexts.builder import ContextBuilder
 from credit_trl.contexts.contrast import Contrast
-from credit_trl.contexts.privileged import PrivilegedContext, demonstration_text
 from credit_trl.contexts.prompts import chat_renderer
+from credit_trl.contexts.tokens import PrivilegedContext, demonstration_text
 from credit_trl.rollout.batch import GenerationBatch, is_successful, total_rewards
 from tiny import build_tokenizer, context_ids
 

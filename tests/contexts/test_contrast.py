@@ -18,7 +18,7 @@ from scipy.stats import chisquare
 from credit_trl.contexts.build import build_contexts
 from credit_trl.contexts.builder import ContextBuilder
 from credit_trl.contexts.contrast import SOURCES, Contrast, ContrastBatch, draw_contrasts, find_source
-from credit_trl.contexts.privileged import PrivilegedContext
+from credit_trl.contexts.tokens import PrivilegedContext
 from credit_trl.rollout.batch import GenerationBatch
 from credit_trl.teacher.packing import packed_row
 from credit_trl.teacher.passes import _Sequence, passes

@@ -17,8 +17,7 @@ from credit_trl import CreditTrainer, Verdict
 from credit_trl.contexts.build import place_turns, turn_message
 from credit_trl.contexts.builder import ContextBuilder, fill
 from credit_trl.contexts.contrast import Contrast
-from credit_trl.contexts.privileged import PrivilegedContext
-from credit_trl.contexts.tokens import CompletionBatch, TokenContexts
+from credit_trl.contexts.tokens import CompletionBatch, PrivilegedContext, TokenContexts
 from credit_trl.rollout.batch import loss_mask, turn_starts
 from credit_trl.teacher.models import Teacher
 from credit_trl.teacher.passes import token_states

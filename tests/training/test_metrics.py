@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from credit_trl import Verdict
-from credit_trl.contexts.privileged import PrivilegedContext
-from credit_trl.contexts.tokens import TokenContexts
+from credit_trl.contexts.tokens import PrivilegedContext, TokenContexts
 from credit_trl.loss.terms import CreditLoss, MicroBatchLoss, joined
 from credit_trl.training.metrics import (
     GENERIC_LOGS,

@@ -12,9 +12,8 @@ from datasets import Dataset
 from credit_trl.config import CreditConfig
 from credit_trl.contexts.builder import ContextBuilder, SlottedIds
 from credit_trl.contexts.contrast import ContrastBatch, draw_contrasts, source_columns
-from credit_trl.contexts.privileged import PrivilegedContext, demonstration_text
 from credit_trl.contexts.prompts import Render
-from credit_trl.contexts.tokens import TokenContexts
+from credit_trl.contexts.tokens import PrivilegedContext, TokenContexts, demonstration_text
 from credit_trl.rollout.batch import GenerationBatch, is_successful
 from credit_trl.rollout.thinking import decode_with_marks, opening_mark
 
@@ -49,12 +48,13 @@ def gather_contrast_batch(batch: GenerationBatch, builder: ContextBuilder) -> Co
     columns = source_columns(builder.source) if builder.source else []
     texts = decode_with_marks(builder.tokenizer, batch.completion_ids, builder.marks)
     tools = batch.tools or [None] * len(texts)
-    samples = zip(texts, batch.prompts, tools, batch.feedback, batch.feedback_by_turn, strict=True)
+    by_turn = batch.turn_feedback if batch.turn_starts else [None] * len(texts)
+    samples = zip(texts, batch.prompts, tools, batch.feedback, by_turn, strict=True)
     local = []
     for (text, prompt, own, feedback, turns), row in zip(samples, batch.rows, strict=True):
         opened = opening_mark(builder.student_text(prompt, own), builder.marks) != ""
         answer = demonstration_text(text, config.teacher_context, builder.marks, opened=opened)
-        rollout = PrivilegedContext(answer, feedback, turns)
+        rollout = PrivilegedContext(answer, feedback, turns or None)
         local.append((prompt, row.get("prompt", prompt), rollout, [row[name] for name in columns]))
     prompts, dataset_prompts, rollouts, values = (list(one) for one in zip(*gather_object(local), strict=True))
     successes = is_successful(batch.rewards, config.success_reward_threshold)

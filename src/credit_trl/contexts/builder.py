@@ -13,7 +13,6 @@ import re
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import chain, cycle, islice
 from typing import Any
 
@@ -22,9 +21,8 @@ from transformers.utils import get_json_schema
 
 from credit_trl.config import CreditConfig
 from credit_trl.contexts.contrast import Contrast, find_source
-from credit_trl.contexts.privileged import PrivilegedContext
 from credit_trl.contexts.prompts import Prompt, Render, chat_renderer, user_text, with_user_text
-from credit_trl.contexts.tokens import TokenContexts
+from credit_trl.contexts.tokens import PrivilegedContext, TokenContexts
 from credit_trl.rollout.thinking import thinking_marks
 
 # Ids of trusted text, and names of the parts of z that stand between them.
@@ -107,12 +105,11 @@ class ContextBuilder:
             privileged = fitted = PrivilegedContext()
             teacher = self.encode(prompt, fitted, tools)
         else:
-            teacher, z, fitted = self.fit(partial(self._slotted_prompt, prompt, tools), privileged)
+            teacher, z, fitted = self.fit(lambda parts: self._render(prompt, tools, parts)[1], privileged)
 
         def encode_contrast(contrast: Contrast) -> list[int] | None:
-            slotted = partial(self._slotted_prompt, contrast.prompt, tools)
             if contrast.privileged is None:
-                ids = fill(slotted([*z]), z)
+                ids = fill(self._render(contrast.prompt, tools, [*z])[1], z)
                 return ids if len(ids) <= self.config.max_reprompt_len else None
             if fitted.turns or contrast.privileged.turns:
                 raise ValueError(
@@ -120,7 +117,7 @@ class ContextBuilder:
                     "and feedback on single turns belongs to one rollout. Use a source of prompts, such as 'batch', "
                     "or return no `Verdict.turn_feedback`."
                 )
-            return self.fit(slotted, contrast.privileged)[0]
+            return self.fit(lambda parts: self._render(contrast.prompt, tools, parts)[1], contrast.privileged)[0]
 
         count = self.config.contrastive_count if teacher is not None else 0
         drawn = map(encode_contrast, islice(contrasts, count + _MAX_MISSES))
@@ -174,7 +171,7 @@ class ContextBuilder:
     def encode(self, prompt: Prompt, z: PrivilegedContext, tools: list[Any] | None = None) -> list[int]:
         """Token ids of one context, of any length. Without feedback and demonstration it is the student's prompt."""
         parts = self._encode_parts(z)
-        return fill(self._slotted_prompt(prompt, tools, [*parts]), parts)
+        return fill(self._render(prompt, tools, [*parts])[1], parts)
 
     def _encode_parts(self, z: PrivilegedContext) -> dict[str, list[int]]:
         """Ids of the parts that z has, as plain text; lone surrogates are replaced."""
@@ -196,9 +193,6 @@ class ContextBuilder:
     def student_text(self, prompt: Prompt, tools: list[Any] | None = None) -> str:
         """The prompt as the student reads it, with the generation prompt."""
         return self._render(prompt, tools, [])[0]
-
-    def _slotted_prompt(self, prompt: Prompt, tools: list[Any] | None, parts: list[str]) -> SlottedIds:
-        return self._render(prompt, tools, parts)[1]
 
     def _render(self, prompt: Prompt, tools: list[Any] | None, parts: list[str]) -> tuple[str, SlottedIds]:
         """The prompt with slots for parts of z, rendered and tokenised once for all samples that have them."""

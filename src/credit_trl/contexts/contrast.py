@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from credit_trl.contexts.privileged import PrivilegedContext
+from credit_trl.contexts.tokens import PrivilegedContext
 from credit_trl.rollout.batch import Prompt, prompt_key
 
 T = TypeVar("T")

@@ -34,8 +34,8 @@ def thinking_marks(tokenizer: PreTrainedTokenizerBase) -> ThinkingMarks:
     for tag in _OPENING_TAG.findall(declared):
         with_slash = re.sub(r"^([<\[◁]\|?)", r"\1/", tag)
         pairs += [(tag, with_slash), (tag, tag.replace("START", "END").replace("begin", "end"))]
-    found = [(opening, closing) for opening, closing in pairs if opening != closing]
-    return tuple(dict.fromkeys(p for p in found if p[0] in declared and p[1] in declared)) or COMMON_MARKS[:1]
+    found = dict.fromkeys(pair for pair in pairs if pair[0] != pair[1] and all(mark in declared for mark in pair))
+    return tuple(found) or COMMON_MARKS[:1]
 
 
 def split_thinking(
@@ -89,8 +89,6 @@ def decode_with_marks(
     special = added | set(tokenizer.all_special_ids)
     in_marks = " ".join(mark for pair in marks for mark in pair)
     dropped = {i for i in special if tokenizer.convert_ids_to_tokens(i) not in in_marks}
-    if dropped == special:
-        return tokenizer.batch_decode(ids, skip_special_tokens=True)
     return tokenizer.batch_decode([[i for i in row if i not in dropped] for row in ids])
 
 

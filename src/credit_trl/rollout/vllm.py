@@ -24,6 +24,7 @@ from accelerate.utils import is_peft_model
 from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers import set_seed
 from trl import GRPOConfig
 from trl.generation.vllm_client import VLLMClient
@@ -117,7 +118,8 @@ def merged_weights(model: PeftModel) -> Iterator[tuple[str, Tensor]]:
             continue
         path, base_layer, _ = name.partition(".base_layer.")
         with _merged(model.get_submodule(path), adapter) if base_layer else nullcontext():
-            yield base_name, _whole(model.get_parameter(name) if base_layer else parameter)
+            weight = model.get_parameter(name) if base_layer else parameter
+            yield base_name, weight.full_tensor() if isinstance(weight, DTensor) else weight.data
 
 
 @contextmanager
@@ -142,10 +144,6 @@ def _merged(wrapper: BaseTunerLayer, adapter: str) -> Iterator[None]:
         for base, name, parameter, data in originals:  # quantized layers have replaced the parameter
             parameter.data = data
             base.register_parameter(name, parameter)
-
-
-def _whole(parameter: Tensor) -> Tensor:
-    return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter.data
 
 
 class VLLMServerError(ConnectionError):

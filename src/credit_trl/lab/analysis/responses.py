@@ -14,8 +14,8 @@ import torch
 from credit_trl.config import CreditConfig
 from credit_trl.contexts.build import gather_contrast_batch
 from credit_trl.contexts.contrast import Contrast, ContrastBatch, draw_contrasts, find_source
-from credit_trl.contexts.privileged import PrivilegedContext
 from credit_trl.contexts.prompts import Prompt, user_text
+from credit_trl.contexts.tokens import PrivilegedContext
 from credit_trl.evaluation.config import SamplingConfig
 from credit_trl.evaluation.generation import read_responses
 from credit_trl.evaluation.protocol import distinct_names
