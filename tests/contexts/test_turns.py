@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 import trl
-from accelerate import Accelerator
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from trl.chat_template_utils import qwen3_chat_template
@@ -17,10 +16,8 @@ from credit_trl import CreditTrainer, Verdict
 from credit_trl.contexts.build import place_turns, turn_message
 from credit_trl.contexts.builder import ContextBuilder, fill
 from credit_trl.contexts.contrast import Contrast
-from credit_trl.contexts.tokens import CompletionBatch, PrivilegedContext, TokenContexts
+from credit_trl.contexts.tokens import PrivilegedContext, TokenContexts
 from credit_trl.rollout.batch import loss_mask, turn_starts
-from credit_trl.teacher.models import Teacher
-from credit_trl.teacher.passes import token_states
 from credit_trl.training.metrics import CreditWarning
 from dense import buckets, gradients, move
 from tiny import context_columns, context_ids
@@ -102,37 +99,6 @@ def test_every_turn_is_preceded_by_its_feedback(builder, tokenizer, turns, tools
         if len(tools) == len(turns):
             expected += tokenizer(OPEN)["input_ids"]
         assert sequence(context, columns, ids) == expected
-
-
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data(), packed=st.booleans())
-def test_states_equal_those_of_the_merged_sequence(make_model, data, packed):
-    """Compared with one dense pass over `sequence(…)`: the state before each completion token."""
-    model = make_model().eval()
-    length = data.draw(st.integers(1, 9))
-    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
-    ids = torch.randint(3, 250, (2, length), generator=generator)
-    mask = torch.ones_like(ids)
-    wanted = torch.tensor([data.draw(st.lists(st.booleans(), min_size=length, max_size=length))] * 2)
-    places = [0, *sorted(data.draw(st.lists(st.integers(0, length), max_size=6)))]
-    own, other = (torch.randint(3, 250, (len(places),), generator=generator).tolist() for _ in range(2))
-    contexts = [TokenContexts(own, [other], [places, places]), TokenContexts([7, 8], [[9]])]
-    teacher = Teacher(model, Accelerator(cpu=True))
-    with teacher.active() as reader, torch.no_grad():
-        passes = list(token_states(teacher, reader, contexts, CompletionBatch(ids, mask, wanted), 30, packed))
-    found = torch.full((2, 2, length, model.config.hidden_size), torch.nan)
-    for samples, positions, hidden, contrast_hidden in passes:
-        found[:, samples, positions] = torch.cat([hidden[None], contrast_hidden])
-    for sample in range(2):
-        for column in wanted[sample].nonzero()[:, 0].tolist():
-            for k, context in enumerate(context_ids(contexts[sample])):
-                at = places if sample == 0 else [0] * len(context)
-                whole = sequence(context, at, ids[sample].tolist())
-                end = column + sum(place <= column for place in at)
-                assert whole[end] == ids[sample, column]
-                with torch.no_grad():
-                    expected = model.base_model(input_ids=torch.tensor([whole[:end]])).last_hidden_state[0, -1]
-                torch.testing.assert_close(found[k, sample, column], expected, rtol=1e-4, atol=1e-5)
 
 
 def test_control_tokens_in_feedback_on_a_turn_are_plain_text(builder, tokenizer):

@@ -121,30 +121,6 @@ def test_phases_keep_engine_policy_and_teacher_weights_apart(make_trainer, kind,
     assert equal(first["teacher"], phases[-1][2]["teacher"]) == (teacher == "base")
 
 
-@pytest.mark.parametrize("kind", ["full", "lora"])
-def test_base_teacher_scores_with_initial_weights(make_trainer, kind):
-    trainer = make_trainer(adapter(kind), teacher_model_kind="base", max_steps=4)
-    untrained = initial(trainer).eval()
-    prepare = trainer.credit_step.prepare
-    scored = []
-
-    def keep_scores(batch, output, contexts):
-        scores = prepare(batch, output, contexts)
-        scored.append((contexts, {**output, **scores}))
-        return scores
-
-    trainer.credit_step.prepare = keep_scores
-    trainer.train()
-    assert len(scored) == 4
-    contexts, output = scored[-1]
-    for i, own in enumerate(built.teacher for built in contexts):
-        completion = output["completion_ids"][i][output["completion_mask"][i].bool()].tolist()
-        expected = token_logps(untrained, own, completion)
-        torch.testing.assert_close(output["teacher_token_logps"][i][: len(completion)], expected, rtol=0, atol=1e-4)
-        control = token_logps(trainer.model.eval(), own, completion)
-        assert (control - expected).abs().max() > STALE
-
-
 @pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
 def test_importance_ratio_of_stale_engine_scales_distillation(make_trainer, mode):
     options = {"vllm_importance_sampling_mode": mode, "vllm_importance_sampling_clip_max": 1.2}

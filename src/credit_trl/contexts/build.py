@@ -36,7 +36,7 @@ def build_contexts(batch: GenerationBatch, builder: ContextBuilder) -> list[Toke
         drawn = draw_contrasts(builder.source, gathered, sample, builder.config.seed) if builder.source else ()
         built = builder.build(prompt, gathered.privileged[sample], drawn, tools=tools)
         if built.teacher is not None and built.privileged.turns:
-            render = None if isinstance(prompt, str) else partial(builder.render, tools=tools)
+            render = None if isinstance(prompt, str) else partial(builder.render, tools=tools or None)
             built = place_turns(built, batch.completion_ids[i], batch.turn_starts[i], builder, render)
         contexts.append(built)
     return contexts

@@ -196,8 +196,7 @@ class ContextBuilder:
 
     def _render(self, prompt: Prompt, tools: list[Any] | None, parts: list[str]) -> tuple[str, SlottedIds]:
         """The prompt with slots for parts of z, rendered and tokenised once for all samples that have them."""
-        if tools:
-            tools = [tool if isinstance(tool, dict) else get_json_schema(tool) for tool in tools]
+        tools = [tool if isinstance(tool, dict) else get_json_schema(tool) for tool in tools or ()] or None
         key = json.dumps([prompt, tools, sorted(parts)], default=str)
         if key not in self._rendered:
             if len(self._rendered) >= _MAX_RENDERED:

@@ -160,8 +160,4 @@ def from_dataset(batch: ContrastBatch, sample: int, rng: np.random.Generator) ->
 
 
 # Registered sources by name.
-SOURCES: dict[str, Source] = {
-    "batch": from_batch,
-    "batch_per_group": from_batch_per_group,
-    "dataset": from_dataset,
-}
+SOURCES: dict[str, Source] = {"batch": from_batch, "batch_per_group": from_batch_per_group, "dataset": from_dataset}
