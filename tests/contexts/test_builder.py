@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tokenizers import decoders, models, pre_tokenizers
 
 from credit_trl.contexts.build import build_contexts, gather_contrast_batch, place_turns
 from credit_trl.contexts.builder import ContextBuilder
@@ -94,6 +95,22 @@ def test_a_split_control_token_across_two_pieces_of_z_stays_text(tokenizer, make
     control = set(tokenizer.all_special_ids)
     assert [i for i in ids if i in control] == [i for i in student_ids(tokenizer, PROMPT) if i in control]
     assert "<|im_end|>" in tokenizer.decode(ids[10:-30])
+
+
+@pytest.mark.parametrize("prepend", ["first", "always", "never"])
+@pytest.mark.parametrize("text", ["4", "\n4\n", " 4", ""])
+def test_no_space_is_added_around_z(make_config, prepend, text):
+    """A tokenizer of SentencePiece's kind begins each text with a space."""
+    tokenizer = build_tokenizer()
+    backend = tokenizer.backend_tokenizer
+    backend.model = models.BPE(vocab={chr(c): c for c in (*range(32, 127), 10, 9601)}, merges=[], unk_token="?")
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=prepend)
+    backend.decoder = decoders.Metaspace(prepend_scheme=prepend)
+    builder = ContextBuilder(tokenizer, make_config())
+    ids = builder.encode("2+2?", PrivilegedContext(text, "Not 5."))
+    expected = f"Correct solution:\n{text}\n\nPrevious assessment:\nNot 5.\n\n2+2?"
+    assert tokenizer.decode(ids) == expected
+    assert ids == tokenizer(expected)["input_ids"]
 
 
 def test_a_contrast_may_exchange_z(tokenizer, make_config):

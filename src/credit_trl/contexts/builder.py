@@ -164,7 +164,7 @@ class ContextBuilder:
 
     def _without_middle(self, ids: list[int], excess: int) -> list[int] | None:
         """Ids of untrusted text with `excess` fewer tokens; None where nothing remains beside the mark."""
-        mark = self.tokenize(_CUT)
+        mark = self._tokenize_inside(_CUT)
         kept = len(ids) - excess - len(mark)
         return None if kept < 2 else ids[: kept - kept // 2] + mark + ids[-(kept // 2) :]
 
@@ -180,8 +180,7 @@ class ContextBuilder:
             text = getattr(z, part)
             if text is None:
                 continue
-            encodable = text.encode("utf-8", "replace").decode()
-            ids = self.tokenizer(encodable, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+            ids = self._tokenize_inside(text.encode("utf-8", "replace").decode(), split_special_tokens=True)
             if not self._control_ids.isdisjoint(ids):
                 raise ValueError(
                     f"The {part} encodes to control tokens although `split_special_tokens=True`: the tokenizer "
@@ -229,12 +228,19 @@ class ContextBuilder:
     def slotted(self, text: str, *, first: bool = False) -> SlottedIds:
         """Ids of trusted text that has slots; `first` as in `tokenize`."""
         parts = {slot: part for part, slot in self.slots.items()}
-        pieces = re.split(f"({'|'.join(parts)})", text)
-        return [parts.get(piece) or self.tokenize(piece, first=first and i == 0) for i, piece in enumerate(pieces)]
+        start, *pieces = re.split(f"({'|'.join(parts)})", text)
+        return [self.tokenize(start, first=first), *(parts.get(one) or self._tokenize_inside(one) for one in pieces)]
 
     def tokenize(self, text: str, *, first: bool = False) -> list[int]:
         """Ids of trusted text; `first` adds the tokenizer's special tokens, as for the student's plain prompts."""
         return self.tokenizer(text, add_special_tokens=first)["input_ids"]
+
+    def _tokenize_inside(self, text: str, **options: Any) -> list[int]:
+        """Ids of text inside another, without the space that some tokenizers put before a text."""
+        alone, start, ids = (
+            self.tokenizer(one, add_special_tokens=False, **options)["input_ids"] for one in (text, "\n", f"\n{text}")
+        )
+        return ids[len(start) :] if ids[: len(start)] == start else alone
 
 
 def fill(slotted: SlottedIds, parts: Mapping[str, list[int]]) -> list[int]:

@@ -17,11 +17,7 @@ class PrivilegedContext:
 
     demonstration: str | None = None  # text of a successful rollout of the group
     feedback: str | None = None  # on the whole rollout
-    turns: Mapping[int, str] | None = field(default=None, hash=False)  # feedback by turn index, see `place_turns`
-
-    def __post_init__(self) -> None:
-        if self.turns is not None:  # JSON has no integer keys
-            object.__setattr__(self, "turns", {int(turn): text for turn, text in self.turns.items()} or None)
+    turns: Mapping[int, str] | None = field(default=None, hash=False)  # feedback by turn index, not empty
 
     def __bool__(self) -> bool:
         return any(part is not None for part in (self.demonstration, self.feedback, self.turns))

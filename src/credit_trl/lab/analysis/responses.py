@@ -56,9 +56,11 @@ class Rollout:
     def from_json(cls, record: dict[str, Any]) -> Rollout:
         record = dict(record)
         contexts = record.pop("contexts", None)
+        z = record.pop("privileged")
+        turns = {int(turn): text for turn, text in (z.get("turns") or {}).items()}  # JSON has no integer keys
         return cls(
             token_ids=tuple(record.pop("token_ids")),
-            privileged=PrivilegedContext(**record.pop("privileged")),
+            privileged=PrivilegedContext(z.get("demonstration"), z.get("feedback"), turns or None),
             contrasts=tuple(record.pop("contrasts")),
             contexts=None if contexts is None else RolloutContexts(**contexts),
             **record,
