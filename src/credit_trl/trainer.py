@@ -44,11 +44,10 @@ from credit_trl.training.check_run import check_run
 from credit_trl.training.checkpoints import ResumableTrainer
 from credit_trl.training.drift import DriftAlarms
 from credit_trl.training.metrics import Alarms, TokenMetrics, context_metrics, drop_undefined, teacher_success_weights
-from credit_trl.training.reporting import ContinueReports, StageClock, add_completion_columns, print_lines
+from credit_trl.training.reporting import ContinueReports, RunLog, StageClock, add_completion_columns, print_lines
 from credit_trl.training.run_data import describe_data
-from credit_trl.training.run_log import RunLog
 from credit_trl.training.step import CreditStep
-from credit_trl.training.weight_change import WeightChange
+from credit_trl.training.weights import WeightChange
 
 
 class CreditTrainer(ResumableTrainer):

@@ -205,7 +205,7 @@ def run(folder: str, variant: str, fault: Fault | None, rank: int, processes: in
     if "service" in variant:
         start_service()
     made = make_trainer(out, variant, processes)
-    made.add_callback(SaveOnSigterm(made.accelerator))
+    made.add_callback(SaveOnSigterm())
     assert made.accelerator.num_processes == processes
     if fault is not None and fault.rank == rank:
         schedule(fault, lambda: made.state.global_step)

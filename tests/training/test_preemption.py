@@ -13,7 +13,7 @@ from credit_trl.training.preemption import Preempted, SaveOnSigterm
 
 def test_signal_ends_one_run_and_not_the_next_in_the_process():
     before = signal.getsignal(signal.SIGTERM)
-    save, control = SaveOnSigterm(SimpleNamespace(num_processes=1)), SimpleNamespace(should_save=False)
+    save, control = SaveOnSigterm(), SimpleNamespace(should_save=False)
     events = SimpleNamespace(output_dir="run"), SimpleNamespace(global_step=3), control
     save.on_train_begin(*events)
     os.kill(os.getpid(), signal.SIGTERM)

@@ -124,7 +124,7 @@ def make_trainer(
         )
     trainer.run_log.facts["task"] = script_args.task or script_args.dataset_name or script_args.dataset_path
     trainer.run_log.facts["data"] = describe(script_args, training_args.reward_weights)
-    trainer.add_callback(SaveOnSigterm(trainer.accelerator))  # before evaluations, which it skips
+    trainer.add_callback(SaveOnSigterm())  # before evaluations, which it skips
     if script_args.avg_at_k is not None:
         evaluate_during_training(trainer, script_args)
     trainer.add_callback(ReportCallback())  # last, so that it has the last evaluation

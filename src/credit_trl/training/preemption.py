@@ -10,8 +10,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import psutil
-import torch
-from accelerate import Accelerator
+from accelerate.utils import gather_object
 from transformers import TrainerCallback
 
 logger = logging.getLogger(__name__)
@@ -31,20 +30,20 @@ class SaveOnSigterm(TrainerCallback):
     processes one signal to any of them ends the run. Signals are handled while the main thread trains.
     """
 
-    def __init__(self, accelerator: Accelerator) -> None:
-        self.accelerator = accelerator
-        self.received = False
-        self._ends = False
-        self._previous: Any = None
+    def __init__(self) -> None:
+        self._previous = signal.getsignal(signal.SIGTERM)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.received = self._ends = False
-        is_main = threading.current_thread() is threading.main_thread()
-        if is_main and signal.getsignal(signal.SIGTERM) != self._receive:  # an earlier run that failed left it
-            self._previous = signal.signal(signal.SIGTERM, self._receive)
+        self._received = False
+        self._ends = False
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, self._receive)
+
+    def _receive(self, number: int, frame: Any) -> None:
+        self._received = True
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._ends = self._any_received()
+        self._ends = any(gather_object([self._received]))
         if self._ends:
             control.should_save = control.should_training_stop = True
 
@@ -57,18 +56,8 @@ class SaveOnSigterm(TrainerCallback):
             raise Preempted(REQUEUE)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._previous is not None:
+        if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self._previous)
-
-    def _receive(self, number: int, frame: Any) -> None:
-        self.received = True
-
-    def _any_received(self) -> bool:
-        """Whether any process received the signal. Every process calls it after each step."""
-        if self.accelerator.num_processes == 1:
-            return self.received
-        flag = torch.tensor(float(self.received), device=self.accelerator.device)
-        return self.accelerator.reduce(flag, reduction="sum").item() > 0
 
 
 def requeue_on_sigterm() -> AbstractContextManager[None]:

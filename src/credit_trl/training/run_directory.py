@@ -15,13 +15,17 @@ A process killed at any moment leaves each file complete, or with an unfinished 
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import json
 import logging
 import math
 import os
 import shutil
-from collections.abc import Mapping
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +39,12 @@ SETTINGS_FILE = "settings.json"
 RESULT_FILE = "result.json"
 BEST_FILE = "best.json"
 SUMMARY_FILE = "summary.json"
+LOCK_FILE = ".run_lock"
 BASE_EVALUATION = f"{EVALUATIONS_FOLDER}/step-000000"  # before the first step
 
 # Files of a run. Checkpoints come first: if moving them is interrupted, no run resumes from them without their log.
-_MODELS = ("checkpoint-*", "best-step-*")
+_STEPS = ("checkpoint-*", "best-step-*", f"{EVALUATIONS_FOLDER}/step-*")
 _RECORDS = (EVALUATIONS_FILE, LOG_FILE, RUN_FILE, BEST_FILE, SUMMARY_FILE)
-_EVALUATIONS = f"{EVALUATIONS_FOLDER}/step-*"
 _OUTPUTS = ("completions/*", "credit_maps/*", "model", "learning_curve.png", "token_maps.html")
 # The final model. An adapter's configuration that remains would make transformers load that adapter.
 _FINAL_MODEL = (
@@ -124,6 +128,41 @@ def _json_object(text: bytes, place: str) -> dict[str, Any]:
     return value
 
 
+class RunLockedError(RuntimeError):
+    """Another trainer uses the run directory."""
+
+
+@contextmanager
+def run_lock(folder: Path) -> Iterator[None]:
+    """Hold the lock of a run directory inside the block. One process of a run calls it.
+
+    The system releases the lock (`flock`, on network file systems too) when its process ends in any way, so that no
+    lock is stale. On a file system without locks the run goes on with a warning.
+
+    Raises:
+        RunLockedError: another process holds it; the message names its host, process and start.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / LOCK_FILE
+    with path.open("a+") as file:
+        # A child would hold the lock beyond the death of this process.
+        os.register_at_fork(after_in_child=file.close)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise RunLockedError(
+                f"{folder} is used by another trainer: {path.read_text()}. Wait for it, end it, or set another "
+                f"`output_dir`. If it no longer runs, remove {path}."
+            ) from error
+        except OSError as error:
+            logger.warning(f"{path} cannot be locked ({error}): start no second trainer in {folder}.")
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}, started {datetime.now():%Y-%m-%d %H:%M:%S}")
+        file.flush()
+        yield
+        file.truncate(0)
+
+
 def set_aside(folder: Path, step: int = 0, base: str = "") -> None:
     """Move what an earlier run saved after a step to a folder `previous-<n>`, which is a run directory too, and warn.
 
@@ -136,17 +175,16 @@ def set_aside(folder: Path, step: int = 0, base: str = "") -> None:
             a copy of the evaluation before the first step stays, which the run reuses if it has the same weights.
         base: name or path of the model that the run starts from, which stays if it is in the run directory.
     """
+    own = Path(base or os.devnull).resolve()
     if step > 0:
-        moved = [path for path in _paths(folder, *_MODELS, _EVALUATIONS) if step_of(path) > step]
-        is_used = any(path.match(_MODELS[0]) for path in moved)
+        moved = [path for path in _paths(folder, *_STEPS) if step_of(path) > step]
+        is_used = any(path.match(_STEPS[0]) for path in moved)
         what = f"This run resumes from step {step}. Later checkpoints and evaluations"
     else:
-        own = Path(base).resolve() if base else None
-        final = () if own == folder.resolve() else _FINAL_MODEL
-        moved = _paths(folder, *_MODELS, *_RECORDS, _EVALUATIONS, *_OUTPUTS, *final)
-        moved = [path for path in moved if path.resolve() != own]
+        model = () if own == folder.resolve() else _FINAL_MODEL
+        moved = [p for p in _paths(folder, *_STEPS, *_RECORDS, *_OUTPUTS, *model) if p.resolve() != own]
         has_steps = any(row.get("step", 0) > 0 for row in read_lines(folder / LOG_FILE))
-        is_used = bool(_paths(folder, *_MODELS, EVALUATIONS_FILE)) or has_steps
+        is_used = has_steps or bool(_paths(folder, *_STEPS[:2], EVALUATIONS_FILE))
         what = "This run starts from the beginning. Log, evaluations and models of an earlier run"
     if not is_used:
         return

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from credit_trl.training.finite import NonFiniteError, first_nonfinite, poison
+from credit_trl.training.weights import NonFiniteError, nonfinite_weight, poison
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def test_nonfinite_step_ends_the_run_before_the_optimizer(make_trainer, tmp_path
     assert str(ended.value).startswith("Step 3 is not finite")
     assert source in str(ended.value)
     assert f"The last checkpoint is {tmp_path / 'run' / 'checkpoint-2'}." in str(ended.value)
-    assert first_nonfinite(trainer.model.named_parameters()) is None
+    assert nonfinite_weight(trainer.model, {}) is None
     resumed = make_trainer()
     resumed.train("latest")
     whole = make_trainer(output_dir=str(tmp_path / "whole"))
@@ -98,7 +98,7 @@ def test_skipped_step_changes_no_weight_and_is_counted(make_trainer, fault):
     trainer.train()
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert [entry["credit/frac_skipped_updates"] for entry in logs] == [0.0, 0.0, 1.0, 0.0]
-    assert first_nonfinite(trainer.model.named_parameters()) is None
+    assert nonfinite_weight(trainer.model, {}) is None
     assert any(not torch.equal(p, before[n]) for n, p in trainer.model.named_parameters())
 
 
