@@ -39,7 +39,7 @@ from credit_trl.teacher import causal_lm
 from credit_trl.teacher.external import build_teacher
 from credit_trl.teacher.models import TeacherUpdate
 from credit_trl.teacher.packing import cannot_pack
-from credit_trl.training import check_logits, checks, micro_batches
+from credit_trl.training import checks, micro_batches
 from credit_trl.training.check_run import check_run
 from credit_trl.training.checkpoints import ResumableTrainer
 from credit_trl.training.drift import DriftAlarms
@@ -168,9 +168,9 @@ class CreditTrainer(ResumableTrainer):
         args = self.args
         checks.check_machine(args, self.accelerator, self.aux_loss_enabled)
         self.teacher = build_teacher(args, self.model, self.accelerator, self._tokenizer)
-        check_logits.check_model(self.model, self.accelerator)
+        checks.check_model(self.model, self.accelerator)
         if args.teacher_model_kind == "model":
-            check_logits.check_logits(self.teacher.models()[0], self.accelerator)
+            checks.check_logits(self.teacher.models()[0], self.accelerator)
         reason = cannot_pack(self.model) if args.packed else None
         self.credit_step = CreditStep(
             args,

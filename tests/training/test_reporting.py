@@ -31,7 +31,7 @@ LOGS = {
     [
         (
             LOGS,
-            "step   7/100  reward   0.438  length   21.2  s   0.846  ΔV  -0.187  generic -12.020  kl   0.051"
+            "step   7/100  reward   0.438  length  21.250  s   0.846  ΔV  -0.187  generic -12.020  kl   0.051"
             "  seconds rollout 3.1 update 4.0",
         ),
         ({"reward": 1.0}, "step   7/100  reward   1.000"),

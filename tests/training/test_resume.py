@@ -12,7 +12,6 @@ from transformers import TrainerCallback
 
 from credit_trl import CreditTrainer
 from credit_trl.training.checkpoints import load_progress, save_progress
-from credit_trl.training.metrics import CreditWarning
 from credit_trl.training.step import CreditStep
 from tiny import length_verdicts
 
@@ -186,13 +185,6 @@ def test_resuming_with_another_learning_rate_uses_it(train, tmp_path, schedule):
     groups = trainer.optimizer.param_groups
     assert {group["weight_decay"] for group in groups} == {0.0, 0.1}
     assert {group["eps"] for group in groups} == {1e-7}
-
-
-@pytest.mark.parametrize("asked", ["latest", True])
-def test_checkpoint_without_optimizer_is_resumed_with_a_warning(train, tmp_path, asked):
-    train(max_steps=1, save_steps=1, save_only_model=True)
-    with pytest.warns(CreditWarning, match="checkpoint-1 holds no optimizer"):
-        assert train(resume=asked, max_steps=2, save_steps=2).state.global_step == 2
 
 
 LAYOUT = {"processes": 2, "rollouts": 4, "passes": 4}

@@ -35,7 +35,7 @@ from credit_trl.teacher.sharding import full_tensor
 from credit_trl.training.checks import check_enough_rows
 from credit_trl.training.manifest import find_damage, hash_files, write_manifest
 from credit_trl.training.metrics import Alarms
-from credit_trl.training.resuming import configured_optimizer, has_optimizer, stored_options
+from credit_trl.training.resuming import configured_optimizer, stored_options
 from credit_trl.training.run_directory import read_json, remove_scratch_files, run_lock, step_of
 from credit_trl.training.trl_compat import check_trl
 from credit_trl.training.weights import NonFiniteError, is_finite, nonfinite_weight, poison, source_of
@@ -203,12 +203,6 @@ class ResumableTrainer(GRPOTrainer):
                 f"{checkpoint} was saved with `teacher_model_kind={kind!r}`, and this run has "
                 f"{self.args.teacher_model_kind!r}. Resume as it was saved, or with 'base' or 'live', which need "
                 "nothing of the checkpoint."
-            )
-        if not has_optimizer(checkpoint):
-            self.alarms.raise_once(
-                "no_optimizer",
-                f"{checkpoint} holds no optimizer (`save_only_model=True`): its moments and the learning rate's "
-                "schedule start again, so this run differs from an uninterrupted one.",
             )
 
     @property

@@ -1,4 +1,4 @@
-"""What a run leaves: `run.json`, `log.jsonl`, a console line a log, seconds of its stages, the table of completions."""
+"""What a run leaves: `run.json`, `log.jsonl`, a console line a log, seconds of its stages, its completions."""
 
 from __future__ import annotations
 
@@ -79,39 +79,32 @@ class RunLog(TrainerCallback):
             )
 
 
-# Column of the console line -> names in the log, the first that is there; GRPO logs `kl` with a reference model.
-FIELDS = {
-    "reward": ("reward",),
-    "length": ("completions/mean_length",),
-    "s": ("credit/s_mean",),
-    "ΔV": ("credit/delta_v_mean",),
-    "generic": ("credit/generic_mean",),
-    "kl": ("credit/kl_to_target", "kl"),
+# Names in the log -> columns of the console line.
+COLUMNS = {
+    "reward": "reward",
+    "completions/mean_length": "length",
+    "credit/s_mean": "s",
+    "credit/delta_v_mean": "ΔV",
+    "credit/generic_mean": "generic",
+    "credit/kl_to_target": "kl",
 }
 _SECONDS = "credit/seconds_"
 
 
 def log_line(logs: Mapping[str, Any], step: int, last_step: int) -> str:
-    """One line for a training or evaluation log: step, the columns of `FIELDS`, and seconds by stage.
+    """One line for a training or evaluation log: step, the `COLUMNS` that it has, and seconds by stage.
 
     A log without any of these columns, such as that of avg@k, is shown with all its numbers.
-
-    Args:
-        logs: what the trainer logs. Names of an evaluation begin with `eval_`.
     """
     is_eval = any(name.startswith("eval_") for name in logs)
     values = {name.removeprefix("eval_"): value for name, value in logs.items() if isinstance(value, int | float)}
-    parts = [f"{'eval at ' if is_eval else ''}step {step:{len(str(last_step))}}/{last_step}"]
-    for column, names in FIELDS.items():
-        found = [values[name] for name in names if name in values]
-        if found:
-            parts.append(f"{column} {found[0]:{'6.1f' if column == 'length' else '7.3f'}}")
-    if len(parts) == 1:
-        parts += [f"{name} {value:.4g}" for name, value in values.items() if name not in ("epoch", "total_flos")]
-    stages = {name.removeprefix(_SECONDS): value for name, value in values.items() if name.startswith(_SECONDS)}
+    parts = [f"{column} {values[name]:7.3f}" for name, column in COLUMNS.items() if name in values]
+    parts = parts or [f"{name} {value:.4g}" for name, value in values.items() if name not in ("epoch", "total_flos")]
+    stages = [f"{name.removeprefix(_SECONDS)} {x:.1f}" for name, x in values.items() if name.startswith(_SECONDS)]
     if stages:
-        parts.append("seconds " + " ".join(f"{name} {seconds:.1f}" for name, seconds in stages.items()))
-    return "  ".join(parts)
+        parts.append(f"seconds {' '.join(stages)}")
+    start = f"{'eval at ' if is_eval else ''}step {step:{len(str(last_step))}}/{last_step}"
+    return "  ".join([start, *parts])
 
 
 class LogLines(PrinterCallback):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from accelerate.utils import is_peft_model
@@ -38,11 +37,6 @@ def stored_options(args: CreditConfig, model: nn.Module) -> dict[str, Any]:
     adapter = model.peft_config[model.active_adapter].to_dict() if is_peft_model(model) else {}
     options |= {f"peft_config.{name}": adapter[name] for name in _ADAPTER_FIELDS if adapter.get(name)}
     return json.loads(json.dumps(options, default=sorted))
-
-
-def has_optimizer(checkpoint: Path) -> bool:
-    """Whether a checkpoint holds the optimizer's state, in any of the layouts that transformers writes."""
-    return any(any(checkpoint.glob(pattern)) for pattern in ("optimizer*", "rank*-optimizer.pt", "global_step*"))
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from credit_trl.evaluation.config import SamplingConfig
 from credit_trl.evaluation.generation import encode_prompt, end_of_turn_ids, generate_ids, pad_id
 from credit_trl.tasks.model_names import model_path, naming_model
 from credit_trl.teacher.models import ADAPTER_NAME, TEACHER_FILE, CopyTeacher, Teacher
-from credit_trl.training.check_logits import check_logits
+from credit_trl.training.checks import check_logits
 
 
 @dataclass(frozen=True)
