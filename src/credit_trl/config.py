@@ -9,7 +9,7 @@ import math
 import os
 import re
 import string
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -282,6 +282,8 @@ def _resolve_defaults(config: CreditConfig) -> None:
         config.vllm_importance_sampling_mode = "token_truncate" if distills else "sequence_mask"
         if distills and config.vllm_importance_sampling_clip_max == GRPOConfig.vllm_importance_sampling_clip_max:
             config.vllm_importance_sampling_clip_max = 2.0
+    if config.report_to is None:  # `null` in YAML
+        config.report_to = "none"
     if config.bf16 is None and (config.use_cpu or not torch.accelerator.is_available()):
         config.bf16 = False
 
@@ -297,7 +299,6 @@ class _OneRollout(int):
 OTHER_NAMES = {
     "distillation_mode": "Set `distillation_support`: 'teacher_topk' or 'sampled'.",
     "remove_thinking_from_demonstration": "Set `teacher_context`: 'solution' or 'think+solution'.",
-    "teacher_model_revision": "Set `teacher_model_init_kwargs={'revision': ...}`.",
     "topk": "Set `distillation_topk`.",
     "alpha": "Set `distillation_alpha`.",
     "lam": "Set `contrastive_coef`.",
@@ -318,30 +319,39 @@ OTHER_NAMES = {
 }
 
 
-def _refuse_unknown(init: Callable[..., None]) -> Callable[..., None]:
-    """An initializer that refuses all unknown options at once, with their counterpart or the most similar name."""
+def refuse_unknown(owner: str, kind: str, names: Iterable[str], known: Collection[str]) -> None:
+    """Refuse all unknown names at once, with their counterpart in `OTHER_NAMES` or the most similar known name.
+
+    Raises:
+        TypeError: a name is not known; the message begins with the owner and what the names are.
+    """
+    advice = []
+    for name in [name for name in names if name not in known]:
+        close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+        similar = f"Did you mean `{close[0]}`?" if close else ""
+        advice.append(f"`{name}`. {OTHER_NAMES.get(name, similar)}".strip())
+    if advice:
+        raise TypeError(f"`{owner}` has no {kind} {' '.join(advice)}")
+
+
+def _checked(init: Callable[..., None]) -> Callable[..., None]:
+    """An initializer that refuses unknown options."""
 
     @functools.wraps(init)
     def checked(self: CreditConfig, *args: Any, **options: Any) -> None:
         known = [one.name for one in self.__dataclass_fields__.values() if one.init]
-        advice = []
-        for name in [name for name in options if name not in known]:
-            close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-            similar = f"Did you mean `{close[0]}`?" if close else ""
-            advice.append(f"`{name}`. {OTHER_NAMES.get(name, similar)}".strip())
-        if advice:
-            raise TypeError(f"`{type(self).__name__}` has no option {' '.join(advice)}")
+        refuse_unknown(type(self).__name__, "option", options, known)
         init(self, *args, **options)
 
     return checked
 
 
-CreditConfig.__init__ = _refuse_unknown(CreditConfig.__init__)
+CreditConfig.__init__ = _checked(CreditConfig.__init__)
 
-TEMPLATE_PLACEHOLDERS = {
-    "reprompt_template": ("prompt", "solution", "feedback"),
-    "solution_template": ("successful_previous_attempt",),
-    "feedback_template": ("feedback_raw",),
+_PLACEHOLDERS = {
+    "reprompt_template": ["feedback", "prompt", "solution"],
+    "solution_template": ["successful_previous_attempt"],
+    "feedback_template": ["feedback_raw"],
 }
 
 # Range in words -> its test, and the options that are in it.
@@ -401,8 +411,17 @@ def _check_values(config: CreditConfig) -> None:
             "`torch_compile` compiles the forward pass of the whole model, and the distillation loss calls the layers "
             "inside it. Set `torch_compile=False`, without a backend or mode."
         )
-    for name, placeholders in TEMPLATE_PLACEHOLDERS.items():
-        check_template(name, getattr(config, name), placeholders)
+    for name, placeholders in _PLACEHOLDERS.items():
+        template = getattr(config, name)
+        try:
+            found = sorted(field for _, field, _, _ in string.Formatter().parse(template) if field is not None)
+        except ValueError:  # no format string
+            found = []
+        if found != placeholders:
+            raise ValueError(
+                f"`{name}` must have each of {', '.join('{' + p + '}' for p in placeholders)} once, no other "
+                f"placeholder, and literal braces as {{{{ and }}}}; got {template!r}."
+            )
 
 
 def _check_combinations(config: CreditConfig) -> None:
@@ -420,11 +439,6 @@ def _check_combinations(config: CreditConfig) -> None:
             f"`{policy[0]}` is an option of GRPO's loss, which `distillation_weight=1` does not compute. Lower "
             "`distillation_weight`, or remove it."
         )
-
-
-def _changes_temperature(config: CreditConfig) -> bool:
-    kwargs = config.generation_kwargs if isinstance(config.generation_kwargs, dict) else {}
-    return kwargs.get("temperature", config.temperature) != config.temperature
 
 
 # Whether a combination fails -> message, with the configuration as `c`.
@@ -463,12 +477,17 @@ _COMBINATIONS: tuple[tuple[Callable[[CreditConfig], bool], str], ...] = (
         "more generations.",
     ),
     (
+        lambda c: c.max_completion_length is None,
+        "`max_completion_length=None` generates up to the default length of the model's `generation_config`, 20 tokens "
+        "with the prompt where it has none. Set a number.",
+    ),
+    (
         lambda c: c.enable_jit_checkpoint,
         "`enable_jit_checkpoint=True` saves inside a step, where weights, teacher and generation batch do not match. "
         "Save often (`save_steps`) instead.",
     ),
     (
-        _changes_temperature,
+        lambda c: (c.generation_kwargs or {}).get("temperature", c.temperature) != c.temperature,
         "`generation_kwargs` has the temperature {c.generation_kwargs[temperature]}, and the loss uses `temperature="
         "{c.temperature}`. Set `temperature` instead.",
     ),
@@ -482,20 +501,3 @@ _COMBINATIONS: tuple[tuple[Callable[[CreditConfig], bool], str], ...] = (
         "or set `distillation_tail='bucket'`.",
     ),
 )
-
-
-def check_template(name: str, template: str, placeholders: tuple[str, ...]) -> None:
-    """Check that a template, an option called `name`, has each of its placeholders once and no other.
-
-    Raises:
-        ValueError: it has not, or it is no format string.
-    """
-    try:
-        found = [field_name for _, field_name, _, _ in string.Formatter().parse(template) if field_name is not None]
-    except ValueError:
-        found = []
-    if sorted(found) != sorted(placeholders):
-        raise ValueError(
-            f"`{name}` must have each of {', '.join('{' + p + '}' for p in placeholders)} once, no other placeholder, "
-            f"and literal braces as {{{{ and }}}}; got {template!r}."
-        )

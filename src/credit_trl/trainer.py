@@ -8,6 +8,7 @@ This module wires the stages and computes nothing itself:
 
 from __future__ import annotations
 
+import inspect
 import textwrap
 from typing import Any, ClassVar
 
@@ -15,9 +16,10 @@ import torch
 from accelerate.utils import gather_object
 from datasets import Dataset, IterableDataset
 from torch import Tensor, nn
+from trl import GRPOTrainer
 from trl.trainer.utils import get_config_model_id
 
-from credit_trl.config import CreditConfig
+from credit_trl.config import CreditConfig, refuse_unknown
 from credit_trl.contexts.build import ignored_feedback
 from credit_trl.contexts.builder import ContextBuilder
 from credit_trl.contexts.prompts import chat_renderer
@@ -117,6 +119,7 @@ class CreditTrainer(ResumableTrainer):
             args = CreditConfig(f"{name.split('/')[-1]}-CREDIT", gradient_accumulation_steps=8)
         if not isinstance(args, CreditConfig):
             raise TypeError(f"`args` must be a `CreditConfig` (it extends `GRPOConfig`), got {type(args).__name__}.")
+        refuse_unknown("CreditTrainer", "argument", kwargs, inspect.signature(GRPOTrainer).parameters)
         self._verdicts = VerdictLog(VerifierPolicy(args.on_verifier_error, args.verifier_timeout))
         self.clock = StageClock(counts=lambda: self.model.training)
         self._eval_batches = 0
@@ -126,6 +129,7 @@ class CreditTrainer(ResumableTrainer):
         checks.check_datasets(
             args, datasets, reward_funcs, kwargs.get("environment_factory"), kwargs.get("rollout_func")
         )
+        checks.check_teacher(args)
         await_engine(args)
         super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, **kwargs)
         self._set_signature_columns_if_needed()
@@ -143,11 +147,13 @@ class CreditTrainer(ResumableTrainer):
         self.context_builder = ContextBuilder(self._tokenizer, args, self.eos_token_ids, render)
         self._init_reports()
         self.run_log.facts["data"] = describe_data(reward_funcs or [], args.reward_weights)
+        checks.check_ends(self._tokenizer, self.eos_token_ids, self.alarms.raise_once)
         if not has_environments and kwargs.get("rollout_func") is None:
+            encode = None if self._is_vlm else self.context_builder.student_text
             checks.check_prompts(
                 args,
                 datasets,
-                lambda prompt: self._tokenize_prompts([prompt])[0][0],
+                lambda prompt: (encode and encode(prompt), self._tokenize_prompts([prompt])[0][0]),
                 self.eos_token_ids,
                 self.alarms.raise_once,
             )
@@ -275,6 +281,9 @@ class CreditTrainer(ResumableTrainer):
         self._generation_batch = batch
         metrics = self._metrics[self._mode]
         self.alarms.check_engine(metrics)
+        if self.model.training:
+            marks = self._tokenizer, self.context_builder.render, self.eos_token_ids
+            checks.check_truncated(metrics["completions/clipped_ratio"][-1], *marks, self.alarms.raise_once)
         if self.model.training and self.num_generations > 1:
             self.alarms.check_rewards(metrics["frac_reward_zero_std"][-1] == 1.0, metrics["reward"][-1])
         contexts = None

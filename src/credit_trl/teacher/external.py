@@ -37,6 +37,7 @@ class ModelTeacher(CopyTeacher):
 
     def __init__(self, student: nn.Module, accelerator: Accelerator, config: CreditConfig) -> None:
         model = _load_model(config, accelerator)
+        _pad_vocabulary(model, full_shape(student.get_output_embeddings().weight)[0])
         self.identity = {
             "name": config.teacher_model_name_or_path,
             "revision": (config.teacher_model_init_kwargs or {}).get("revision"),
@@ -87,15 +88,21 @@ def build_teacher(
     revision = (config.teacher_model_init_kwargs or {}).get("revision")
     own = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=config.trust_remote_code)
     check_same_vocabulary(tokenizer, own, name)
-    teacher = ModelTeacher(student, accelerator, config)
-    rows = full_shape(teacher.unwrapped(teacher.model).get_output_embeddings().weight)[0]
-    if rows < teacher.vocabulary_size:
-        raise ValueError(
-            f"The teacher {name!r} has {rows} rows in its output embeddings, fewer than the policy's "
-            f"{teacher.vocabulary_size}. "
-            "Use a teacher with at least the policy's vocabulary."
-        )
-    return teacher
+    return ModelTeacher(student, accelerator, config)
+
+
+def _pad_vocabulary(model: PreTrainedModel, size: int) -> None:
+    """Give the embeddings at least `size` rows, those of the policy, whose vocabulary may be padded.
+
+    The new rows are the mean of the others, so that the teacher gives padding tokens the logit of an average token.
+    """
+    rows = model.get_output_embeddings().weight.shape[0]
+    if rows < size:
+        model.resize_token_embeddings(size, mean_resizing=False)
+        for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
+            for parameter in (layer.weight, getattr(layer, "bias", None)):
+                if parameter is not None:
+                    parameter.data[rows:] = parameter.data[:rows].mean(dim=0)
 
 
 def check_same_vocabulary(own: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, name: str) -> None:

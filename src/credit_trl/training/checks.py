@@ -13,12 +13,13 @@ from accelerate import Accelerator
 from datasets import Dataset
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from transformers import AutoConfig
 from transformers.training_args import OptimizerNames
 from trl.trainer.utils import get_callable_name
 
 from credit_trl.config import CreditConfig
 from credit_trl.contexts.contrast import find_source, source_columns
-from credit_trl.contexts.prompts import has_images, user_text
+from credit_trl.contexts.prompts import Render, has_images, user_text
 from credit_trl.loss.blocks import accumulation_dtype
 from credit_trl.loss.head import lm_head
 from credit_trl.loss.projection import project
@@ -51,6 +52,18 @@ def check_machine(args: CreditConfig, accelerator: Accelerator, router_loss: boo
             )
 
 
+def check_teacher(args: CreditConfig) -> None:
+    """Read the configuration of `teacher_model_name_or_path`, so that a mistyped one fails before the policy loads."""
+    name = args.teacher_model_name_or_path
+    options = args.teacher_model_init_kwargs or {}
+    try:
+        if name is not None:
+            places = {key: options[key] for key in ("revision", "subfolder", "token", "cache_dir") if key in options}
+            AutoConfig.from_pretrained(name, trust_remote_code=args.trust_remote_code, **places)
+    except OSError as error:
+        raise OSError(f"`teacher_model_name_or_path={name!r}` cannot be loaded: {error}") from error
+
+
 def named_datasets(train_dataset: Any, eval_dataset: Any) -> dict[str, Any]:
     """The datasets by the name that errors give them; None where there is none."""
     if isinstance(eval_dataset, dict):
@@ -79,6 +92,11 @@ def check_datasets(
     funcs = reward_funcs if isinstance(reward_funcs, Sequence) else [reward_funcs]
     funcs = [f for f in funcs if rollout_func is None and callable(f) and not isinstance(f, nn.Module)]
     for name, dataset in datasets.items():
+        if isinstance(dataset, dict):
+            splits = ", ".join(dataset)
+            raise ValueError(
+                f"`{name}` is a dictionary with the splits {splits}: give one, dataset['{next(iter(dataset))}']."
+            )
         columns = getattr(dataset, "column_names", None)
         if columns is None:
             continue
@@ -118,19 +136,20 @@ def check_datasets(
 def check_prompts(
     args: CreditConfig,
     datasets: dict[str, Any],
-    encode: Callable[[Any], list[int]],
+    encode: Callable[[Any], tuple[str | None, list[int]]],
     eos_token_ids: Collection[int],
     warn: Callable[[str, str], None],
 ) -> None:
     """Check the first prompt of each dataset; streams are not read.
 
     Args:
-        encode: prompt to token ids, as the rollout encodes it.
+        encode: prompt to its text, None for a multimodal model, and to its token ids, as the rollout encodes it.
         eos_token_ids: ids at which generation ends.
         warn: takes the cause and the message of a warning, of a prompt that ends in one of them.
 
     Raises:
-        ValueError: a prompt cannot be encoded or, with a distillation loss, has images or no user turn.
+        ValueError: a prompt cannot be encoded, the chat template does not take its content parts or, with a
+            distillation loss, it has images or no user turn.
     """
     for name, dataset in datasets.items():
         if not isinstance(dataset, Dataset) or not len(dataset) or "prompt" not in dataset.column_names:
@@ -139,7 +158,15 @@ def check_prompts(
         if args.distillation_weight > 0.0:
             check_no_images([{"prompt": prompt}])
             user_text(prompt)
-        ids = [] if has_images(prompt) else encode(prompt)
+        if has_images(prompt):
+            continue
+        text, ids = encode(prompt)
+        parts = [] if isinstance(prompt, str) else [m["content"] for m in prompt if isinstance(m.get("content"), list)]
+        if text is not None and any(str(part) in text or user_text(prompt).strip() not in text for part in parts):
+            raise ValueError(
+                f"The first prompt of `{name}` has the content {parts[0]}, which the chat template renders as "
+                f"{text[-80:]!r}. Give `content` as a string, or set a `chat_template` that renders parts."
+            )
         if ids and ids[-1] in eos_token_ids:
             warn(
                 "prompt_ends",
@@ -147,6 +174,40 @@ def check_prompts(
                 "completions begin after the end of a text. Set the tokenizer's `add_eos_token=False`, or use a chat "
                 "template with a generation prompt.",
             )
+
+
+def check_ends(tokenizer: Any, eos_token_ids: Collection[int], warn: Callable[[str, str], None]) -> None:
+    """Warn about an id at which generation ends that is ordinary text, so that completions end inside a sentence."""
+    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    ordinary = [tokenizer.decode([i]) for i in eos_token_ids if i not in special]
+    if special and ordinary:
+        warn(
+            "ordinary_end",
+            f"Generation ends at {ordinary[0]!r}, which is ordinary text. Set a special token: the `eos_token` of the "
+            "tokenizer and the `eos_token_id` of the model's `generation_config`.",
+        )
+
+
+def check_truncated(
+    share: float, tokenizer: Any, render: Render, eos_token_ids: Collection[int], warn: Callable[[str, str], None]
+) -> None:
+    """Warn where more than 90 % of a generation batch did not end, naming an end of turn that is no EOS id."""
+    if share <= 0.9:
+        return
+    turn = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "@"}]
+    after = render(turn, add_generation_prompt=False).rpartition("@")[2] if tokenizer.chat_template else ""
+    end = tokenizer(after.strip(), add_special_tokens=False)["input_ids"][:1]
+    unknown = (
+        f" The chat template ends a turn with {tokenizer.decode(end)!r}, at which generation does not end: add its id "
+        f"{end[0]} to the `eos_token_id` of the model's `generation_config`."
+        if end and end[0] not in eos_token_ids
+        else ""
+    )
+    warn(
+        "truncated",
+        f"{share:.0%} of the completions of a generation batch were cut at `max_completion_length`.{unknown} Increase "
+        "`max_completion_length`, or ask for shorter answers.",
+    )
 
 
 def check_enough_rows(args: CreditConfig, train_dataset: Any) -> None:
@@ -218,6 +279,10 @@ def check_model(model: nn.Module, accelerator: Accelerator) -> None:
         ValueError: its logits are not those of its backbone and head (`check_logits`), or they change with later
             tokens or when the prompt is padded on the left.
     """
+    if unwrap_adapters(model).config.is_encoder_decoder:
+        raise ValueError(
+            f"`{type(unwrap_adapters(model)).__name__}` is an encoder-decoder; CREDIT trains causal language models."
+        )
     check_logits(model, accelerator)
     if not _is_whole(model, accelerator):
         return
