@@ -349,7 +349,7 @@ def _checked(init: Callable[..., None]) -> Callable[..., None]:
 CreditConfig.__init__ = _checked(CreditConfig.__init__)
 
 _PLACEHOLDERS = {
-    "reprompt_template": ["feedback", "prompt", "solution"],
+    "reprompt_template": ["prompt", "solution", "feedback"],
     "solution_template": ["successful_previous_attempt"],
     "feedback_template": ["feedback_raw"],
 }
@@ -414,10 +414,10 @@ def _check_values(config: CreditConfig) -> None:
     for name, placeholders in _PLACEHOLDERS.items():
         template = getattr(config, name)
         try:
-            found = sorted(field for _, field, _, _ in string.Formatter().parse(template) if field is not None)
+            found = [field for _, field, _, _ in string.Formatter().parse(template) if field is not None]
         except ValueError:  # no format string
             found = []
-        if found != placeholders:
+        if sorted(found) != sorted(placeholders):
             raise ValueError(
                 f"`{name}` must have each of {', '.join('{' + p + '}' for p in placeholders)} once, no other "
                 f"placeholder, and literal braces as {{{{ and }}}}; got {template!r}."
@@ -478,8 +478,8 @@ _COMBINATIONS: tuple[tuple[Callable[[CreditConfig], bool], str], ...] = (
     ),
     (
         lambda c: c.max_completion_length is None,
-        "`max_completion_length=None` generates up to the default length of the model's `generation_config`, 20 tokens "
-        "with the prompt where it has none. Set a number.",
+        "`max_completion_length=None` generates up to the default length of the model, 20 tokens with the prompt "
+        "where its `generation_config` has none. Set a number.",
     ),
     (
         lambda c: c.enable_jit_checkpoint,

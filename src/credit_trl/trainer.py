@@ -42,6 +42,7 @@ from credit_trl.teacher.external import build_teacher
 from credit_trl.teacher.models import TeacherUpdate
 from credit_trl.teacher.packing import cannot_pack
 from credit_trl.training import checks, micro_batches
+from credit_trl.training.check_model import check_logits, check_model
 from credit_trl.training.check_run import check_run
 from credit_trl.training.checkpoints import ResumableTrainer
 from credit_trl.training.drift import DriftAlarms
@@ -174,9 +175,9 @@ class CreditTrainer(ResumableTrainer):
         args = self.args
         checks.check_machine(args, self.accelerator, self.aux_loss_enabled)
         self.teacher = build_teacher(args, self.model, self.accelerator, self._tokenizer)
-        checks.check_model(self.model, self.accelerator)
+        check_model(self.model, self.accelerator)
         if args.teacher_model_kind == "model":
-            checks.check_logits(self.teacher.models()[0], self.accelerator)
+            check_logits(self.teacher.models()[0], self.accelerator)
         reason = cannot_pack(self.model) if args.packed else None
         self.credit_step = CreditStep(
             args,

@@ -21,7 +21,7 @@ from credit_trl.evaluation.config import SamplingConfig
 from credit_trl.evaluation.generation import encode_prompt, end_of_turn_ids, generate_ids, pad_id
 from credit_trl.tasks.model_names import model_path, naming_model
 from credit_trl.teacher.models import ADAPTER_NAME, TEACHER_FILE, CopyTeacher, Teacher
-from credit_trl.training.checks import check_logits
+from credit_trl.training.check_model import check_logits
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Checkpoint:
             name: None takes the name of the checkpoint's directory, or of the model.
 
         Raises:
-            ValueError: the model transforms its logits in an unsupported way; see `checks.check_logits`.
+            ValueError: the model transforms its logits in an unsupported way; see `check_logits`.
         """
         device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         path = model_path(model)
