@@ -10,8 +10,8 @@ import os
 import re
 import string
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from dataclasses import InitVar, dataclass
+from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 import torch
 from trl import GRPOConfig
@@ -66,7 +66,8 @@ class CreditConfig(GRPOConfig):
             α in [0, 1]: 1 reverse KL (Algorithm 1), 0 forward KL, 0.5 Jensen-Shannon.
         distillation_support (`str`, *optional*, defaults to `"teacher_topk"`):
             Tokens of the vocabulary that carry the loss: the teacher's K most likely (the paper), or the sampled token
-            only (`"sampled"`, α = 1).
+            only (`"sampled"`, α = 1). In Python SDPO's `distillation_mode` is taken too: `"topk_logits"`,
+            `"sampled_token"`, or `"full_logits"` for K = `None`.
         distillation_topk (`int`, *optional*, defaults to `20`):
             K_v. The paper uses 20 on LiveCodeBench, 100 elsewhere. `None`: the whole vocabulary.
         distillation_tail (`"bucket"` or `"renormalize"`, *optional*, defaults to `"bucket"`):
@@ -147,6 +148,7 @@ class CreditConfig(GRPOConfig):
         ValueError: at construction, where a value is out of range or a combination cannot train.
     """
 
+    is_sized: ClassVar[bool] = False  # whether a batch size was given; set at construction
     _VALID_DICT_FIELDS = [*GRPOConfig._VALID_DICT_FIELDS, "teacher_model_init_kwargs"]  # noqa: RUF012, as in TRL
 
     per_device_train_batch_size: int | None = None  # resolved to TRL's 8, as the next two to the values above
@@ -191,7 +193,13 @@ class CreditConfig(GRPOConfig):
     verifier_timeout: float | None = None
     on_nonfinite: Literal["raise", "skip"] = "raise"
 
-    def __post_init__(self) -> None:
+    distillation_mode: InitVar[Literal["sampled_token", "topk_logits", "full_logits"] | None] = None  # of `SDPOConfig`
+
+    def __post_init__(self, distillation_mode: str | None) -> None:
+        if distillation_mode is not None:
+            modes = {"sampled_token": "sampled", "topk_logits": "teacher_topk", "full_logits": "teacher_topk"}
+            self.distillation_support = modes.get(distillation_mode, distillation_mode)
+            self.distillation_topk = None if distillation_mode == "full_logits" else self.distillation_topk
         _check_values(self)  # own options first: TRL checks the machine, and its error would hide theirs
         if self.num_generations == 1 and self.distillation_weight == 1.0:
             self.num_generations = _OneRollout(1)
@@ -266,18 +274,30 @@ def _processes() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def _accumulation(config: CreditConfig, prompts: int) -> int:
+    """Fewest accumulation steps with whole groups and at least this many prompts."""
+    rollouts = config.per_device_train_batch_size * _processes()
+    fewest = math.ceil(prompts * config.num_generations / rollouts)
+    return next(n for n in itertools.count(fewest) if n * rollouts % config.num_generations == 0)
+
+
+def fit_batch(config: CreditConfig, rows: int) -> None:
+    """Lower the number of prompts in a generation batch to that of the rows, where no batch size is set."""
+    if config.distillation_weight > 0.0 and not config.is_sized and rows < _DEFAULT_PROMPTS:
+        config.gradient_accumulation_steps = config.steps_per_generation = _accumulation(config, rows)
+        rollouts = config.per_device_train_batch_size * config.world_size
+        config.generation_batch_size = rollouts * config.steps_per_generation
+
+
 def _resolve_defaults(config: CreditConfig) -> None:
     """Set options whose default depends on others or on the machine."""
     distills = config.distillation_weight > 0.0
-    is_sized = any(getattr(config, name) is not None for name in _BATCH_SIZES)
+    config.is_sized = any(getattr(config, name) is not None for name in _BATCH_SIZES)
     for name in _BATCH_SIZES[:2]:
         if getattr(config, name) is None:
             setattr(config, name, getattr(GRPOConfig, name))
-    if distills and not is_sized:
-        rollouts = config.per_device_train_batch_size * _processes()
-        fewest = math.ceil(_DEFAULT_PROMPTS * config.num_generations / rollouts)
-        whole = (n for n in itertools.count(fewest) if n * rollouts % config.num_generations == 0)
-        config.gradient_accumulation_steps = next(whole)
+    if distills and not config.is_sized:
+        config.gradient_accumulation_steps = _accumulation(config, _DEFAULT_PROMPTS)
     if config.vllm_importance_sampling_mode is None:
         config.vllm_importance_sampling_mode = "token_truncate" if distills else "sequence_mask"
         if distills and config.vllm_importance_sampling_clip_max == GRPOConfig.vllm_importance_sampling_clip_max:
@@ -297,7 +317,6 @@ class _OneRollout(int):
 
 # Options of other trainers, and other names of ours -> what to set here.
 OTHER_NAMES = {
-    "distillation_mode": "Set `distillation_support`: 'teacher_topk' or 'sampled'.",
     "remove_thinking_from_demonstration": "Set `teacher_context`: 'solution' or 'think+solution'.",
     "topk": "Set `distillation_topk`.",
     "alpha": "Set `distillation_alpha`.",

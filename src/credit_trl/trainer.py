@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from trl import GRPOTrainer
 from trl.trainer.utils import get_config_model_id
 
-from credit_trl.config import CreditConfig, refuse_unknown
+from credit_trl.config import CreditConfig, fit_batch, refuse_unknown
 from credit_trl.contexts.build import ignored_feedback
 from credit_trl.contexts.builder import ContextBuilder
 from credit_trl.contexts.prompts import chat_renderer
@@ -131,6 +131,8 @@ class CreditTrainer(ResumableTrainer):
             args, datasets, reward_funcs, kwargs.get("environment_factory"), kwargs.get("rollout_func")
         )
         checks.check_teacher(args)
+        if isinstance(train_dataset, Dataset):
+            fit_batch(args, len(train_dataset))
         await_engine(args)
         super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, **kwargs)
         self._set_signature_columns_if_needed()

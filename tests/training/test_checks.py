@@ -117,11 +117,11 @@ def test_parts_are_refused_where_updates_would_differ(make_config, wrapper, rout
 
 def test_prompt_that_ends_where_generation_ends_is_warned_about(make_config, dataset):
     warned = []
-    arguments = (lambda prompt: [5, 7], (7, 9), lambda cause, message: warned.append(message))
+    arguments = (lambda prompt: (None, [5, 7]), (7, 9), lambda cause, message: warned.append(message))
     check_prompts(make_config(), {"train_dataset": dataset, "eval_dataset": None}, *arguments)
     assert [message.partition(".")[0] for message in warned] == [
         "The first prompt of `train_dataset` ends in the token 7, at which generation ends, so that completions begin "
         "after the end of a text"
     ]
-    check_prompts(make_config(), {"train_dataset": dataset}, lambda prompt: [7, 5], *arguments[1:])
+    check_prompts(make_config(), {"train_dataset": dataset}, lambda prompt: (None, [7, 5]), *arguments[1:])
     assert len(warned) == 1

@@ -1,0 +1,138 @@
+"""Checks of a model's logits before the first rollout: the loss computes them from hidden states, without padding."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from credit_trl.loss.blocks import accumulation_dtype
+from credit_trl.loss.head import lm_head
+from credit_trl.loss.projection import project
+from credit_trl.teacher.causal_lm import backbone, unwrap_adapters
+from credit_trl.teacher.models import eval_mode
+
+# Smallest eps that logits are compared with: that of TF32, in which a GPU may multiply fp32.
+_MIN_EPS = 2.0**-10
+# Allowed change of logits under left padding, relative to the largest logit: recurrent states change slightly.
+_PADDING_TOLERANCE = 0.01
+_PADDING = 8
+
+
+def check_model(model: nn.Module, accelerator: Accelerator) -> None:
+    """Check that a model can be distilled. Skipped where `check_logits` is.
+
+    Raises:
+        ValueError: its logits are not those of its backbone and head (`check_logits`), or they change with later
+            tokens or when the prompt is padded on the left.
+    """
+    if unwrap_adapters(model).config.is_encoder_decoder:
+        raise ValueError(
+            f"`{type(unwrap_adapters(model)).__name__}` is an encoder-decoder; CREDIT trains causal language models."
+        )
+    check_logits(model, accelerator)
+    if not _is_whole(model, accelerator):
+        return
+    input_ids = _regular_ids(model, 16).view(4, 4)
+    padded = torch.cat([input_ids[:, :1].repeat(1, _PADDING), input_ids], dim=1)
+    mask = torch.ones_like(padded)
+    mask[:, :_PADDING] = 0
+    with _inference(model, accelerator):
+        own = model(input_ids=input_ids, attention_mask=mask[:, _PADDING:], use_cache=False).logits
+        shorter = model(input_ids=input_ids[:, :3], attention_mask=mask[:, _PADDING:-1], use_cache=False).logits
+        behind = model(input_ids=padded, attention_mask=mask, use_cache=False).logits
+    name = type(unwrap_adapters(model)).__name__
+    if changed := _change(own[:, 2], shorter[:, -1]):
+        raise ValueError(
+            f"The logits of `{name}` change by {changed:.2g} when a token follows, so the model is not causal. Use a "
+            "causal language model, or check its configuration (`is_decoder`, `attn_type`)."
+        )
+    if changed := _change(own[:, -1], behind[:, -1]):
+        raise ValueError(
+            f"The logits of `{name}` in {str(own.dtype).removeprefix('torch.')} change by {changed:.2g} when its "
+            "prompt is padded on the left (NaN counts as inf), so the student would be trained on another "
+            "distribution than it samples from. Use another dtype or `attn_implementation`, a model with rotary or "
+            "relative positions, or TRL's `GRPOTrainer`."
+        )
+
+
+def _change(own: Tensor, other: Tensor) -> float:
+    """Largest difference of the logits (P, V) of some prompts if it exceeds rounding in each of them, else 0.
+
+    Rounding may route a token of a single prompt to another expert. NaN in `other` alone is infinite.
+    """
+    eps = max(_MIN_EPS, torch.finfo(own.dtype).eps)
+    other = other.float().nan_to_num(math.inf if own.isfinite().all() else 0.0)
+    own = own.float().nan_to_num()
+    changes = (own - other).abs().amax(dim=-1)
+    is_real = changes > (_PADDING_TOLERANCE + 4 * eps) * own.abs().amax(dim=-1)
+    return changes.max().item() if is_real.all() else 0.0
+
+
+def check_logits(model: nn.Module, accelerator: Accelerator) -> None:
+    """Check that the model's logits are `softcap(scale · (h Wᵀ + b))` of its last hidden states h.
+
+    Compares both after four tokens, with a tolerance of four times the eps of the coarsest dtype involved (at least
+    TF32's) relative to the largest logit. Skipped under FSDP and DeepSpeed and for sharded or meta parameters, where
+    no process can run the model yet.
+
+    Raises:
+        ValueError: they differ, so the losses would not be those of the model's distribution.
+    """
+    if not _is_whole(model, accelerator):
+        return
+    inputs = {"input_ids": _regular_ids(model, 4), "attention_mask": None, "use_cache": False}
+    with _inference(model, accelerator):
+        own = model(**inputs).logits[0, -1:]
+        hidden = backbone(model)(**inputs).last_hidden_state[0, -1:]
+        autocast = torch.is_autocast_enabled(own.device.type)
+        computed = torch.get_autocast_dtype(own.device.type) if autocast else own.dtype
+        head = lm_head(model, temperature=1.0)
+        difference = math.inf
+        tolerance = 0.0
+        if (*own.shape, *hidden.shape) == (1, head.vocabulary_size, 1, head.weight.shape[1]):
+            hidden = hidden.to(head.weight.device)
+            trained = hidden.new_empty(own.shape, dtype=accumulation_dtype(hidden.dtype))
+            project(head, hidden, out=trained, wants_entropy=False)
+            own = own.to(trained).nan_to_num()
+            difference = (own - trained.nan_to_num()).abs().max().item()
+            eps = max(torch.finfo(dtype).eps for dtype in (computed, hidden.dtype, head.weight.dtype))
+            tolerance = 4 * max(_MIN_EPS, eps) * own.abs().max().item()
+    if not difference <= tolerance:
+        raise ValueError(
+            f"The logits of `{type(unwrap_adapters(model)).__name__}` are not the product of its last hidden states "
+            f"and output embeddings with a bias, a scale and a soft cap: they differ by {difference:.2g}, rounding by "
+            f"up to {tolerance:.2g}. Train it with TRL's `GRPOTrainer`, or open an issue that names the class."
+        )
+
+
+@contextmanager
+def _inference(model: nn.Module, accelerator: Accelerator) -> Iterator[None]:
+    """Eval mode without gradients; training modes and random states are restored afterwards."""
+    device = model.device
+    fork = torch.random.fork_rng([device] if device.type == "cuda" else [], device_type=device.type)
+    with eval_mode(model), torch.no_grad(), fork, accelerator.autocast():
+        yield
+
+
+def _is_whole(model: nn.Module, accelerator: Accelerator) -> bool:
+    if accelerator.distributed_type in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
+        return False
+    return not any(p.is_meta or isinstance(p, DTensor) or hasattr(p, "ds_id") for p in model.parameters())
+
+
+def _regular_ids(model: nn.Module, count: int) -> Tensor:
+    """Token ids spread over the vocabulary without special tokens, (1, count)."""
+    config = unwrap_adapters(model).config
+    text = config.get_text_config()
+    marks = ("_token_id", "_token_ids", "_token_index")
+    named = [value for part in (config, text) for name, value in vars(part).items() if name.endswith(marks)]
+    special = {i for value in named for i in (value if isinstance(value, list | tuple) else [value])}
+    ordinary = [i for i in range(text.vocab_size) if i not in special]
+    spread = [ordinary[(2 * k + 1) * len(ordinary) // (2 * count)] for k in range(count)]
+    return torch.tensor([spread], device=model.device)
