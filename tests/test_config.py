@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
 import yaml
@@ -73,6 +75,16 @@ def test_paper_equals_the_recipes_and_the_fidelity_page(tmp_path, benchmark):
             assert recipe.get(option, default) == getattr(config, option), (name, option)
         rollouts = 8 * recipe["per_device_train_batch_size"] * recipe["gradient_accumulation_steps"]
         assert recipe["generation_batch_size"] // rollouts == updates
+
+
+def test_places_that_the_fidelity_page_names_exist():
+    text = (ROOT / "docs" / "fidelity.md").read_text("utf-8").partition("## Algorithm 1")[2]
+    cells = [line.split("|")[2] for line in text.splitlines() if "|" in line]
+    places = [place for cell in cells for place in re.findall(r"`([\w.]+)`", cell)]
+    assert len(places) >= 20
+    known = {f.name for f in dataclasses.fields(CreditConfig)} | {"GRPOTrainer", "toolalpaca", "accelerate_config"}
+    for place in set(places) - known:
+        resolve_name(f"credit_trl.{place}")
 
 
 def test_paper_takes_overrides_and_processes(tmp_path, monkeypatch):
