@@ -11,19 +11,23 @@ import pytest
 from credit_trl.training.preemption import Preempted, SaveOnSigterm
 
 
-def test_signal_ends_one_run_and_not_the_next_in_the_process():
+def test_signal_ends_a_run_after_its_step_and_at_once_where_none_trains():
     before = signal.getsignal(signal.SIGTERM)
     save, control = SaveOnSigterm(), SimpleNamespace(should_save=False)
     events = SimpleNamespace(output_dir="run"), SimpleNamespace(global_step=3), control
-    save.on_train_begin(*events)
-    os.kill(os.getpid(), signal.SIGTERM)
-    save.on_step_end(*events)
-    assert control.should_save
-    with pytest.raises(Preempted):
-        save.on_save(*events)
-    save.on_train_begin(*events)
-    control.should_save = False
-    save.on_step_end(*events)
-    assert not control.should_save
-    save.on_train_end(*events)
-    assert signal.getsignal(signal.SIGTERM) == before
+    try:
+        save.on_train_begin(*events)
+        os.kill(os.getpid(), signal.SIGTERM)
+        save.on_step_end(*events)
+        assert control.should_save
+        with pytest.raises(Preempted):
+            save.on_save(*events)
+        save.on_train_begin(*events)  # of another run in the process
+        control.should_save = False
+        save.on_step_end(*events)
+        assert not control.should_save
+        save.on_train_end(*events)
+        with pytest.raises(Preempted):
+            os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)

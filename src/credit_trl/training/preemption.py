@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import signal
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import psutil
@@ -20,27 +19,39 @@ REQUEUE = 75
 
 
 class Preempted(SystemExit):
-    """Raised after the checkpoint or the last step; ends the process with exit code `REQUEUE`."""
+    """Ends the process with exit code `REQUEUE`."""
 
 
 class SaveOnSigterm(TrainerCallback):
-    """Ends a run after SIGTERM: the current step is finished, a checkpoint is saved, and `Preempted` is raised.
+    """Handles SIGTERM from its construction in the main thread on, so that the same command continues bit for bit.
 
-    No step is lost: the same command with `resume_from_checkpoint="latest"` continues bit for bit. With several
-    processes one signal to any of them ends the run. Signals are handled while the main thread trains.
+    While a run trains, the current step is finished, a checkpoint is saved, and `Preempted` is raised; with several
+    processes one signal to any of them ends the run. At other times it is raised at once: before the first step
+    nothing is lost, and an evaluation continues from the samples that it has saved.
     """
 
     def __init__(self) -> None:
-        self._previous = signal.getsignal(signal.SIGTERM)
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._trains = False
         self._received = False
         self._ends = False
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, self._receive)
+        signal.signal(signal.SIGTERM, self._receive)
 
     def _receive(self, number: int, frame: Any) -> None:
         self._received = True
+        if not self._trains:
+            self._end("the run")
+
+    def _end(self, continued: str) -> None:
+        logger.warning(
+            f"SIGTERM: ends with code {REQUEUE}. `resume_from_checkpoint='latest'` continues {continued}, and an "
+            "evaluation from its samples."
+        )
+        raise Preempted(REQUEUE)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._trains = True
+        self._received = False
+        self._ends = False
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._ends = any(gather_object([self._received]))
@@ -49,46 +60,22 @@ class SaveOnSigterm(TrainerCallback):
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._ends:
-            logger.warning(
-                f"SIGTERM: saved checkpoint-{state.global_step} in {args.output_dir} and ends with code {REQUEUE}. "
-                "`resume_from_checkpoint='latest'` continues the run."
-            )
-            raise Preempted(REQUEUE)
+            self._trains = False
+            self._end(f"from checkpoint-{state.global_step} in {args.output_dir}")
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, self._previous)
+        self._trains = False
 
 
-def requeue_on_sigterm() -> AbstractContextManager[None]:
-    """Raise `Preempted` at once on SIGTERM. It surrounds a run, whose steps `SaveOnSigterm` finishes.
-
-    Before them nothing is lost, and the evaluation after them continues from the samples that it has saved.
-    """
-
-    def end(number: int, frame: Any) -> None:
-        logger.warning(
-            f"SIGTERM: ends with code {REQUEUE}. The same command with `--resume_from_checkpoint latest` continues "
-            "from the last checkpoint, and an evaluation from its samples."
-        )
-        raise Preempted(REQUEUE)
-
-    return _on_sigterm(end)
-
-
-def sigterm_to_children() -> AbstractContextManager[None]:
+@contextmanager
+def sigterm_to_children() -> Iterator[None]:
     """Pass SIGTERM on to the child processes and keep waiting for them, as a launcher."""
 
     def forward(number: int, frame: Any) -> None:
         for child in psutil.Process().children():
             child.send_signal(number)
 
-    return _on_sigterm(forward)
-
-
-@contextmanager
-def _on_sigterm(handler: Callable[[int, Any], None]) -> Iterator[None]:
-    previous = signal.signal(signal.SIGTERM, handler)
+    previous = signal.signal(signal.SIGTERM, forward)
     try:
         yield
     finally:
