@@ -47,7 +47,7 @@ from credit_trl.training.check_run import check_run
 from credit_trl.training.checkpoints import ResumableTrainer
 from credit_trl.training.drift import DriftAlarms
 from credit_trl.training.metrics import Alarms, TokenMetrics, context_metrics, drop_undefined, teacher_success_weights
-from credit_trl.training.reporting import ContinueReports, RunLog, StageClock, add_completion_columns, print_lines
+from credit_trl.training.reporting import RunLog, StageClock, add_completion_columns, print_lines
 from credit_trl.training.run_data import describe_data
 from credit_trl.training.step import CreditStep
 from credit_trl.training.weights import WeightChange
@@ -116,8 +116,7 @@ class CreditTrainer(ResumableTrainer):
     ) -> None:
         if args is None:
             name = model if isinstance(model, str) else get_config_model_id(model.config)
-            # A process's 8 x 8 rollouts are 8 problems, the paper's mini-batch on LiveCodeBench.
-            args = CreditConfig(f"{name.split('/')[-1]}-CREDIT", gradient_accumulation_steps=8)
+            args = CreditConfig(f"{name.split('/')[-1]}-CREDIT")
         if not isinstance(args, CreditConfig):
             raise TypeError(f"`args` must be a `CreditConfig` (it extends `GRPOConfig`), got {type(args).__name__}.")
         refuse_unknown("CreditTrainer", "argument", kwargs, inspect.signature(GRPOTrainer).parameters)
@@ -167,9 +166,8 @@ class CreditTrainer(ResumableTrainer):
         self.alarms = Alarms(self.accelerator.is_main_process)
         self._token_metrics = TokenMetrics(self.args, self._sum_over_processes, self.accelerator.gather)
         self.drift_alarms = DriftAlarms(self.alarms, frozen_teacher=self.args.teacher_is_frozen)
-        self.run_log = RunLog()
+        self.run_log = RunLog(self.drift_alarms, self.clock)
         self.add_callback(self.run_log)
-        self.add_callback(ContinueReports(self.drift_alarms, self.clock))
         self.add_callback(WeightChange(self.alarms, self.model))
         print_lines(self.callback_handler)
 

@@ -12,6 +12,7 @@ from transformers import TrainerCallback
 
 from credit_trl import CreditTrainer
 from credit_trl.training.checkpoints import load_progress, save_progress
+from credit_trl.training.metrics import CreditWarning
 from credit_trl.training.step import CreditStep
 from tiny import length_verdicts
 
@@ -114,7 +115,8 @@ def test_resumed_run_goes_on_at_its_place_in_a_stream(train, dataset, tmp_path, 
 def test_resuming_from_last_step_takes_no_step(train, tmp_path, last):
     options = {"max_steps": last, "save_steps": last, "lr_scheduler_type": "constant"}
     whole = train(**options)
-    resumed = train(resume=str(tmp_path / f"checkpoint-{last}"), **options)
+    with pytest.warns(CreditWarning, match=f"of step {last}, and this run ends after step {last}.* Raise `max_steps`"):
+        resumed = train(resume=str(tmp_path / f"checkpoint-{last}"), **options)
     assert resumed.state.global_step == last
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == [f"checkpoint-{last}"]
     assert_same_weights(resumed, whole)

@@ -385,11 +385,6 @@ class ResumableTrainer(GRPOTrainer):
         """
         if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
-            self.alarms.raise_once(
-                "nothing_to_do",
-                f"The checkpoint is of step {self.state.global_step}, and this run ends after step "
-                f"{self.state.max_steps}, so there is nothing to do. Raise `max_steps` or `num_train_epochs`.",
-            )
             return
         checkpoint = kwargs.get("resume_from_checkpoint")
         is_stream = isinstance(self.train_dataset, IterableDataset) and not self.args.ignore_data_skip

@@ -27,20 +27,65 @@ from credit_trl.training.resuming import stored_options
 logger = logging.getLogger(__name__)
 
 
+class StageClock:
+    """Accumulates wall-clock seconds by stage. The time of a stage inside another counts for the inner one only.
+
+    A stage is timed if `counts` returns True when it ends.
+    """
+
+    def __init__(self, counts: Callable[[], bool] = lambda: True) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+        self._counts = counts
+        self._step = 0
+
+    def start(self, step: int) -> None:
+        """Count steps from this one, at which a run begins or resumes."""
+        self._step = step
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Add the duration of the block to a stage."""
+        before, started = sum(self.seconds.values()), time.perf_counter()
+        try:
+            yield
+        finally:
+            if self._counts():
+                inside = sum(self.seconds.values()) - before
+                self.seconds[name] += time.perf_counter() - started - inside
+
+    def report(self, step: int) -> dict[str, float]:
+        """Return `credit/seconds_<stage>`, means per optimizer step since the last report, and reset the clock."""
+        steps = max(step - self._step, 1)
+        means = {f"credit/seconds_{name}": seconds / steps for name, seconds in self.seconds.items()}
+        self.seconds.clear()
+        self._step = step
+        return means
+
+
 class RunLog(TrainerCallback):
     """Writes `run.json` and `log.jsonl` into the output directory, for any `report_to`.
 
     Every `CreditTrainer` has one, `trainer.run_log`. A resumed run first removes the lines after the step of its
     checkpoint and sets later checkpoints aside; a run that starts from the beginning first sets aside an earlier one.
     `segments` in `run.json` has an entry for each step from which the run went on with other options of the objective.
-    `facts` are further fields of `run.json`, such as the task.
+    `facts` are further fields of `run.json`, such as the task. Alarms and clock go on from what the run has logged.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, drift: DriftAlarms, clock: StageClock) -> None:
+        self.drift = drift
+        self.clock = clock
         self.facts: dict[str, Any] = {}
         self._unwritten: list[dict[str, Any]] = []
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.drift.restore(state.log_history)
+        self.clock.start(state.global_step)
+        if state.global_step >= state.max_steps:
+            self.drift.alarms.raise_once(
+                "nothing_to_do",
+                f"The checkpoint is of step {state.global_step}, and this run ends after step {state.max_steps}, so "
+                "there is nothing to do. Raise `max_steps` or `num_train_epochs`.",
+            )
         if not state.is_world_process_zero:
             return
         folder = Path(args.output_dir)
@@ -129,53 +174,6 @@ def print_lines(handler: CallbackHandler) -> None:
         handler.add_callback(LogLines)
     if printed[1]:
         handler.add_callback(_SilentProgress)
-
-
-class StageClock:
-    """Accumulates wall-clock seconds by stage. The time of a stage inside another counts for the inner one only.
-
-    A stage is timed if `counts` returns True when it ends.
-    """
-
-    def __init__(self, counts: Callable[[], bool] = lambda: True) -> None:
-        self.seconds: dict[str, float] = defaultdict(float)
-        self._counts = counts
-        self._step = 0
-
-    def start(self, step: int) -> None:
-        """Count steps from this one, at which a run begins or resumes."""
-        self._step = step
-
-    @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        """Add the duration of the block to a stage."""
-        before, started = sum(self.seconds.values()), time.perf_counter()
-        try:
-            yield
-        finally:
-            if self._counts():
-                inside = sum(self.seconds.values()) - before
-                self.seconds[name] += time.perf_counter() - started - inside
-
-    def report(self, step: int) -> dict[str, float]:
-        """Return `credit/seconds_<stage>`, means per optimizer step since the last report, and reset the clock."""
-        steps = max(step - self._step, 1)
-        means = {f"credit/seconds_{name}": seconds / steps for name, seconds in self.seconds.items()}
-        self.seconds.clear()
-        self._step = step
-        return means
-
-
-class ContinueReports(TrainerCallback):
-    """Lets alarms and clock of a resumed run go on from what it has logged."""
-
-    def __init__(self, drift: DriftAlarms, clock: StageClock) -> None:
-        self.drift = drift
-        self.clock = clock
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.drift.restore(state.log_history)
-        self.clock.start(state.global_step)
 
 
 def add_completion_columns(
