@@ -317,7 +317,6 @@ class _OneRollout(int):
 
 # Options of other trainers, and other names of ours -> what to set here.
 OTHER_NAMES = {
-    "remove_thinking_from_demonstration": "Set `teacher_context`: 'solution' or 'think+solution'.",
     "topk": "Set `distillation_topk`.",
     "alpha": "Set `distillation_alpha`.",
     "lam": "Set `contrastive_coef`.",

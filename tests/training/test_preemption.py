@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from credit_trl.training.preemption import Preempted, SaveOnSigterm
+from credit_trl.training.preemption import REQUEUE, SaveOnSigterm
 
 
 def test_signal_ends_a_run_after_its_step_and_at_once_where_none_trains():
@@ -20,14 +20,14 @@ def test_signal_ends_a_run_after_its_step_and_at_once_where_none_trains():
         os.kill(os.getpid(), signal.SIGTERM)
         save.on_step_end(*events)
         assert control.should_save
-        with pytest.raises(Preempted):
+        with pytest.raises(SystemExit, match=str(REQUEUE)):
             save.on_save(*events)
         save.on_train_begin(*events)  # of another run in the process
         control.should_save = False
         save.on_step_end(*events)
         assert not control.should_save
         save.on_train_end(*events)
-        with pytest.raises(Preempted):
+        with pytest.raises(SystemExit, match=str(REQUEUE)):
             os.kill(os.getpid(), signal.SIGTERM)
     finally:
         signal.signal(signal.SIGTERM, before)

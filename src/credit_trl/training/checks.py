@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from accelerate import Accelerator
@@ -84,10 +85,7 @@ def check_datasets(
     funcs = [f for f in funcs if rollout_func is None and callable(f) and not isinstance(f, nn.Module)]
     for name, dataset in datasets.items():
         if isinstance(dataset, dict):
-            splits = ", ".join(dataset)
-            raise ValueError(
-                f"`{name}` is a dictionary with the splits {splits}: give one, dataset['{next(iter(dataset))}']."
-            )
+            raise ValueError(f"`{name}` is a dictionary of splits: give one, dataset[{next(iter(dataset))!r}].")
         columns = getattr(dataset, "column_names", None)
         if columns is None:
             continue
@@ -169,9 +167,9 @@ def check_prompts(
 
 def check_ends(tokenizer: Any, eos_token_ids: Collection[int], warn: Callable[[str, str], None]) -> None:
     """Warn about an id at which generation ends that is ordinary text, so that completions end inside a sentence."""
-    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    ordinary = [tokenizer.decode([i]) for i in eos_token_ids if i not in special]
-    if special and ordinary:
+    added = tokenizer.added_tokens_decoder
+    ordinary = [tokenizer.decode([i]) for i in eos_token_ids if added and i not in added]
+    if ordinary:
         warn(
             "ordinary_end",
             f"Generation ends at {ordinary[0]!r}, which is ordinary text. Set a special token: the `eos_token` of the "
@@ -186,14 +184,15 @@ def check_truncated(
     if share <= 0.9:
         return
     turn = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "@"}]
-    after = render(turn, add_generation_prompt=False).rpartition("@")[2] if tokenizer.chat_template else ""
-    end = tokenizer(after.strip(), add_special_tokens=False)["input_ids"][:1]
-    unknown = (
-        f" The chat template ends a turn with {tokenizer.decode(end)!r}, at which generation does not end: add its id "
-        f"{end[0]} to the `eos_token_id` of the model's `generation_config`."
-        if end and end[0] not in eos_token_ids
-        else ""
-    )
+    unknown = ""
+    with suppress(Exception):  # no template, or one that takes other turns only
+        after = render(turn, add_generation_prompt=False).rpartition("@")[2].strip()
+        end = tokenizer(after, add_special_tokens=False)["input_ids"][:1]
+        if end and end[0] not in eos_token_ids:
+            unknown = (
+                f" The chat template ends a turn with {tokenizer.decode(end)!r}, where generation does not end: add its "
+                f"id {end[0]} to the `eos_token_id` of the model's `generation_config`."
+            )
     warn(
         "truncated",
         f"{share:.0%} of the completions of a generation batch were cut at `max_completion_length`.{unknown} Increase "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,16 +19,12 @@ logger = logging.getLogger(__name__)
 REQUEUE = 75
 
 
-class Preempted(SystemExit):
-    """Ends the process with exit code `REQUEUE`."""
-
-
 class SaveOnSigterm(TrainerCallback):
-    """Handles SIGTERM from its construction in the main thread on, so that the same command continues bit for bit.
+    """Handles SIGTERM from its construction in the main thread on: the process ends with exit code `REQUEUE`.
 
-    While a run trains, the current step is finished, a checkpoint is saved, and `Preempted` is raised; with several
-    processes one signal to any of them ends the run. At other times it is raised at once: before the first step
-    nothing is lost, and an evaluation continues from the samples that it has saved.
+    While a run trains, the current step is finished and a checkpoint saved, from which the same command continues bit
+    for bit; with several processes one signal to any of them ends the run. At other times the process ends at once:
+    before the first step nothing is lost, and an evaluation continues from the samples that it has saved.
     """
 
     def __init__(self) -> None:
@@ -46,7 +43,7 @@ class SaveOnSigterm(TrainerCallback):
             f"SIGTERM: ends with code {REQUEUE}. `resume_from_checkpoint='latest'` continues {continued}, and an "
             "evaluation from its samples."
         )
-        raise Preempted(REQUEUE)
+        sys.exit(REQUEUE)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._trains = True
