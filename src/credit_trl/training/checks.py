@@ -190,8 +190,8 @@ def check_truncated(
         end = tokenizer(after, add_special_tokens=False)["input_ids"][:1]
         if end and end[0] not in eos_token_ids:
             unknown = (
-                f" The chat template ends a turn with {tokenizer.decode(end)!r}, where generation does not end: add the "
-                f"id {end[0]} to the `eos_token_id` of the model's `generation_config`."
+                f" The chat template ends a turn with {tokenizer.decode(end)!r}, where generation does not end: add "
+                f"its id {end[0]} to the `eos_token_id` of the model's `generation_config`."
             )
     warn(
         "truncated",
