@@ -46,6 +46,7 @@ from credit_trl.training.check_model import check_logits, check_model
 from credit_trl.training.check_run import check_run
 from credit_trl.training.checkpoints import ResumableTrainer
 from credit_trl.training.drift import DriftAlarms
+from credit_trl.training.gradient_reduction import reduce_gradients_in_fp32
 from credit_trl.training.metrics import Alarms, TokenMetrics, context_metrics, drop_undefined, teacher_success_weights
 from credit_trl.training.reporting import RunLog, StageClock, add_completion_columns, print_lines
 from credit_trl.training.run_data import describe_data
@@ -174,6 +175,7 @@ class CreditTrainer(ResumableTrainer):
     def _init_credit(self, token_weight: TokenWeight | None) -> None:
         args = self.args
         checks.check_machine(args, self.accelerator, self.aux_loss_enabled)
+        reduce_gradients_in_fp32(self.accelerator)
         self.teacher = build_teacher(args, self.model, self.accelerator, self._tokenizer)
         check_model(self.model, self.accelerator)
         if args.teacher_model_kind == "model":
