@@ -21,7 +21,7 @@ CASES = {
 }
 SLOW = {
     "lora-padded": {"lora": True, "save_strategy": "steps", "save_steps": 1, "teacher_model_kind": "base"},
-    "live": {"teacher_model_kind": "live", "distillation_weight": 0.5, "distillation_tail": "renormalize"},
+    "live": {"teacher_model_kind": "live", "distillation_tail": "renormalize"},
     "softcap": {"packed": True, "final_logit_softcapping": 3.0},
 }
 
