@@ -387,13 +387,12 @@ from credit_trl.loss import triton_rows
 
 registers, spills = [], []
 
-def assemble(ptx):
-    Path("kernel.ptx").write_text(ptx)
-    target = re.search(r"\.target (\w+)", ptx)[1]
-    command = [triton.knobs.nvidia.ptxas.path, "-v", "--gpu-name", target, "kernel.ptx", "-o", "kernel.cubin"]
-    used = subprocess.run(command, check=True, capture_output=True, text=True).stderr
-    registers.extend(map(int, re.findall(r"Used (\d+) registers", used)))
-    spills.extend(map(int, re.findall(r"(\d+) bytes spill", used)))
+def measure(cubin):
+    Path("kernel.cubin").write_bytes(cubin)
+    command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", "kernel.cubin"]
+    used = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    registers.extend(map(int, re.findall(r"REG:(\d+)", used)))
+    spills.extend(map(int, re.findall(r"(?:STACK|LOCAL):(\d+)", used)))
 
 def moved(kernel, pointers, numbers, constants):
     signature = {name: "constexpr" for name in kernel.arg_names} | pointers | numbers
@@ -406,7 +405,7 @@ def moved(kernel, pointers, numbers, constants):
         {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned},
     )
     compiled = triton.compile(source, GPUTarget("cuda", int(sys.argv[1]), 32), {"num_warps": triton_rows.WARPS})
-    assemble(compiled.asm["ptx"])
+    measure(compiled.asm["cubin"])
     assert "bf16" not in pointers.get("grads", "") or "cvt.rn.bf16" in compiled.asm["ptx"]  # rounded, not truncated
     found = {"ld": 0, "st": 0}
     for kind, several, bits in re.findall(r"(ld|st)\.global(?:\.v(\d))?\.b(\d+)", compiled.asm["ptx"]):
