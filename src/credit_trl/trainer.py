@@ -165,7 +165,7 @@ class CreditTrainer(ResumableTrainer):
 
     def _init_reports(self) -> None:
         self.alarms = Alarms(self.accelerator.is_main_process)
-        self._token_metrics = TokenMetrics(self.args, self._sum_over_processes, self.accelerator.gather)
+        self._token_metrics = TokenMetrics(self.args, self._sum_over_processes)
         self.drift_alarms = DriftAlarms(self.alarms, frozen_teacher=self.args.teacher_is_frozen)
         self.run_log = RunLog(self.drift_alarms, self.clock)
         self.add_callback(self.run_log)
@@ -283,7 +283,6 @@ class CreditTrainer(ResumableTrainer):
         batch = self._rollouts.with_turns(loss_mask(output))
         self._generation_batch = batch
         metrics = self._metrics[self._mode]
-        self.alarms.check_engine(metrics)
         if self.model.training:
             marks = self._tokenizer, self.context_builder.render, self.eos_token_ids
             checks.check_truncated(metrics["completions/clipped_ratio"][-1], *marks, self.alarms.raise_once)
@@ -309,18 +308,23 @@ class CreditTrainer(ResumableTrainer):
         self._log_values(shares)
         self.alarms.check_contexts(shares, self._metrics[self._mode].get("credit/frac_verifier_skipped", [0.0])[-1])
         longest = longest_sequence(contexts, batch.completion_ids)
-        self.alarms.check_positions(longest, causal_lm.position_embeddings(self.model))
-        self.alarms.check_ignored_feedback(*ignored_feedback(batch, self.args))
+        positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        exceeds = positions is not None and longest > positions
+        self.alarms.raise_if(exceeds, "positions", longest=longest, positions=positions)
+        is_ignored, missing_turns = ignored_feedback(batch, self.args)
+        self.alarms.raise_if(is_ignored, "feedback_off")
+        self.alarms.raise_if(bool(missing_turns), "lost_turns", turn=min(missing_turns, default=None))
         return contexts
 
     def _weigh_successes(self, batch: GenerationBatch, contexts: list[TokenContexts], mask: Tensor) -> Tensor:
-        """(B,) weights of the teacher's fidelity, so that its mean over the logged micro-batches is the fidelity."""
+        """(B,) weights of the teacher's fidelity, which is then its mean over the micro-batches of all processes."""
         steps = self.args.steps_per_generation if self.model.training else 1
         weights, mixed, scored = teacher_success_weights(batch, contexts, mask, self.args.success_reward_threshold)
         if self.model.training:
-            self.alarms.check_loss_tokens(any(c.teacher is not None for c in contexts), scored)
+            has_teacher = any(c.teacher is not None for c in contexts)
+            self.alarms.raise_if(has_teacher and not scored, "no_tokens")
         self._log_values({"credit/fidelity_groups": mixed})
-        return weights * steps
+        return weights * steps * self.accelerator.num_processes
 
     # ------------------------------------------------------------------ micro-batches, loss
 
@@ -358,10 +362,12 @@ class CreditTrainer(ResumableTrainer):
         corrects = self.use_vllm and self.vllm_importance_sampling_correction
         if self.args.distillation_weight == 1.0 and self.args.distillation_is_clip is None and not corrects:
             return None, None, None  # nothing reads them
+        parts = {}
+        for kind, values in (("ids", input_ids), ("mask", attention_mask)):
+            parts[f"prompt_{kind}"] = values[:, :-logits_to_keep]
+            parts[f"completion_{kind}"] = values[:, -logits_to_keep:]
         with self.clock.stage("old_logps"):
-            logps = micro_batches.rollout_logps(
-                self.credit_step, model, input_ids, attention_mask, logits_to_keep, batch_size or len(input_ids)
-            )
+            logps = self.credit_step.policy_logps(model, parts, batch_size)
         return logps, None, None
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
@@ -378,13 +384,15 @@ class CreditTrainer(ResumableTrainer):
         if result.aux_loss is not None:
             loss = loss + self.router_aux_loss_coef * result.aux_loss / accumulation
             self._log_values({"aux_loss": self.accelerator.gather_for_metrics(result.aux_loss).mean().item()})
-        metrics = self._token_metrics.add(self._mode, result)
-        self._log_values(metrics)
-        self.alarms.check_engine(self._metrics[self._mode])
-        self.alarms.check_tokens(metrics, self.teacher.vocabulary_size)
+        self._token_metrics.add(self._mode, result)
         return loss
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        metrics, last = self._token_metrics.read(self._mode)
+        self._metrics[self._mode].update({name: [value] for name, value in metrics.items()})
+        self.alarms.check_engine(self._metrics[self._mode])
+        if metrics:
+            self.alarms.check_tokens(metrics, self.teacher.vocabulary_size)
         if self.model.training:
             self.drift_alarms.observe(self._metrics["train"])
             step_times = self._metrics["train"].get("step_time")
@@ -392,10 +400,8 @@ class CreditTrainer(ResumableTrainer):
                 self.clock.seconds["update"] = sum(step_times) - sum(self.clock.seconds.values())
             self._log_values(self.clock.report(self.state.global_step))
             if self.credit_step is not None:
-                lost = self.alarms.check_gradient(logs, self._metrics["train"])
+                lost = self.alarms.check_gradient(logs, last)
                 self._log_values({"credit/frac_lost_gradient": lost, "credit/teacher_drift": self.teacher.drift()})
-        means = self._token_metrics.mean(self._mode)
-        self._metrics[self._mode].update({name: [value] for name, value in means.items()})
         self._eval_batches = 0  # so that every evaluation draws the same contrast prompts
         drop_undefined(self._metrics[self._mode])
         super().log(logs, start_time)

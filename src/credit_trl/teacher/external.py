@@ -10,22 +10,13 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from credit_trl.config import CreditConfig
 from credit_trl.teacher.models import CopyTeacher, Teacher, make_teacher
 from credit_trl.teacher.sharding import full_shape, place_frozen
 
 SOURCE_FILE = "teacher.json"
-
-
-def _load_model(config: CreditConfig, accelerator: Accelerator) -> PreTrainedModel:
-    """The model that `teacher_model_…` options name, without gradients, by default in the dtype of its files."""
-    options = {"dtype": "auto", "trust_remote_code": config.trust_remote_code}
-    options |= config.teacher_model_init_kwargs or {}
-    if "quantization_config" in options:  # quantised weights cannot be moved between devices
-        options.setdefault("device_map", {"": accelerator.device})
-    return AutoModelForCausalLM.from_pretrained(config.teacher_model_name_or_path, **options).requires_grad_(False)
 
 
 class ModelTeacher(CopyTeacher):
@@ -36,13 +27,15 @@ class ModelTeacher(CopyTeacher):
     """
 
     def __init__(self, student: nn.Module, accelerator: Accelerator, config: CreditConfig) -> None:
-        model = _load_model(config, accelerator)
+        name = config.teacher_model_name_or_path
+        own = config.teacher_model_init_kwargs or {}
+        options = {"dtype": "auto", "trust_remote_code": config.trust_remote_code} | own
+        if "quantization_config" in own:  # quantised weights cannot be moved between devices
+            options.setdefault("device_map", {"": accelerator.device})
+        model = AutoModelForCausalLM.from_pretrained(name, **options).requires_grad_(False)
         _pad_vocabulary(model, full_shape(student.get_output_embeddings().weight)[0])
-        self.identity = {
-            "name": config.teacher_model_name_or_path,
-            "revision": (config.teacher_model_init_kwargs or {}).get("revision"),
-            "commit": getattr(model.config, "_commit_hash", None),
-        }
+        commit = getattr(model.config, "_commit_hash", None)
+        self.identity = {"name": name, "revision": own.get("revision"), "commit": commit}
         if not getattr(model, "is_quantized", False):  # quantized weights stay where they were loaded
             model = place_frozen(model, accelerator)
         super().__init__(student, accelerator, model)

@@ -95,9 +95,10 @@ class Teacher:
         difference = norm = torch.zeros((), device=self.device)
         for teacher, student in self.pairs():
             with gathered([teacher, student]):
-                own, trained = _local(teacher), _local(student.to(teacher.device, teacher.dtype))
-                difference = difference + _square_sum(own - trained).to(norm.device)
-                norm = norm + _square_sum(trained).to(norm.device)
+                # In fp32: pairwise summation is precise enough, and not every device has fp64.
+                own, trained = (_local(x).to(self.device, torch.float32) for x in (teacher, student))
+                difference = difference + (own - trained).square().sum()
+                norm = norm + trained.square().sum()
         if self._is_fsdp2():
             difference, norm = (self.accelerator.reduce(x, reduction="sum") for x in (difference, norm))
         return (difference / norm.clamp(min=1e-30)).sqrt().item()
@@ -371,11 +372,6 @@ def eval_mode(module: nn.Module) -> Iterator[None]:
     finally:
         for submodule in training:
             submodule.training = True
-
-
-def _square_sum(weights: Tensor) -> Tensor:
-    """Sum of squares in fp32: pairwise summation is precise enough, and not every device has fp64."""
-    return weights.float().pow(2).sum()
 
 
 def _local(tensor: Tensor) -> Tensor:
