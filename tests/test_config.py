@@ -16,7 +16,7 @@ from trl.experimental.sdpo import SDPOConfig
 from credit_trl import CreditConfig
 from credit_trl.config import OTHER_NAMES
 from credit_trl.contexts.builder import ContextBuilder
-from credit_trl.contexts.privileged import PrivilegedContext
+from credit_trl.contexts.tokens import PrivilegedContext
 
 OWN = {f.name for f in dataclasses.fields(CreditConfig)} - {f.name for f in dataclasses.fields(GRPOConfig)}
 

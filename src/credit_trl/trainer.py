@@ -195,7 +195,7 @@ class CreditTrainer(ResumableTrainer):
                 f"`packed=True` has no effect: {reason}. Micro-batches are padded to their longest sample "
                 "(`credit/padding_factor`).",
             )
-        if self.credit_step.corrects_for_engine:
+        if self.credit_step.engine_role == "correction":
             self.vllm_importance_sampling_correction = False  # TRL's, which costs a forward pass
         if args.teacher_model_kind == "ema":
             self.add_callback(TeacherUpdate(self))
@@ -286,6 +286,10 @@ class CreditTrainer(ResumableTrainer):
         if self.model.training:
             marks = self._tokenizer, self.context_builder.render, self.eos_token_ids
             checks.check_truncated(metrics["completions/clipped_ratio"][-1], *marks, self.alarms.raise_once)
+        if "importance_sampling_ratio" in output:  # TRL's, of which it logs the other moments
+            ratio = output["importance_sampling_ratio"].expand_as(output["completion_mask"])
+            median = self.accelerator.gather(ratio[loss_mask(output)].median())
+            self._log_values({"sampling/importance_sampling_ratio/median": median.nanmean().item()})
         if self.model.training and self.num_generations > 1:
             self.alarms.check_rewards(metrics["frac_reward_zero_std"][-1] == 1.0, metrics["reward"][-1])
         contexts = None
@@ -360,7 +364,8 @@ class CreditTrainer(ResumableTrainer):
                 model, input_ids, attention_mask, logits_to_keep, batch_size, **kwargs
             )
         corrects = self.use_vllm and self.vllm_importance_sampling_correction
-        if self.args.distillation_weight == 1.0 and self.args.distillation_is_clip is None and not corrects:
+        has_ratio = self.args.distillation_is_clip is not None and self.credit_step.engine_role != "old"
+        if self.args.distillation_weight == 1.0 and not has_ratio and not corrects:
             return None, None, None  # nothing reads them
         parts = {}
         for kind, values in (("ids", input_ids), ("mask", attention_mask)):

@@ -132,6 +132,7 @@ COLUMNS = {
     "credit/delta_v_mean": "ΔV",
     "credit/generic_mean": "generic",
     "credit/kl_to_target": "kl",
+    "sampling/importance_sampling_ratio/median": "ratio",
 }
 _SECONDS = "credit/seconds_"
 

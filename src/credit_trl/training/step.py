@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -87,7 +87,7 @@ class CreditStep:
             config.vllm_importance_sampling_mode,
             (config.vllm_importance_sampling_clip_min, config.vllm_importance_sampling_clip_max),
         )
-        self.corrects_for_engine = corrects_for_engine(config)
+        self.engine_role = engine_role(config)
         self.router_loss = has_router_loss(config, teacher.student)
         self.packed = config.packed and cannot_pack(teacher.student) is None
         if config.packed:
@@ -187,12 +187,13 @@ class CreditStep:
             weights = weights * inputs["token_weight"]
         sequences = chosen_sequences(inputs, mask)
         contrasted = inputs["contrast_mask"][sequences.rows]
+        engine_logps = sequences.pick(inputs.get("sampling_per_token_logps")) if self.engine_role else None
         tokens = LossTokens(
             sequences.pick(inputs["completion_ids"]),
             sequences.pick(weights),
             contrasted.to(weights.dtype) * self.config.contrastive_coef,
-            sequences.pick(inputs.get("old_per_token_logps")),
-            sequences.pick(inputs.get("sampling_per_token_logps")) if self.corrects_for_engine else None,
+            engine_logps if self.engine_role == "old" else sequences.pick(inputs.get("old_per_token_logps")),
+            engine_logps if self.engine_role == "correction" else None,
         )
         scores = stored_scores(inputs, sequences.pick)
         policy = self.teacher.unwrapped(model)
@@ -210,7 +211,7 @@ class CreditStep:
         terms = CreditLoss(**values)
         fidelity = _fidelity(terms, inputs.get("success_weights"), sequences.rows, mask)
         valid = sum(map(len, sequences.ids))
-        return MicroBatchLoss(terms, contrasted, fidelity, aux_loss, read, valid, tokens.engine_logps)
+        return MicroBatchLoss(terms, contrasted, fidelity, aux_loss, read, valid, engine_logps)
 
     def loss_shares(self, model: nn.Module, inputs: dict[str, Any], accumulation: float) -> Float[Tensor, "B T"]:
         """Share of each token in the loss of a micro-batch, by GRPO's reduction of the same `loss_type`.
@@ -276,16 +277,19 @@ class CreditStep:
         return logps.new_zeros(mask.numel()).index_put_((sequences.chosen,), logps).view_as(mask)
 
 
-def corrects_for_engine(config: CreditConfig) -> bool:
-    """Whether the loss forms the importance correction for vLLM from its own log-probabilities.
+def engine_role(config: CreditConfig) -> Literal["correction", "old"] | None:
+    """How the loss uses the log-probabilities that a vLLM engine reported.
 
-    One optimizer step then uses the whole generation batch, so that the policy of the step is that of the rollout. A
-    ratio of whole completions is TRL's, which needs their log-probabilities before the loss.
+    `"correction"`: to correct for the engine, where one optimizer step uses the whole generation batch, so that the
+    policy of the step is that of the rollout. `"old"`: in place of those of the policy at rollout time, where several
+    steps use it and TRL's correction is off. None: a correction is TRL's, from a pass of the policy before the loss.
     """
-    is_wanted = config.use_vllm and config.vllm_importance_sampling_correction and config.distillation_weight == 1.0
-    passes = config.steps_per_generation * config.num_iterations
-    is_on_policy = config.gradient_accumulation_steps % passes == 0
-    return is_wanted and is_on_policy and config.vllm_importance_sampling_mode.startswith("token")
+    if not config.use_vllm or config.distillation_weight < 1.0:
+        return None
+    is_on_policy = config.gradient_accumulation_steps % (config.steps_per_generation * config.num_iterations) == 0
+    if not config.vllm_importance_sampling_correction:
+        return None if is_on_policy else "old"
+    return "correction" if is_on_policy and config.vllm_importance_sampling_mode.startswith("token") else None
 
 
 def has_router_loss(config: CreditConfig, policy: nn.Module) -> bool:
