@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from credit_trl import Verdict
+from credit_trl.rollout.deadline import deadline_in
 from credit_trl.tasks import load_task
 from credit_trl.tasks import math as math_task
 
@@ -97,7 +98,8 @@ def test_expensive_answers_fail_and_the_pool_survives():
 
 @needs_math_verify
 def test_comparisons_after_the_deadline_are_undecided():
-    verdicts = math_task.reward([r"\boxed{0.5}", r"\boxed{1/2}", "no answer"], ["1/2"] * 3, deadline=0.0)
+    with deadline_in(-2.0):
+        verdicts = math_task.reward([r"\boxed{0.5}", r"\boxed{1/2}", "no answer"], ["1/2"] * 3)
     assert [verdict.reward for verdict in verdicts] == [None, 1.0, 0.0]
     assert verdicts[0].metrics == {"undecided": 1.0}
 

@@ -69,15 +69,16 @@ class Task:
 
 @dataclass(frozen=True)
 class TaskOption:
-    """Meaning of the text after the colon of a task's name, a keyword of `build`. A module declares it as `OPTION`."""
+    """Meaning of the text after the colon of a built-in task's name: a keyword of `build`."""
 
     keyword: str
     values: tuple[str, ...]
 
-    def check(self, value: str, task: str) -> None:
-        """Raise a `ValueError` for a value that is not allowed."""
+    def checked(self, value: str) -> str:
+        """The value; raises a `ValueError` for one that is not allowed."""
         if value not in self.values:
-            raise ValueError(f"{task} has no {self.keyword} {value!r}; use one of {', '.join(self.values)}.")
+            raise ValueError(f"There is no {self.keyword} {value!r}; use one of {', '.join(self.values)}.")
+        return value
 
 
 def response_text(completion: str | Sequence[Mapping[str, Any]]) -> str:
