@@ -5,6 +5,7 @@ import json
 import pickle
 import sys
 import textwrap
+import time
 import zlib
 from collections.abc import Iterator
 from functools import partial
@@ -286,6 +287,36 @@ def test_feedback_shows_a_wrong_answer_and_an_error_of_different_tests(sandbox):
     frames = ["Line 2 in half (program.py)", "    return n // (n - 3)", "Line 4 (program.py)"]
     assert lines[7:] == [*frames, "    print(half(int(input())))", "Input: 3"]
     assert verdict.metrics == {"pass_fraction": 1 / 3, "answer_format": 1.0}
+
+
+SLOW = {  # a program that ends at no test, or at the first one only
+    "computes": "while True:\n    pass",
+    "sleeps": "import time\ntime.sleep(100)",
+    "waits for more input": "import sys\ninput()\nsys.stdin = open('/dev/zero')\nwhile True:\n    sys.stdin.read(1)",
+    "starts a thread": "import threading\nthreading.Thread(target=lambda: [None for _ in iter(int, 1)]).start()",
+    "ends at the first test only": "n = int(input())\nprint(2 * n)\nwhile n > 3:\n    pass",
+}
+
+
+@pytest.mark.parametrize("code", SLOW.values(), ids=SLOW)
+def test_time_out_is_shown_with_its_limit_and_ends_the_program(sandbox, code):
+    answer = stdin_answer(("3\n", "6\n"), ("10\n", "20\n"), ("11\n", "22\n"), time_limit=0.1)
+    start = time.monotonic()
+    verdict = livecodebench.verify(fenced(code), answer, sandbox=sandbox)
+    assert time.monotonic() - start < 10.0
+    place = 2 if "n > 3" in code else 1
+    assert verdict.reward == 0.0
+    assert verdict.feedback == f"Test {place}: Time Limit Exceeded (0.1 seconds)\nInput: {(3, 10)[place - 1]}"
+    assert verdict.metrics == {"pass_fraction": (place - 1) / 3, "answer_format": 1.0}
+
+
+def test_time_out_leaves_the_other_rollouts_of_the_batch_alone(sandbox):
+    answer = stdin_answer(("3\n", "6\n"), ("10\n", "20\n"), time_limit=1)
+    responses = [fenced(RIGHT), fenced("while True:\n    pass"), fenced(RIGHT), fenced("print(1)")]
+    verdicts = livecodebench.reward(responses, [answer] * 4, sandbox=sandbox)
+    assert [verdict.reward for verdict in verdicts] == [1.0, 0.0, 1.0, 0.0]
+    assert "Time Limit Exceeded (1 seconds)" in verdicts[1].feedback
+    assert "Wrong Answer" in verdicts[3].feedback
 
 
 UNLIMITED = [  # (program, its tests)

@@ -49,6 +49,43 @@ def test_feedback_names_the_expected_calls():
     )
 
 
+IN_ANOTHER_FORM = {
+    "labels in lower case": 'action: get\naction input: {"city": "Rome", "days": 2}',
+    "bold labels": '**Action:** get\n**Action Input:** {"city": "Rome", "days": 2}',
+    "name in back-quotes": 'Action: `get`\nAction Input: {"city": "Rome", "days": 2}',
+    "a fence around the input": 'Action: get\nAction Input:\n```json\n{"city": "Rome", "days": 2}\n```',
+    "single quotes": "Action: get\nAction Input: {'city': 'Rome', 'days': 2}",
+    "a tool call in JSON": '{"name": "get", "arguments": {"city": "Rome", "days": 2}}',
+    "tags": '<action>get</action><input>{"city": "Rome", "days": 2}</input>',
+    "a function call": 'I call get(city="Rome", days=2).',
+    "another label for the input": 'Action: get\nInput: {"city": "Rome", "days": 2}',
+}
+WRONG_CALLS = {
+    "another name": '**Action:** set\n**Action Input:** {"city": "Rome", "days": 2}',
+    "another value": '**Action:** get\n**Action Input:** {"city": "Oslo", "days": 2}',
+    "an argument missing": "get(days=2)",
+    "an argument more": '{"name": "get", "arguments": {"city": "Rome", "days": 2, "hours": 1}}',
+    "no call": "It is sunny in Rome for 2 days.",
+}
+
+
+@pytest.mark.parametrize("response", IN_ANOTHER_FORM.values(), ids=IN_ANOTHER_FORM)
+def test_feedback_on_right_calls_in_a_wrong_form_names_the_form(response):
+    verdict = toolalpaca.verify(response, GOLD)
+    assert verdict.reward == 0.0
+    assert verdict.feedback.startswith(
+        "The calls are right; write each as a line `Action: name` and a line `Action In"
+    )
+    assert "mismatch: predicted" in verdict.feedback
+
+
+@pytest.mark.parametrize("response", WRONG_CALLS.values(), ids=WRONG_CALLS)
+def test_feedback_on_wrong_calls_names_no_form(response):
+    verdict = toolalpaca.verify(response, GOLD)
+    assert verdict.reward == 0.0
+    assert "The calls are right" not in verdict.feedback
+
+
 def test_raw_simulated_set_gives_the_68_published_records(shared_data):
     folder = shared_data / "toolalpaca"
     built = load_task("toolalpaca").build("test", folder)

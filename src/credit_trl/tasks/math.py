@@ -31,7 +31,7 @@ INSTRUCTION = r"Please reason step by step, and put your final answer within \bo
 QUESTION_FIELDS = ("problem", "question", "prompt")
 ANSWER_FIELDS = ("answer", "final_answer", "solution")
 LONGEST_BOX = 10_000  # characters after which a box that is not closed is none
-LONGEST = 400  # characters of an answer above which only equal texts are equal
+LONGEST = 250  # characters of an answer above which only equal texts are equal
 LONGEST_SOLUTION = 300  # characters of a `solution` that is a final answer itself
 BATCH_SECONDS = 900.0
 NO_BOX = r"No final answer was found. The final answer must be given in the format \boxed{answer}. "
@@ -96,7 +96,8 @@ def reward(
     for gold in answer:
         if not isinstance(gold, str) or not gold.strip():
             raise ValueError(f"A math answer must be a text that is not blank, got {gold!r}.")
-    boxes = [last_boxed(answer_part(response_text(completion)) or "") for completion in completions]
+    texts = map(response_text, completions)
+    boxes = [last_boxed(answer_part(text) or "") if "box" in text else None for text in texts]
     results = _compare(list(zip(answer, boxes, strict=True)), remaining_seconds(BATCH_SECONDS))
     verdicts = []
     for gold, box, result, flag in zip(answer, boxes, results, truncated or [False] * len(boxes), strict=True):

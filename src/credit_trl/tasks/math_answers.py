@@ -17,7 +17,9 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Any
 
-SECONDS = 5
+SECONDS = 2  # that a comparison may take
+DEEPEST = 12  # brackets in brackets that the parser reads fast
+DIGITS = 120
 WORKER_BYTES = 2 << 30
 FUNCTIONS = "sin|cos|tan|cot|sec|csc|sinh|cosh|tanh|arcsin|arccos|arctan|ln|log|exp|sqrt"
 GREEK = "alpha|beta|gamma|delta|epsilon|theta|lambda|mu|nu|rho|sigma|tau|phi|psi|omega|Delta|Omega|Phi|Sigma"
@@ -88,6 +90,12 @@ ROW = re.compile("[,¶]")
 UNREAD = re.compile(  # words, joined numbers, dates, digits of another base, transposes, derivatives
     r" *[A-Za-z]+(?: [A-Za-z]+)*(?<=[A-Za-z ][A-Za-z]) *\Z"
     r"|.*(?:(?<![\\A-Za-z])[A-Za-z]{4}|[\d.] [\d.]|(?<![\d.])0[\dA-Za-z]|\d/\d+/\d|\d_|\^\{?T|\\frac\{d|d/d[a-z])"
+)
+
+
+COSTLY = re.compile(  # long exponents, powers of powers, factorials and binomials of large numbers, many bars
+    r".*(?:\^\{?-?\d{5}|\d\}?\^\{?\d+\}?\^\{?\d|\d{4}\)*!|\\binom\{\d*(?:\d{4}|\d\^)"
+    r"|\^(?:\{[-+\w]+|\w)\^(?:\{[-+\w]+|\w)\^|(?:[^|]*\|){13})"
 )
 
 
@@ -217,13 +225,19 @@ def split(text: str, separator: re.Pattern[str]) -> tuple[list[str], list[str]]:
 
 def is_wrapped(text: str) -> bool:
     """Whether the bracket that opens a text closes at its end."""
-    depths = list(accumulate((character in "([{«⟦") - (character in ")]}»⟧") for character in text))
-    return depths[-1] == 0 and 0 not in depths[:-1]
+    found = depths(text)
+    return found[-1] == 0 and 0 not in found[:-1]
+
+
+def depths(text: str) -> list[int]:
+    """Number of open brackets after each character."""
+    return list(accumulate((character in "([{«⟦") - (character in ")]}»⟧") for character in text))
 
 
 def is_expression(text: str) -> bool:
-    """Whether each token of a text is known, so that the parser drops none."""
-    return bool(text.strip()) and UNREAD.match(text) is None and TOKENS.fullmatch(text) is not None
+    """Whether each token of a text is known, so that the parser drops none, and its value is computed fast."""
+    is_known = UNREAD.match(text) is None and TOKENS.fullmatch(text) is not None
+    return bool(text.strip()) and is_known and COSTLY.match(text) is None and max(depths(text)) <= DEEPEST
 
 
 def as_text(text: str) -> str:
@@ -274,10 +288,10 @@ def same_value(one: str, other: str) -> bool:
     for scale, negative in ((1, None), (40, None), *((1, symbol) for symbol in symbols)):
         numbers = [Rational(scale * (17 + 6 * place), 11 + 4 * place) for place in range(len(symbols))]
         point = {symbol: -x if symbol == negative else x for symbol, x in zip(symbols, numbers, strict=True)}
-        first, second = (side.subs(point).evalf(40, maxn=200) for side in (left, right))
+        first, second = (side.subs(point).evalf(DIGITS, maxn=2 * DIGITS) for side in (left, right))
         if not (first.is_number and first.is_finite and second.is_finite):
             return False
-        is_close = abs(first - second) <= max(abs(first), abs(second)) / 10**35
+        is_close = abs(first - second) <= max(abs(first), abs(second)) / 10 ** (DIGITS - 5)
         if not is_close and (negative is None or first.is_real or second.is_real):
             return False
     return True

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 DOMAINS = ("biology", "chemistry", "material", "physics")
 OPTION = TaskOption(keyword="domain", values=DOMAINS)
 HUB = "hicai-zju/SciKnowEval"
+WORDS_BEFORE = "the|so|thus|correct|right|best|final|answer|option|choice|letter|is|must|be|text|boxed"
 TYPES = ("mcq-4-choices", "mcq-2-choices")
 
 # The wording of the published training files; two-option questions carry it too.
@@ -86,7 +87,8 @@ def verify(response: str, answer: str, *, truncated: bool = False) -> Verdict:
     given = response.rpartition("<answer>")[2].partition("</answer>")[0].strip()
     is_tagged = re.search(r"<answer>\s*[A-Z]\s*</answer>\s*\Z", response) is not None
     feedback = f"Correct answer: {answer}"
-    letter = re.match(r"[\s(\[*\"'`]*(?:(?:option|answer)\b[\s:]*)?\(?([A-Za-z])(?![A-Za-z])", given[:100], re.I)
+    written = given if "<answer>" in response else given.rpartition("\n")[2]
+    letter = re.match(rf"(?:[\W_]|(?:{WORDS_BEFORE})\b)*([a-z])(?![a-z'])", written[:200], re.IGNORECASE)
     if given != answer and letter is not None and letter[1].upper() == answer:
         feedback = f"The letter is right; write it as <answer>\n{answer}\n</answer>. {feedback}"
     return Verdict(float(given == answer), feedback, {"answer_format": float(is_tagged)})

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 Rewards = list["Verdict | float | None"]
-MAX_CHARACTERS = 1_000_000  # characters of a response that verifiers read
+MAX_CHARACTERS = 200_000  # of a response that verifiers read
 
 
 @dataclass(frozen=True)
