@@ -166,19 +166,23 @@ def golden_calls(answer: str | list[dict[str, Any]]) -> list[Call]:
 
 
 def _is_right_in_another_form(response: str, golden: Sequence[Call]) -> bool:
-    """Whether a response has the golden names in order, with the golden inputs as flat objects or keyword arguments."""
+    """Whether a response has the golden names in order, with the golden inputs as flat objects or keywords."""
     if len(response) > 20_000 or not golden:
         return False
     names = [rf"\b{re.escape(name)}\b" for name, _ in golden]
+    end = 0
+    for name in names:
+        named = re.compile(name).search(response, end)
+        if named is None:
+            return False
+        end = named.end()
+    form = rf"(?P<object>\{{[^{{}}]*\}})|(?:{'|'.join(names)})\((?P<keywords>[^(){{}}]*)\)"
     inputs = []
-    for found in re.finditer(
-        rf"(?P<object>\{{[^{{}}]*\}})|(?:{'|'.join(names)})\((?P<keywords>[^(){{}}]*)\)", response
-    ):
+    for found in re.finditer(form, response):
         pairs = re.findall(r"""(\w+)\s*=\s*("[^"]*"|'[^']*'|[^,\s]+)""", found["keywords"] or "")
         written = found["object"] or "{" + ", ".join(f'"{name}": {value}' for name, value in pairs) + "}"
         inputs.append(_json_or_none(written) or _json_or_none(written.replace("'", '"')))
-    has_names = re.search(".*?".join(names), response, re.DOTALL)
-    return has_names is not None and inputs == [arguments for _, arguments in golden]
+    return inputs == [arguments for _, arguments in golden]
 
 
 def _merged(inputs: Iterable[Any]) -> dict[str, Any]:
