@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 
@@ -73,9 +74,7 @@ WRONG_CALLS = {
 def test_feedback_on_right_calls_in_a_wrong_form_names_the_form(response):
     verdict = toolalpaca.verify(response, GOLD)
     assert verdict.reward == 0.0
-    assert verdict.feedback.startswith(
-        "The calls are right; write each as a line `Action: name` and a line `Action In"
-    )
+    assert verdict.feedback.startswith("The calls are right; write each as a line `Action: name` and a line `Action")
     assert "mismatch: predicted" in verdict.feedback
 
 
@@ -84,6 +83,13 @@ def test_feedback_on_wrong_calls_names_no_form(response):
     verdict = toolalpaca.verify(response, GOLD)
     assert verdict.reward == 0.0
     assert "The calls are right" not in verdict.feedback
+
+
+@pytest.mark.parametrize("response", ["get " * 5_000, "get(" * 5_000, "{" * 20_000, 'get(a="' * 2_500, "{'" * 9_000])
+def test_the_form_of_any_response_is_read_in_a_second(response):
+    start = time.process_time()
+    toolalpaca.verify(response, [*GOLD * 5, {"Action": "put", "Action_Input": "{}"}])
+    assert time.process_time() - start < 1.0
 
 
 def test_raw_simulated_set_gives_the_68_published_records(shared_data):
