@@ -71,7 +71,7 @@ REWRITES = (
     (r"\\begin\{[pb]matrix\}(.*?)¶?\\end\{[pb]matrix\}", lambda found: f"⟦{found[1].replace('&', ',')}⟧"),
 )
 NAME = re.compile(
-    r"(?P<mark>\([a-z](?:,[a-z])+\)|(?:[A-Z]?[A-Za-z]|\\[a-z]+)(?:_(?:\w|\{\w+\}))?'*(?:\([^()=]*\))?)"
+    rf"(?P<mark>\([a-z](?:,[a-z])+\)|(?:[A-Z]?[A-Za-z]|\\(?:{GREEK}))(?:_(?:\w|\{{\w+\}}))?'*(?:\([^()=]*\))?)"
     r"(?:=|\\in(?![a-z]))(?P<value>[^=]+)"
 )
 MODULUS = re.compile(r"(?:[A-Za-z]\\equiv)?(?P<value>[^m=]+?)\(?\\?[pb]?mod[ ({]*(?P<mark>(?:[^(){}]|\{\w+\})+)[)}]*")
