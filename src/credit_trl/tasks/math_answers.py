@@ -17,7 +17,7 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Any
 
-SECONDS = 2  # that a comparison may take
+SECONDS = 3  # that a comparison may take
 DEEPEST = 12  # brackets in brackets that the parser reads fast
 DIGITS = 120
 WORKER_BYTES = 2 << 30
