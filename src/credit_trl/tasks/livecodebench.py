@@ -26,7 +26,7 @@ from credit_trl.tasks.lcb_cases import Cases, answer_of, decode_cases, parse_ans
 from credit_trl.tasks.lcb_feedback import CUT_OFF, WRONG_FORMAT, Result, feedback
 from credit_trl.tasks.lcb_program import find_program, prelude_for
 from credit_trl.tasks.records import Row, dataset_of, hub_rows, read_rows
-from credit_trl.tasks.task import TaskOption, response_text
+from credit_trl.tasks.task import BATCH_SECONDS, TaskOption, response_text
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -43,7 +43,6 @@ RELEASES = {
 OPTION = TaskOption(keyword="release", values=(*RELEASES, "examples"))
 
 TIME_LIMIT = 6.0  # seconds a test, LiveCodeBench's own
-BATCH_SECONDS = 900.0
 MEMORY_BYTES = 1 << 30
 # After one of these statuses the other tests of a program are skipped: each could cost as much again.
 COSTLY = ("timeout", "output_limit", "memory")

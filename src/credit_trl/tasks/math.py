@@ -21,7 +21,7 @@ from credit_trl.rollout.thinking import answer_part
 from credit_trl.rollout.verdict import Verdict
 from credit_trl.sandbox.cores import worker_count
 from credit_trl.tasks.records import Row, dataset_of, read_rows
-from credit_trl.tasks.task import response_text
+from credit_trl.tasks.task import BATCH_SECONDS, response_text
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -33,7 +33,6 @@ ANSWER_FIELDS = ("answer", "final_answer", "solution")
 LONGEST_BOX = 10_000  # characters after which a box that is not closed is none
 LONGEST = 250  # characters of an answer above which only equal texts are equal
 LONGEST_SOLUTION = 300  # characters of a `solution` that is a final answer itself
-BATCH_SECONDS = 900.0
 NO_BOX = r"No final answer was found. The final answer must be given in the format \boxed{answer}. "
 TRUNCATED = "The response was cut off because it reached the maximum length. "
 

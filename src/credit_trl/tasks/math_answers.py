@@ -93,7 +93,7 @@ UNREAD = re.compile(  # words, joined numbers, dates, digits of another base, tr
 )
 
 
-COSTLY = re.compile(  # long exponents, powers of powers, factorials and binomials of large numbers, many bars
+EXPENSIVE = re.compile(  # long exponents, powers of powers, factorials and binomials of large numbers, many bars
     r".*(?:\^\{?-?\d{5}|\d\}?\^\{?\d+\}?\^\{?\d|\d{4}\)*!|\\binom\{\d*(?:\d{4}|\d\^)"
     r"|\^(?:\{[-+\w]+|\w)\^(?:\{[-+\w]+|\w)\^|(?:[^|]*\|){13})"
 )
@@ -237,7 +237,7 @@ def depths(text: str) -> list[int]:
 def is_expression(text: str) -> bool:
     """Whether each token of a text is known, so that the parser drops none, and its value is computed fast."""
     is_known = UNREAD.match(text) is None and TOKENS.fullmatch(text) is not None
-    return bool(text.strip()) and is_known and COSTLY.match(text) is None and max(depths(text)) <= DEEPEST
+    return bool(text.strip()) and is_known and EXPENSIVE.match(text) is None and max(depths(text)) <= DEEPEST
 
 
 def as_text(text: str) -> str:

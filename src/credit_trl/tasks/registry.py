@@ -86,10 +86,11 @@ def _checked(build: Callable[..., Dataset], name: str) -> Callable[..., Dataset]
     def checked(*args: Any, **kwargs: Any) -> Dataset:
         dataset = build(*args, **kwargs)
         columns = getattr(dataset, "column_names", None) or ["prompt", "answer"]
-        for missing in {"prompt", "answer"}.difference(columns):
+        missing = [column for column in ("prompt", "answer") if column not in columns]
+        if missing:
             raise ValueError(
-                f"Task {name!r}: `build` gives no column `{missing}`; its columns are {', '.join(columns)}. "
-                f"Rename one, dataset.rename_column('question', '{missing}'), or add it."
+                f"Task {name!r}: `build` gives no column {', '.join(f'`{m}`' for m in missing)}; its columns are "
+                f"{', '.join(columns)}. Rename one, dataset.rename_column('question', '{missing[0]}'), or add it."
             )
         return dataset
 

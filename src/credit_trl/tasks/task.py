@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 Rewards = list["Verdict | float | None"]
+BATCH_SECONDS = 900.0  # that grading a batch may take where the call has no earlier deadline
 MAX_CHARACTERS = 200_000  # of a response that verifiers read
 
 
