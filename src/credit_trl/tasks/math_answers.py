@@ -23,25 +23,35 @@ DIGITS = 120
 WORKER_BYTES = 2 << 30
 FUNCTIONS = "sin|cos|tan|cot|sec|csc|sinh|cosh|tanh|arcsin|arccos|arctan|ln|log|exp|sqrt"
 GREEK = "alpha|beta|gamma|delta|epsilon|theta|lambda|mu|nu|rho|sigma|tau|phi|psi|omega|Delta|Omega|Phi|Sigma"
+WORDS = f"and|or|pi|infinity|oo|asin|acos|atan|{FUNCTIONS}|{GREEK}"  # commands that are written without a backslash
 TOKENS = re.compile(
     r"(?:\s|\d++(?:\.\d++)?|\.\d++|[A-Za-z]|[-+/^_!|(){}]"
     rf"|\\sqrt\[\w+\]|\\(?:{FUNCTIONS}|{GREEK}|frac|binom|pi|cdot|circ|infty)(?![A-Za-z]))*+"
 )
 SIGNS = (
     "½ \\frac12 − - – - π \\pi ∞ \\infty ° ^\\circ √ \\sqrt ≤ \\le ≥ \\ge · \\cdot × \\cdot "
-    "∪ \\cup ≡ \\equiv … \\ldots ... \\ldots"
+    "∪ \\cup ≡ \\equiv … \\ldots ... \\ldots >= \\ge <= \\le != \\ne "
+    "¼ \\frac14 ¾ \\frac34 ⅓ \\frac13 ⅔ \\frac23 ² ^2 ³ ^3"
 ).split()
 COMMANDS = {  # notation: what else is written for it
-    "": "left right big Big bigl bigr Bigl Bigr displaystyle textstyle mathbf mathit boldsymbol large Large underline",
+    "": "left right big Big bigl bigr Bigl Bigr displaystyle textstyle large Large huge Huge underline emph bf rm "
+    "mathbf mathit boldsymbol",
     " ": "quad qquad",
     r"\frac": "dfrac tfrac cfrac",
     r"\text": "mathrm mathsf textbf textrm textit mbox operatorname",
     r"\le": "leq leqslant",
     r"\ge": "geq geqslant",
+    "<": "lt",
+    ">": "gt",
+    r"\ne": "neq",
+    r"\infty": "infinity oo",
+    r"\arcsin": "asin",
+    r"\arccos": "acos",
+    r"\arctan": "atan",
     r"\cdot": "times ast",
     r"\ldots": "dots cdots dotsc",
     "«»": "emptyset varnothing",
-    r"^\circ": "degree",
+    r"^\circ": "degree degrees",
     "|": "lvert rvert vert",
     "(": "langle",
     ")": "rangle",
@@ -51,13 +61,20 @@ REWRITES = (
     (r"(?<![\w.^(\[])\d{1,3}(?:(?:,|\{,\}|\\,|\\ |~| )\d{3})+(?![\w,/])", lambda found: re.sub(r"\D", "", found[0])),
     (r"\\\$ ?(\d[\d.,]*)", r"\1\\text{dollars}"),
     (r"\\(?:text)?color\s*\{\w*\}|\\[()\[\]!]|\$|\.\s*$", ""),
-    (r"^\s*(\*\*?|`)(.*)\1\s*$", r"\2"),
+    (r"""^\s*(\*+|`+|"|')(.*)\1\s*$""", r"\2"),
+    (r"^\s*=", ""),
     (r"\\[,;: ]|(?<=.)~|\s+", " "),
+    (r"(\d:\d\d) ?(?:\\text ?\{)? ?([AaPp])\.? ?[Mm]\b\.?\}?", lambda found: f"{found[1]}{found[2].lower()}m"),
+    (r"\\text ?\{ ?degrees? ?\}", r"^\\circ"),
+    (r"\\text ?\{ ?percent ?\}", r"\\%"),
+    (r"\\mathbb ?(?:R|\{R\})(?! ?[\w^_{*+-])", r"(-\\infty,\\infty)"),
     (r"\\text ?\{([^{}]*?)\b(and|or|mod)\b([^{}]*)\}", r"\\text{\1} \2 \\text{\3}"),
     (r"\\text ?\{\s*([()]?)\s*\}", r"\1"),
-    (rf"(?<![A-Za-z\\{{])(and|or|pi|{FUNCTIONS})(?![A-Za-z])", r"\\\1 "),
+    (rf"(?<![A-Za-z\\{{])({WORDS})(?![A-Za-z])", lambda found: NAMES.get(found[1], f"\\{found[1]}") + " "),
+    (r"(?<![A-Za-z])\\?abs ?\(([^()]*)\)", r"|\1|"),
     (r"\*\*", "^"),
     (r"\*", r"\\cdot "),
+    (r"\^ ?(?:\(([^()]*)\)|(-\d+|\d+\.\d+))", r"^{\1\2}"),
     (r"\\sqrt ?\(([^()]*)\)", r"\\sqrt{\1}"),
     (r"\\sqrt ?(\d|[A-Za-z]|\\pi)", r"\\sqrt{\1}"),
     (r"\\log ?_ ?(\w)", r"\\log_{\1}"),
@@ -275,11 +292,10 @@ def same_value(one: str, other: str) -> bool:
     from sympy import Rational
 
     left, right = value(one), value(other)
-    decimals = [re.fullmatch(r"-?0*(\d*)\.(\d+)", text) for text in (one, other)]
-    if (decimals[0] is None) != (decimals[1] is None):
-        digits = decimals[0] or decimals[1]
-        exact, rounded = (right, left) if decimals[0] else (left, right)
-        if exact.is_number and not exact.is_Integer and len((digits[1] + digits[2]).lstrip("0")) >= 6:
+    for text, rounded, exact in ((one, left, right), (other, right, left)):
+        digits = re.fullmatch(r"-?0*(\d*)\.(\d+)", text)
+        has_six = digits is not None and len((digits[1] + digits[2]).lstrip("0")) >= 6
+        if has_six and not (one.count(".") and other.count(".")) and exact.is_number and not exact.is_Integer:
             error = abs(exact.evalf(40) - rounded)
             return bool(error < Rational(1, 10 ** len(digits[2])) and error < abs(rounded) / 900_000)
     if left == right or (left.is_Rational and right.is_Rational):
