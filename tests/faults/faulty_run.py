@@ -8,12 +8,14 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import math
 import os
 import resource
 import signal
 import socket
 import sys
 import threading
+import time
 import urllib.request
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -81,12 +83,16 @@ POINTS: dict[str, tuple[Any, str, str, int]] = {
 }
 
 
+SIGNALS = {"kill": signal.SIGKILL, "terminate": signal.SIGTERM, "interrupt": signal.SIGINT}
+
+
 @dataclass(frozen=True)
 class Fault:
     """Fault of one process at one point, when `step` optimizer steps are done: a kill, unless `kind` says otherwise.
 
-    Kinds: `"kill"` (SIGKILL), `"terminate"` (SIGTERM), `"disk"` (files may not grow beyond 64 kB, as on a full disk),
-    `"service"` (the verifier's service dies) and `"engine"` (a vLLM server stops answering).
+    Kinds: `"kill"` (SIGKILL), `"terminate"` (SIGTERM), `"interrupt"` (SIGINT), `"disk"` (files may not grow beyond
+    64 kB, as on a full disk), `"service"` (the verifier's service dies), `"engine"` (a vLLM server stops answering),
+    `"second"` (waits while another trainer starts), and `"nan gradient"`, `"nan loss"` and `"nan teacher"`.
 
     The checkpoint of step n is written when n steps are done; the rest of step n happens when n - 1 are.
     """
@@ -129,36 +135,31 @@ def verdicts(completions, answer, **kwargs):
     return [Verdict(grade(c[-1]["content"]), f"The answer is {a}.") for c, a in zip(completions, answer, strict=True)]
 
 
-def schedule(fault: Fault, done: Any) -> None:
-    """Patch the function at the fault's point so that the process is killed there.
-
-    Args:
-        fault: the fault.
-        done: returns the number of optimizer steps done.
-    """
+def schedule(fault: Fault, made: CreditTrainer) -> None:
+    """Patch the function at the fault's point so that the fault of a run happens there."""
     owner, name, when, count = POINTS[fault.point]
     original, calls = getattr(owner, name), []
 
     @functools.wraps(original)
     def call(*args, **kwargs):
-        if done() != fault.step:
+        if made.state.global_step != fault.step:
             return original(*args, **kwargs)
         calls.append(None)
         if len(calls) == count and when == "half":
             halve(original, *args, **kwargs)
         if len(calls) == count and when in ("before", "half"):
-            happen(fault.kind)
+            happen(fault.kind, made)
         result = original(*args, **kwargs)
         if len(calls) == count and when == "after":
-            happen(fault.kind)
+            happen(fault.kind, made)
         return result
 
     setattr(owner, name, call)
 
 
-def happen(kind: str) -> None:
-    if kind in ("kill", "terminate"):
-        os.kill(os.getpid(), {"kill": signal.SIGKILL, "terminate": signal.SIGTERM}[kind])
+def happen(kind: str, made: CreditTrainer) -> None:
+    if kind in SIGNALS:
+        os.kill(os.getpid(), SIGNALS[kind])
     elif kind == "disk":
         resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))
     elif kind == "service":
@@ -166,6 +167,19 @@ def happen(kind: str) -> None:
         SERVICE[0].server_close()
     elif kind == "engine":
         wait_for_silent_engine()
+    elif kind == "second":
+        out = Path(made.args.output_dir)
+        (out / "waits").touch()
+        while not (out / "continues").exists():
+            time.sleep(0.02)
+    elif kind == "nan teacher":
+        next(iter(made.teacher.named_weights().values())).data.view(-1)[0] = math.nan
+    elif kind == "nan gradient":
+        weight = next(p for p in made.model.parameters() if p.requires_grad)
+        weight.register_hook(lambda grad: grad * math.nan)
+    elif kind == "nan loss":
+        compute = made._compute_loss
+        made._compute_loss = lambda *args: compute(*args) * math.nan
 
 
 def wait_for_silent_engine() -> None:
@@ -204,11 +218,12 @@ def run(folder: str, variant: str, fault: Fault | None, rank: int, processes: in
         cpu_fsdp2.install()
     if "service" in variant:
         start_service()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     made = make_trainer(out, variant, processes)
     made.add_callback(SaveOnSigterm(made.accelerator))
     assert made.accelerator.num_processes == processes
     if fault is not None and fault.rank == rank:
-        schedule(fault, lambda: made.state.global_step)
+        schedule(fault, made)
     made.train(resume_from_checkpoint="latest")
     finals = digests(made)
     if rank == 0:
@@ -242,7 +257,7 @@ def make_trainer(out: Path, variant: str, processes: int) -> CreditTrainer:
         logging_steps=1,
         save_strategy="steps",
         save_steps=100 if "rarely" in variant else 1,
-        save_total_limit=1,
+        save_total_limit=3 if "keeps" in variant else 1,
         report_to="none",
         gradient_checkpointing=False,
         disable_tqdm=True,

@@ -69,27 +69,6 @@ def case(variant, processes, fault):
     return pytest.param(variant, processes, fault, id=name, marks=slow)
 
 
-@pytest.fixture(scope="session")
-def context():
-    return launching.server()
-
-
-@pytest.fixture(scope="session")
-def uninterrupted(context, tmp_path_factory):
-    """(variant, processes) -> result of an uninterrupted run."""
-    known = {}
-
-    def get(variant, processes):
-        if (variant, processes) not in known:
-            folder = tmp_path_factory.mktemp("uninterrupted")
-            codes = launching.launch(context, folder, variant, processes=processes)
-            assert codes == [0] * processes, launching.log(folder)
-            known[variant, processes] = launching.result(folder)
-        return known[variant, processes]
-
-    return get
-
-
 @pytest.mark.parametrize(("variant", "processes", "fault"), [case(*c) for c in CASES])
 def test_killed_run_resumes_bitwise(context, uninterrupted, tmp_path, variant, processes, fault):
     expected = uninterrupted(variant, processes)
