@@ -12,7 +12,7 @@ import os
 import sys
 
 from credit_trl.sandbox.batch import Sandbox
-from credit_trl.sandbox.cores import worker_count
+from credit_trl.sandbox.cgroups import worker_count
 from credit_trl.sandbox.protocol import (
     STATUSES,
     Limits,

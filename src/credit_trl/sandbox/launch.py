@@ -18,6 +18,7 @@ from abc import ABC, abstractmethod
 from importlib.resources import files
 
 from credit_trl.sandbox import kernel
+from credit_trl.sandbox.cgroups import MemoryGroup
 from credit_trl.sandbox.interpreter import Interpreter
 from credit_trl.sandbox.protocol import Limits, Program, SandboxError
 
@@ -119,8 +120,10 @@ def _are_mapped() -> bool:
     return True
 
 
-def start(isolation: Isolation, program: Program, user: int | None) -> tuple[int, list[int]]:
-    """Start a process for a program, as `user` if that is not `None`, which needs root.
+def start(
+    isolation: Isolation, program: Program, user: int | None, group: MemoryGroup | None
+) -> tuple[int, list[int]]:
+    """Start a process for a program, as `user` if that is not `None`, which needs root, and in a control group.
 
     Returns its id, and the ends of the pipes for its standard output, standard error and report.
     """
@@ -143,7 +146,7 @@ def start(isolation: Isolation, program: Program, user: int | None) -> tuple[int
         command, environment = isolation.command(program)
         pid = os.fork()
         if pid == 0:
-            _become_program(isolation, command, environment, inherited, user)
+            _become_program(isolation, command, environment, inherited, user, group)
         return pid, ours
     except BaseException:
         for descriptor in ours:
@@ -155,7 +158,12 @@ def start(isolation: Isolation, program: Program, user: int | None) -> tuple[int
 
 
 def _become_program(
-    isolation: Isolation, command: list[str], environment: dict[str, str], inherited: list[int], user: int | None
+    isolation: Isolation,
+    command: list[str],
+    environment: dict[str, str],
+    inherited: list[int],
+    user: int | None,
+    group: MemoryGroup | None,
 ) -> None:
     """Turn the forked process into the program's. Never returns; an error goes to standard error without a report."""
     try:
@@ -167,6 +175,8 @@ def _become_program(
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         for ignored in (signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ, signal.SIGCHLD):  # else they stay ignored
             signal.signal(ignored, signal.SIG_DFL)
+        if group is not None:
+            group.enter()  # needs the server's user
         os.umask(0o077)
         os.chdir("/")
         if user is not None:

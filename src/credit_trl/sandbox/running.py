@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from credit_trl.sandbox.cgroups import MemoryGroup
 from credit_trl.sandbox.observe import ProcessorTimes
 from credit_trl.sandbox.protocol import Limits, Outcome, Program, Status, excerpt
 
@@ -24,6 +25,7 @@ class RunningProgram:
         number: the client's number of the program.
         pipes: descriptors of the pipes from which standard output, standard error and the driver's report are read.
         user: user id of the process, `None` for the server's own.
+        group: control group of its processes, `None` where the server can make none.
         started_at: time at which its process was started.
         began_at: time at which the driver reported that the program begins. Its wall-clock limit counts from here.
         delayed: seconds since then in which it could run and waited for a processor that others used.
@@ -40,6 +42,7 @@ class RunningProgram:
     pid: int
     pipes: Sequence[int]
     user: int | None
+    group: MemoryGroup | None
     started_at: float
     began_at: float | None = None
     delayed: float = 0.0

@@ -32,6 +32,7 @@ from typing import Any
 
 from credit_trl.sandbox import kernel, observe
 from credit_trl.sandbox.bubblewrap import Bubblewrap
+from credit_trl.sandbox.cgroups import MemoryGroup, delegated_group, remove_groups
 from credit_trl.sandbox.frames import Channel
 from credit_trl.sandbox.interpreter import find_interpreter, public_copy
 from credit_trl.sandbox.landlock import Landlock
@@ -57,6 +58,7 @@ class Server:
     def __init__(self, channel: Channel, isolation: Isolation, users: list[int | None]) -> None:
         self.channel = channel
         self.isolation = isolation
+        self.groups = delegated_group()  # in which it makes one for each program
         self.free_users = users
         self.runs: dict[int, RunningProgram] = {}  # by process id
         self.by_descriptor: dict[int, RunningProgram] = {}
@@ -91,17 +93,25 @@ class Server:
     def _start(self, number: int, fields: dict[str, Any]) -> None:
         program = Program(**{**fields, "limits": Limits(**fields["limits"])})
         user = self.free_users.pop()
+        group = self._make_group(program.limits)
         try:
-            pid, pipes = start(self.isolation, program, user)
+            pid, pipes = start(self.isolation, program, user, group)
         except OSError as error:
             self.free_users.append(user)
             self.channel.send({"failed": number, "reason": f"{type(error).__name__}: {error}"})
             return
-        run = RunningProgram(number, program, pid, pipes, user, time.monotonic())
+        run = RunningProgram(number, program, pid, pipes, user, group, time.monotonic())
         self.runs[pid] = run
         for descriptor in pipes:
             self.by_descriptor[descriptor] = run
             self.poll.register(descriptor, select.EPOLLIN)
+
+    def _make_group(self, limits: Limits) -> MemoryGroup | None:
+        """A control group for a program, in which the files of its scratch directory count as memory too."""
+        scratch_bytes = limits.file_bytes if self.isolation.scratch is not None else 0
+        with contextlib.suppress(OSError):  # samples limit its memory
+            return self.groups and MemoryGroup(self.groups, limits.memory_bytes + scratch_bytes)
+        return None
 
     def _send(self) -> None:
         """Write the queued messages; what the socket does not accept is written when it can."""
@@ -211,6 +221,10 @@ class Server:
                 pass
         for descriptor in tuple(run.open_pipes):
             self._close(run, descriptor)
+        if run.group is not None:
+            if run.group.has_killed():
+                self._kill(run, "memory", f"more than {run.program.limits.memory_bytes} bytes of memory")
+            run.group.remove()
         self.free_users.append(run.user)
         self.channel.send(run.answer(exit_code, time.monotonic()))
 
@@ -252,6 +266,7 @@ def _fork_guarded() -> None:
             for child in observe.children(os.getpid()):
                 os.kill(child, signal.SIGKILL)
             os.wait()
+    remove_groups(delegated_group(), server)
     os._exit(exit_code if exit_code >= 0 else 128 - exit_code)
 
 
