@@ -329,7 +329,7 @@ def test_solutions_of_the_examples_pass_beside_other_rollouts(sandbox):
     ]
     answers = [answer for answer in examples["answer"] for _ in range(4)]
     conversations = [[{"role": "assistant", "content": text}] for text in responses]
-    verdicts = livecodebench.reward(conversations, answers, [False] * 32, sandbox=sandbox, progress=False)
+    verdicts = livecodebench.reward(conversations, answers, [False] * 32, sandbox=sandbox)
     assert [verdict.reward for verdict in verdicts] == [1.0, 0.0, 0.0, 1.0] * 8
 
 
@@ -350,7 +350,7 @@ def test_sleeping_rollouts_leave_others_their_time(sandbox):
     awake = fenced("print(2 * int(input()))")
     long, short = (stdin_answer(*[(str(n), str(2 * n)) for n in range(count)], time_limit=1) for count in (20, 3))
     verdicts = livecodebench.reward(
-        [asleep] * 3 + [awake] * 6, [long] * 3 + [short] * 6, sandbox=sandbox, deadline=6.0, progress=False
+        [asleep] * 3 + [awake] * 6, [long] * 3 + [short] * 6, sandbox=sandbox, deadline=6.0
     )
     assert [verdict.reward for verdict in verdicts[3:]] == [1.0] * 6
     assert [verdict.reward for verdict in verdicts[:3]] == [None] * 3

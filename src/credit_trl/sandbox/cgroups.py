@@ -77,15 +77,11 @@ class MemoryGroup:
 
     def remove(self) -> None:
         """Remove the group, whose processes have ended."""
-        _remove(self._folder)
+        with contextlib.suppress(OSError):
+            self._folder.rmdir()
 
 
 def remove_groups(parent: Path | None, pid: int) -> None:
     """Remove the groups that a process made and whose processes have ended."""
     for folder in [] if parent is None else parent.glob(f"credit-trl-{pid}-*"):
-        _remove(folder)
-
-
-def _remove(folder: Path) -> None:
-    with contextlib.suppress(OSError):
         folder.rmdir()

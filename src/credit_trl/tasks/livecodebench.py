@@ -110,7 +110,7 @@ def build(
 
 def verify(response: str, answer: str | dict[str, Any], *, truncated: bool = False, **options: Any) -> Verdict:
     """Grade one response; `options` are `sandbox` and `deadline` of `reward`, which has the same errors."""
-    return reward([response], [answer], [truncated], progress=False, **options)[0]
+    return reward([response], [answer], [truncated], **options)[0]
 
 
 def reward(
@@ -120,7 +120,6 @@ def reward(
     *,
     sandbox: Sandbox | None = None,
     deadline: float | None = BATCH_SECONDS,
-    progress: bool | str = "tests",
     **columns: Any,
 ) -> list[Verdict]:
     """Grade a batch of responses, with all tests of all programs in one sandbox batch; for `reward_funcs`.
@@ -136,7 +135,6 @@ def reward(
             "time_limit": seconds}`, as JSON text or as an object. Outputs stay in this process.
         sandbox: runs the programs. Default: that of `use_sandbox`, else one that is opened here and kept.
         deadline: seconds after which the batch ends, or earlier at the deadline of the reward function call.
-        progress: progress bar on standard error, as in `Sandbox.run`.
     """
     cases_of = {text: parse_answer(text) for text in {text for text in answer if isinstance(text, str)}}
     graded_by = [cases_of[gold] if isinstance(gold, str) else parse_answer(gold) for gold in answer]
@@ -148,7 +146,7 @@ def reward(
         if source is not None:
             programs += _programs(source, cases, group)
             tests += [(cases, place) for place in range(len(cases))]
-    results = iter(_run(sandbox or _sandbox(), programs, tests, deadline, progress) if programs else ())
+    results = iter(_run(sandbox or _sandbox(), programs, tests, deadline) if programs else ())
     return [
         _verdict(cases, None if source is None else list(islice(results, len(cases))), bool(flag))
         for source, cases, flag in zip(sources, graded_by, flags, strict=True)
@@ -156,11 +154,7 @@ def reward(
 
 
 def _run(
-    box: Sandbox,
-    programs: list[Program],
-    tests: list[tuple[Cases, int]],
-    deadline: float | None,
-    progress: bool | str,
+    box: Sandbox, programs: list[Program], tests: list[tuple[Cases, int]], deadline: float | None
 ) -> list[Result]:
     """Results of the programs on their tests. Each output is compared when its program ends, and not kept."""
     results = [Result("deadline")] * len(programs)
@@ -175,7 +169,6 @@ def _run(
         deadline=remaining_seconds(deadline),
         skip_group_after=COSTLY,
         failed_group_seconds=FAILED_SECONDS,
-        progress=progress,
         keep=judge,
     )
     return results
