@@ -13,107 +13,95 @@ import stubborn
 import torch
 
 from credit_trl import CreditTrainer, Verdict, in_process
+from credit_trl.cli.data import import_function
 from credit_trl.rollout.verdict import FAILED, VerdictLog, VerifierPolicy, VerifierTimeout
 
-HANGING = {
-    "matches": ["a" * 40 + "b"],
-    "one_long_call": ["20000000000"],
-    "slow_coroutine": ["hang"],
-    "lazy": ["hang"],
-}
+
+def call(policy, deed, name="does"):
+    return policy.call(name, getattr(stubborn, name), {"completions": [deed]})
 
 
-def call(name, policy, completions, **columns):
-    function = getattr(stubborn, name)
-    return policy.call(name, function, {"completions": completions, **columns})
+HANGING = [("does", "regular expression"), ("does", "long call of C"), ("blocks_its_event_loop", ""), ("yields", "")]
 
 
-@pytest.mark.parametrize(("name", "completions"), HANGING.items())
-def test_function_that_keeps_the_interpreter_lock_ends_at_the_timeout(name, completions):
-    call(name, VerifierPolicy(), ["1"])  # starts the process
+@pytest.mark.parametrize(("name", "deed"), HANGING)
+def test_function_that_keeps_the_interpreter_lock_ends_at_the_timeout(name, deed):
+    call(VerifierPolicy(), "fine", name)  # starts the process
     began = time.monotonic()
     with pytest.raises(VerifierTimeout, match=f"'{name}' has not returned within 1 s"):
-        call(name, VerifierPolicy("raise", 1.0), completions)
-    assert call(name, VerifierPolicy("skip", 1.0), completions) is FAILED
+        call(VerifierPolicy("raise", 1.0), deed, name)
+    assert call(VerifierPolicy("skip", 1.0), deed, name) is FAILED
     assert time.monotonic() - began < 2 * (1.0 + 2.0)
-    assert call(name, VerifierPolicy("skip", 30.0), ["1"]) == [1.0 if name != "matches" else 0.0]
+    assert call(VerifierPolicy("skip", 30.0), "fine", name) == [1.0]
 
 
-def test_processes_that_the_function_has_started_end_with_it(tmp_path):
-    noted = tmp_path / "processes"
-    assert call("starts_another", VerifierPolicy("skip", 3.0), [str(noted)]) is FAILED
-    give_up = time.monotonic() + 5.0
-    ids = noted.read_text().split()
-    while any(is_running(pid) for pid in ids) and time.monotonic() < give_up:
+def has_ended(pid):
+    give_up, stat = time.monotonic() + 5.0, Path(f"/proc/{pid}/stat")
+    while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":
+        if time.monotonic() > give_up:
+            return False
         time.sleep(0.02)
-    assert not any(is_running(pid) for pid in ids)
+    return True
 
 
-def is_running(pid):
-    stat = Path(f"/proc/{pid}/stat")
-    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+def test_processes_that_the_function_has_started_end_with_it(capfd):
+    assert call(VerifierPolicy("skip", 2.0), "processes") is FAILED
+    assert all(map(has_ended, capfd.readouterr().out.split()))
 
 
 def test_columns_loggers_verdicts_and_feedback_pass():
     log, logged = VerdictLog(VerifierPolicy(timeout=60.0)), []
-    rewards = log.wrap(stubborn.graded, 0)(
+    rewards = log.wrap(import_function("stubborn.graded", "--reward_funcs"), 0)(
         completions=["7", "8"],
         answer=["7", "7"],
         level=[1, 2],
-        truncated=[False, True],
         trainer_state=object(),
         log_extra=print,
         log_metric=lambda name, value: logged.append((name, value)),
     )
     assert rewards == [1.0, 0.0]
-    assert log.feedback(2)[0].startswith("['level', 'log_extra', 'truncated'] in ")
+    assert log.feedback(2)[0].startswith("['level', 'log_extra'] in ")
     assert logged == [("verifier_calls", 1.0), ("length", 1.0), ("length", 1.0)]
 
 
 def test_one_process_answers_until_it_ends():
-    def number():
-        return stubborn.graded(["7"], answer=["7"])[0].feedback
-
-    first = number()
-    assert number() == first
-    pid = int(first.rpartition(" ")[2])
-    subprocess.run(["kill", "-9", str(pid)], check=True)
+    numbers = [stubborn.graded(["7"], answer=["7"])[0].feedback for _ in range(2)]
+    assert numbers[0] == numbers[1]
+    subprocess.run(["kill", "-9", numbers[0].rpartition(" ")[2]], check=True)
     with pytest.raises(RuntimeError, match=r"'graded' has ended with exit status -9. The next call starts another"):
-        number()
-    assert number() != first
+        stubborn.graded(["7"], answer=["7"])
+    assert stubborn.graded(["7"], answer=["7"])[0].feedback != numbers[0]
 
 
-@pytest.mark.parametrize(
-    ("ending", "error", "message"),
-    [
-        ("raises", ZeroDivisionError, "division by zero"),
-        ("raises its own", RuntimeError, "JudgeError: 503: busy"),  # it cannot be unpickled
-        ("connection", ConnectionResetError, "by the judge"),
-        ("leaves", RuntimeError, "SystemExit: 0"),
-        ("no pickle", Exception, "pickle"),
-        ("exits", RuntimeError, "exit status 3"),
-        ("crashes", RuntimeError, "exit status -11"),
-    ],
-)
-def test_errors_and_deaths_are_errors_of_the_call(ending, error, message):
+ENDINGS = {
+    "raises": (ZeroDivisionError, "division by zero"),
+    "raises its own": (RuntimeError, "JudgeError: 503: busy"),  # it cannot be unpickled
+    "connection": (ConnectionResetError, "by the judge"),
+    "leaves": (RuntimeError, "SystemExit: 0"),
+    "no pickle": (Exception, "pickle"),
+    "exits": (RuntimeError, "exit status 3"),
+    "crashes": (RuntimeError, "exit status -11"),
+}
+
+
+@pytest.mark.parametrize("deed", ENDINGS)
+def test_errors_and_deaths_are_errors_of_the_call(deed):
+    error, message = ENDINGS[deed]
     with pytest.raises(error, match=message) as caught:
-        call("ends", VerifierPolicy("raise", 60.0), [ending])
-    if ending.startswith("raises"):
-        assert "stubborn.py" in "".join(getattr(caught.value, "__notes__", ["stubborn.py"]))
-    assert call("ends", VerifierPolicy("skip", 60.0), [ending]) is FAILED
-    assert call("ends", VerifierPolicy("raise", 60.0), ["fine"]) == [1.0]
+        call(VerifierPolicy("raise", 60.0), deed)
+    if error is not RuntimeError and deed != "no pickle":
+        assert "stubborn.py" in caught.value.__notes__[0]
+    assert call(VerifierPolicy("skip", 60.0), deed) is FAILED
+    assert call(VerifierPolicy("raise", 60.0), "fine") == [1.0]
 
 
-def test_argument_that_cannot_be_pickled_is_an_error_and_starts_nothing():
-    with pytest.raises(Exception, match="pickle"):
-        stubborn.graded(["7"], answer=[(n for n in ())])
+def test_argument_that_cannot_be_pickled_is_an_error():
+    with pytest.raises(TypeError, match="pickle"):
+        stubborn.graded(["7"], answer=(n for n in ()))
 
 
 class Judge:
     def grade(self, completions, **columns):
-        return [0.0] * len(completions)
-
-    def __call__(self, completions, **columns):
         return [0.0] * len(completions)
 
 
@@ -125,9 +113,7 @@ def defined_inside():
 
 
 @pytest.mark.parametrize(
-    "function",
-    [lambda completions: [0.0], defined_inside(), Judge(), Judge().grade, functools.partial(stubborn.graded)],
-    ids=["lambda", "inner function", "object", "method", "partial"],
+    "function", [lambda completions: [0.0], defined_inside(), Judge(), Judge().grade, functools.partial(max)]
 )
 def test_function_without_a_name_to_import_is_refused(function):
     with pytest.raises(TypeError, match=r"cannot import by its name.*top level of a module"):
@@ -156,36 +142,35 @@ def test_module_that_fails_to_import_is_an_error_of_each_call(tmp_path, monkeypa
 
 
 ORPHAN = """
-import os, signal, threading
+import os, signal, sys, threading
+sys.path[:] = {path!r}
 import stubborn
 from credit_trl.rollout.deadline import deadline_in
 with deadline_in({seconds}):
-    stubborn.matches_aloud([""])
-    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGKILL)).start()
-    stubborn.matches_aloud([{text!r}])
-    os.kill(os.getpid(), signal.SIGKILL)
+    threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    stubborn.does([{deed!r}])
+    signal.pause()
 """
 
 
-@pytest.mark.parametrize(("text", "seconds"), [("a" * 40 + "b", 1.0), ("", None)], ids=["busy", "idle"])
-def test_process_of_a_killed_trainer_ends_at_the_deadline_or_at_once(text, seconds):
+@pytest.mark.parametrize(("deed", "seconds"), [("regular expression", 2.0), ("fine", None)], ids=["busy", "idle"])
+def test_process_of_a_killed_trainer_ends_at_the_deadline_or_at_once(deed, seconds):
     path = [str(Path(stubborn.__file__).parent), *sys.path]
-    source = f"import sys; sys.path[:] = {path!r}\n" + ORPHAN.format(text=text, seconds=seconds)
+    source = ORPHAN.format(path=path, deed=deed, seconds=seconds)
     # Returns when the process, which inherits standard output, has ended too.
     ended = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=False, timeout=30)
     assert ended.returncode == -9, ended.stderr
-    assert not is_running(ended.stdout.split()[0])
+    assert all(map(has_ended, ended.stdout.split()))
 
 
 def test_run_goes_on_by_on_verifier_error(make_model, make_config, tokenizer, dataset):
     """A response that hangs the verifier in one step of three costs that step, and no more."""
-    steps = iter([["1"], ["20000000000"], ["1"]])
+    deeds = iter(["fine", "regular expression", "fine"])
 
     def rewards(completions, **columns):
-        given = next(steps) * len(completions)
-        return [Verdict(reward, "Count.") for reward in stubborn.one_long_call(given[:1]) * len(completions)]
+        return [Verdict(reward, "Count.") for reward in stubborn.does([next(deeds)]) * len(completions)]
 
-    stubborn.one_long_call(["1"])
+    stubborn.does(["fine"])
     config = make_config(max_steps=3, on_verifier_error="skip", verifier_timeout=2.0)
     trainer = CreditTrainer(make_model(), rewards, config, dataset, processing_class=tokenizer)
     trainer.train()

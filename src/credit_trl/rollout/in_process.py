@@ -19,7 +19,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial, wraps
+from functools import partial, update_wrapper
 from importlib import import_module
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -50,70 +50,66 @@ def in_process(function: Callable[..., Any]) -> Callable[..., Any]:
             f"`in_process` got {function!r}, which another process cannot import by its name. Use a function that "
             "`def` defines at the top level of a module, and not of the script or notebook that trains."
         )
-    worker = _Worker(module, name)
-    dropped = _OBJECTS.difference(inspect.signature(function).parameters)
-
-    @wraps(function)
-    def call(*values: Any, **arguments: Any) -> Any:
-        loggers = {key: value for key, value in arguments.items() if callable(value)}
-        sent = {key: value for key, value in arguments.items() if key not in loggers and key not in dropped}
-        output, logged = worker.call(values, sent, list(loggers))
-        for key, logged_values, logged_arguments in logged:
-            loggers[key](*logged_values, **logged_arguments)
-        return output
-
-    call.runs_in_process = function  # what the process itself calls
-    return call
+    return _InProcess(function)
 
 
-class _Worker:
-    """A process that calls one function, for one thread at a time."""
+class _InProcess:
+    """A function that a process of its own calls, for one thread at a time."""
 
-    def __init__(self, module: str, name: str) -> None:
-        self._module = module
-        self._name = name
+    def __init__(self, function: Callable[..., Any]) -> None:
+        update_wrapper(self, function)
+        self._dropped = _OBJECTS.difference(inspect.signature(function).parameters)
         self._lock = Lock()
         self._process: subprocess.Popen[bytes] | None = None
 
-    def call(self, *request: Any) -> Any:
-        """Send a request, in the form that `_answer` reads, and return the answer.
+    def __call__(self, *values: Any, **arguments: Any) -> Any:
+        """Call the function.
 
         Raises:
             VerifierTimeout: the deadline came first.
             RuntimeError: the process has ended.
             Exception: the function's error, or that of pickling.
         """
+        loggers = {key: value for key, value in arguments.items() if callable(value)}
+        sent = {key: value for key, value in arguments.items() if key not in loggers and key not in self._dropped}
+        request = (values, sent, list(loggers))
         pickle.dumps(request)  # its error is no fault of the process
         seconds = remaining_seconds()
-        late = VerifierTimeout(f"The process of the reward function {self._name!r} has not answered in time.")
         if not self._lock.acquire(timeout=-1 if seconds is None else max(0.0, seconds)):
-            raise late
+            raise VerifierTimeout(f"The process of the reward function {self.__name__!r} is still busy.")
         try:
-            if self._process is None:
-                self._start()
-            seconds = remaining_seconds()
-            self._connection.send((*request, seconds))
-            if not self._connection.poll(seconds and max(0.0, seconds)):
-                self._end()
-                self._start()  # imports the module meanwhile
-                raise late
-            is_error, value = self._connection.recv()
+            is_error, answer = self._ask(request)
         except (EOFError, ConnectionError) as error:
             raise RuntimeError(
-                f"The process of the reward function {self._name!r} has ended with exit status {self._end()}. The "
+                f"The process of the reward function {self.__name__!r} has ended with exit status {self._end()}. The "
                 "next call starts another one."
             ) from error
         finally:
             self._lock.release()
         if is_error:
-            raise value
-        return value
+            raise answer
+        output, logged = answer
+        for key, logged_values, logged_arguments in logged:
+            loggers[key](*logged_values, **logged_arguments)
+        return output
+
+    def _ask(self, request: tuple[Any, ...]) -> tuple[bool, Any]:
+        """Send a request to the process and return what `_answer` gives."""
+        if self._process is None:
+            self._start()
+        seconds = remaining_seconds()
+        self._connection.send((*request, seconds))
+        if not self._connection.poll(seconds and max(0.0, seconds)):
+            self._end()
+            self._start()  # imports the module meanwhile
+            raise VerifierTimeout(f"The process of the reward function {self.__name__!r} has not answered in time.")
+        return self._connection.recv()
 
     def _start(self) -> None:
         self._connection, theirs = Pipe()
         with theirs:
             descriptor = theirs.fileno()
-            command = [sys.executable, "-c", _BOOT.format(sys.path, descriptor, self._module, self._name)]
+            command = [sys.executable, "-c", _BOOT.format(sys.path, descriptor, self.__module__, self.__name__)]
             self._process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, pass_fds=[descriptor], start_new_session=True
             )
@@ -153,7 +149,8 @@ def _answer(module: str, name: str, request: bytes) -> bytes:
         if seconds is not None:  # ends this process also if the trainer was killed meanwhile
             faulthandler.dump_traceback_later(max(0.0, seconds) + _GRACE_SECONDS, exit=True)
         function = getattr(import_module(module), name)
-        function = getattr(function, "runs_in_process", function)
+        if isinstance(function, _InProcess):  # a decorated one
+            function = function.__wrapped__
         output = function(*values, **arguments, **{key: partial(log, key) for key in loggers})
         if inspect.iscoroutine(output):
             output = asyncio.run(output)
