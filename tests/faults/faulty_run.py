@@ -13,13 +13,14 @@ import os
 import resource
 import signal
 import socket
-import sys
 import threading
 import time
+import tomllib
 import urllib.request
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import requests
@@ -27,62 +28,19 @@ import torch
 import torch.distributed as dist
 from datasets import Dataset
 from peft import LoraConfig
-from trl import GRPOTrainer
 from trl.generation.vllm_client import VLLMClient
 
 import tiny
 from credit_trl import CreditConfig, CreditTrainer
-from credit_trl.contexts import build
 from credit_trl.rollout import vllm_client
 from credit_trl.rollout.verdict import Verdict
-from credit_trl.teacher import passes
-from credit_trl.teacher.models import Teacher
-from credit_trl.training import checkpoints, step
 from credit_trl.training.preemption import SaveOnSigterm
 from distributed import cpu_fsdp2
 
 STEPS = 5
 FINAL = "final.json"
 
-# Name -> (owner, function, when, number of the call in its step). The process dies before or after the call, or
-# half-way through the file that the call writes.
-POINTS: dict[str, tuple[Any, str, str, int]] = {
-    "rollout, before": (GRPOTrainer, "_generate_single_turn", "before", 1),
-    "rollout, after": (GRPOTrainer, "_generate_single_turn", "after", 1),
-    "verdict, before": (GRPOTrainer, "_calculate_rewards", "before", 1),
-    "verdict, inside": (sys.modules[__name__], "grade", "before", 3),
-    "verdict, after": (GRPOTrainer, "_calculate_rewards", "after", 1),
-    "contexts": (build, "gather_contrast_batch", "after", 1),
-    "contrast draw": (build, "draw_contrasts", "after", 1),
-    "scores, before": (step, "score_completions", "before", 1),
-    "scores, first pass": (passes, "run_in_wrapped_forward", "before", 1),
-    "scores, second pass": (passes, "run_in_wrapped_forward", "after", 2),
-    "scores, after": (step, "score_completions", "after", 1),
-    "update, before the loss": (CreditTrainer, "_compute_loss", "before", 1),
-    "update, inside the loss": (step, "credit_loss", "after", 1),
-    "update, before the backward pass": (CreditTrainer, "_compute_loss", "after", 1),
-    "update, inside the optimizer": (torch.optim.AdamW, "step", "before", 1),
-    "update, after the optimizer": (torch.optim.AdamW, "step", "after", 1),
-    "teacher, before": (Teacher, "update", "before", 1),
-    "teacher, after": (Teacher, "update", "after", 1),
-    "checkpoint, before": (CreditTrainer, "_save_checkpoint", "before", 1),
-    "checkpoint, after the weights": (CreditTrainer, "save_model", "after", 1),
-    "checkpoint, half the optimizer": (torch, "save", "half", 1),
-    "checkpoint, after the optimizer": (CreditTrainer, "_save_optimizer_and_scheduler", "after", 1),
-    "checkpoint, after the random state": (CreditTrainer, "_save_rng_state", "after", 1),
-    "checkpoint, before the teacher": (checkpoints, "save_progress", "before", 1),
-    "checkpoint, after the progress": (checkpoints, "save_progress", "after", 1),
-    "checkpoint, before it is on disk": (checkpoints, "sync_to_disk", "before", 1),
-    "checkpoint, before its manifest": (checkpoints, "write_manifest", "before", 1),
-    "checkpoint, after its manifest": (checkpoints, "write_manifest", "after", 1),
-    "checkpoint, before its name": (checkpoints, "rename_atomically", "before", 1),
-    "checkpoint, after its name": (checkpoints, "rename_atomically", "after", 1),
-    "checkpoint, before the old ones go": (checkpoints, "rotate_checkpoints", "before", 1),
-    "checkpoint, while an old one goes": (checkpoints, "rotate_checkpoints", "half", 1),
-    "checkpoint, after": (CreditTrainer, "_save_checkpoint", "after", 1),
-}
-
-
+FAULTS = tomllib.loads(Path(__file__).with_name("faults.toml").read_text("utf-8"))
 SIGNALS = {"kill": signal.SIGKILL, "terminate": signal.SIGTERM, "interrupt": signal.SIGINT}
 
 
@@ -137,7 +95,8 @@ def verdicts(completions, answer, **kwargs):
 
 def schedule(fault: Fault, made: CreditTrainer) -> None:
     """Patch the function at the fault's point so that the fault of a run happens there."""
-    owner, name, when, count = POINTS[fault.point]
+    path, name, when, count = FAULTS["points"][fault.point]
+    owner = resolve_name(path)
     original, calls = getattr(owner, name), []
 
     @functools.wraps(original)

@@ -18,7 +18,7 @@ import pytest
 
 from credit_trl.training.preemption import REQUEUE
 from faults import launching
-from faults.faulty_run import POINTS, STEPS, Fault
+from faults.faulty_run import FAULTS, STEPS, Fault
 
 SEED = int(os.environ.get("FAULT_SEED", "0"))
 RUNS, FAULTS_A_RUN = 20, 5
@@ -110,7 +110,7 @@ class FaultyRun:
         """Faults of a kind that happen when the run resumes from its newest checkpoint."""
         done = self.step
         places = []
-        for point, (_, _, when, _) in POINTS.items():
+        for point, (_, _, when, _) in FAULTS["points"].items():
             if point.startswith(("checkpoint", "teacher")):
                 steps = range(done + 1, STEPS + 1)
             elif point.startswith("update"):
