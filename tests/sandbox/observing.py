@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import textwrap
 import time
 import tomllib
@@ -9,6 +10,8 @@ from pathlib import Path
 
 from credit_trl.sandbox import Limits, Outcome, Program, Sandbox
 
+# Without bubblewrap its tests are not collected, and the summary has one line on it.
+PROTECTED = [tier for tier in ("bubblewrap", "landlock") if tier != "bubblewrap" or shutil.which("bwrap")]
 PROGRAMS = tomllib.loads(Path(__file__).with_name("programs.toml").read_text("utf-8"))["program"]
 
 

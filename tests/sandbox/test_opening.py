@@ -15,6 +15,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from observing import PROTECTED
 
 from credit_trl import sandbox as package
 from credit_trl.sandbox import bubblewrap, choose_sandbox, interpreter, landlock, launch, open_sandbox, pool
@@ -162,17 +163,20 @@ NO_PROCESS_NAMESPACE = (
 UNFILTERED = ("made a network socket", "made uncounted shared memory", "made a memory file")
 
 
-@pytest.mark.parametrize(
-    ("tier", "change", "escapes"),
-    [
-        ("unprotected", "", ("read a file outside", "wrote a file outside", "connected to a local port", *UNFILTERED)),
-        ("bubblewrap", ALLOW_ALL, UNFILTERED),
-        ("landlock", ALLOW_ALL, UNFILTERED),
-        ("bubblewrap", NO_PROCESS_NAMESPACE, ("no process namespace of its own",)),
-    ],
-    ids=["nothing", "bubblewrap without filter", "Landlock without filter", "no process namespace"],
-)
-def test_probe_rejects_missing_isolation(monkeypatch: pytest.MonkeyPatch, tier: str, change: str, escapes) -> None:
+UNISOLATED = {
+    "nothing": (
+        *("unprotected", ""),
+        ("read a file outside", "wrote a file outside", "connected to a local port", *UNFILTERED),
+    ),
+    "bubblewrap without filter": ("bubblewrap", ALLOW_ALL, UNFILTERED),
+    "Landlock without filter": ("landlock", ALLOW_ALL, UNFILTERED),
+    "no process namespace": ("bubblewrap", NO_PROCESS_NAMESPACE, ("no process namespace of its own",)),
+}
+
+
+@pytest.mark.parametrize("name", [name for name, row in UNISOLATED.items() if row[0] in (*PROTECTED, "unprotected")])
+def test_probe_rejects_missing_isolation(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    tier, change, escapes = UNISOLATED[name]
     require(tier)
     main = "from credit_trl.sandbox.server"
     monkeypatch.setattr(pool, "_BOOT", pool._BOOT.replace(main, f"{change}\n{main}"))
@@ -310,7 +314,7 @@ def relocated(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield home
 
 
-@pytest.mark.parametrize("tier", ["bubblewrap", "landlock"])
+@pytest.mark.parametrize("tier", PROTECTED)
 def test_installed_packages_are_inaccessible(tier: str, relocated: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     require(tier)
     [executable] = (relocated / "bin").glob("python*")
