@@ -160,7 +160,8 @@ class VerifierPolicy:
                 return output
         raise VerifierTimeout(
             f"The reward function {name!r} has not returned within {self.timeout:g} s. Raise `verifier_timeout`, make "
-            "the function faster, or skip the rollouts of such calls with `on_verifier_error='skip'`."
+            "the function faster, run it in a process that can be killed (`credit_trl.in_process`), or skip the "
+            "rollouts of such calls with `on_verifier_error='skip'`."
         )
 
     def _handle(self, name: str, error: Exception) -> object:
