@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import shutil
 import statistics
 import time
@@ -59,6 +60,8 @@ def test_thousand_steps_and_120_evaluations_do_not_grow(make_model, make_config,
 @pytest.mark.slow
 def test_hashing_takes_three_percent_of_writing(tmp_path: Path, monkeypatch, capsys):
     """A checkpoint waits for its hashes after it is on disk; median of five, of 200 MB."""
+    if os.getloadavg()[0] > (os.cpu_count() or 1):
+        pytest.skip("other programs use the processors")
     ends: list[float] = []  # when the files are on disk, when their hashes are known, when the manifest is written
 
     def timed(function):
