@@ -45,7 +45,7 @@ wheel: $(INSTALLED)  ## Build wheel and sdist into dist/ and test them, the whee
 	$(BIN)/python -m build --no-isolation
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/packaging -m "slow or not slow"
 
-test-faults: $(INSTALLED)  ## Kill a run at each phase of a step and check that it resumes bit for bit
+test-faults: $(INSTALLED)  ## Runs that are killed at each phase of a step, or hit by a hundred random faults, resume bit for bit
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/faults -m "slow or not slow"
 
 bench: $(INSTALLED)  ## Compare counts and ratios of a step with benchmarks/baselines.json, in five minutes
