@@ -92,6 +92,7 @@ def make_trainer(
     """Build the trainer with its data, verifier, model and evaluation."""
     from trl import get_peft_config, get_quantization_config
 
+    from credit_trl.lab.analysis import CreditMapCallback
     from credit_trl.lab.report import ReportCallback
     from credit_trl.tasks.model_names import naming_model
     from credit_trl.trainer import CreditTrainer
@@ -127,7 +128,8 @@ def make_trainer(
     trainer.add_callback(SaveOnSigterm(trainer.accelerator))  # before evaluations, which it skips
     if script_args.avg_at_k is not None:
         evaluate_during_training(trainer, script_args)
-    trainer.add_callback(ReportCallback())  # last, so that it has the last evaluation
+    trainer.add_callback(CreditMapCallback(trainer=trainer))
+    trainer.add_callback(ReportCallback(trainer))  # last, so that it has the last evaluation
     return trainer
 
 

@@ -27,7 +27,7 @@ from credit_trl.teacher.sharding import reshard
 class CreditMapCallback(TrainerCallback):
     """Write token maps to `credit_maps/` in the output directory every few steps; the run's report shows them.
 
-    At the first step and every `every` steps, before the optimizer step, it scores rollouts of the current generation
+    At the first step, every `every` steps and the last, before the optimizer step, it scores rollouts of the current generation
     batch with the feedback and contrast prompts of their loss, and writes `step-000050.json`. The rollouts of the
     first step are scored again each time, so that they can be compared. At the end of training, `summary.md`
     summarizes all maps.
@@ -72,7 +72,7 @@ class CreditMapCallback(TrainerCallback):
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         step = state.global_step + 1
-        self._due = self._due or step == 1 or step % self.every == 0
+        self._due = self._due or step in (1, state.max_steps) or step % self.every == 0
         if self._due and self.trainer._generation_batch is not self._evaluation_batch:
             self._due = False
             self._write(step)

@@ -1,4 +1,4 @@
-"""Scores of arms with intervals, and their paired differences from the first arm."""
+"""Scores of arms with intervals, their paired differences from the first arm, and what their training took."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ CURVES = {
     "Fidelity of the teacher (nats)": "credit/teacher_fidelity",
     "Entropy of the policy (nats)": "entropy",
 }
+SECONDS = "credit/seconds_"  # beginning of the names of the seconds by stage
 SCORE_CURVE = "avg@k on held-out prompts"
 # An interval from two seeds is about nine times as wide as one from many: their scores are listed instead.
 _MIN_SEEDS = 3
@@ -39,6 +40,39 @@ def curves(arms: Mapping[str, Sequence[Run]]) -> list[dict[str, Any]]:
         if series:
             found.append({"title": title, "series": series})
     return found
+
+
+def training_table(arms: Mapping[str, Sequence[Run]]) -> list[dict[str, Any]]:
+    """The columns of the paper's Table 2, and S_t: one row for each arm, means over its runs.
+
+    A row has `arm`, `contrasts` (C; 0 for SDPO), `score` (avg@k of the last evaluation), `train_score` (the largest
+    logged reward), `seconds` (of an optimizer step), `ratio` (to the first arm), `s_mean` and `s_std` (of S_t in nats,
+    over the run). Missing values are None.
+    """
+    rows = []
+    for arm, runs in arms.items():
+        row: dict[str, Any] = {"arm": arm, "contrasts": _contrasts(runs[0])}
+        row["score"] = _mean([run.evaluations[-1]["score"] for run in runs if run.evaluations])
+        row["train_score"] = _mean([max(run.series("reward").values(), default=None) for run in runs])
+        row["seconds"] = _mean([run.mean_over_steps(SECONDS) for run in runs])
+        baseline = (rows or [row])[0]["seconds"]
+        row["ratio"] = row["seconds"] / baseline if row["seconds"] and baseline else None
+        row["s_mean"] = _mean([run.mean_over_steps(CURVES["S_t, mean (nats)"]) for run in runs])
+        row["s_std"] = _mean([run.mean_over_steps("credit/s_std") for run in runs])
+        rows.append(row)
+    return rows
+
+
+def _contrasts(run: Run) -> int | None:
+    """C of a run; 0 without a contrast, None without distillation or where the options are unknown."""
+    if not run.options.get("distillation_weight", 1.0):
+        return None
+    return run.options.get("contrastive_count") if run.options.get("contrastive_coef") else 0
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return float(np.mean(known)) if known else None
 
 
 def _points(title: str, runs: Sequence[Run]) -> list[list[float | None]]:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from credit_trl.training.run_directory import (
     EVALUATIONS_FILE,
     EVALUATIONS_FOLDER,
@@ -55,6 +57,18 @@ class Run:
     def series(self, name: str) -> dict[int, float]:
         """A logged number by step."""
         return {row["step"]: float(row[name]) for row in self.log if _is_number(row.get(name))}
+
+    def mean_over_steps(self, prefix: str) -> float | None:
+        """Mean over optimizer steps of the sum of all logged numbers whose names begin with `prefix`.
+
+        Each log is a mean over the steps since the log before it. None where nothing was logged.
+        """
+        sums = [(row["step"], [row[name] for name in row if name.startswith(prefix)]) for row in self.log]
+        logged = [(step, sum(values)) for step, values in sums if any(map(_is_number, values))]
+        if not logged:
+            return None
+        steps = np.diff([0, *(step for step, _ in logged)])
+        return float(np.average([value for _, value in logged], weights=steps))
 
     def scores(self, step: int) -> dict[str, float]:
         """avg@k of each prompt at an evaluated step; empty where its results are missing."""
