@@ -80,7 +80,7 @@ def test_sciknoweval_trains_and_evaluates(run, tiny_model, tmp_path, capsys):
     options = {"task": "sciknoweval:physics", "dataset_path": train, "eval_dataset_path": test, **EVALUATED}
     output = run("sciknoweval", model_name_or_path=tiny_model, **options)
     assert (output / "final" / "model.safetensors").is_file()
-    steps = re.findall(r"^step +(\d+): avg@1", capsys.readouterr().out, flags=re.MULTILINE)
+    steps = re.findall(r"^step +(\d+)  avg@1", capsys.readouterr().out, flags=re.MULTILINE)
     assert steps == ["0", "1"]  # before the first and after the last step
 
 

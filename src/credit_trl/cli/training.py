@@ -173,12 +173,11 @@ def evaluate_during_training(trainer: CreditTrainer, script_args: CreditScriptAr
     trainer.run_log.facts["data"] = data
     if data["task"] is None and data["test"] == data["train"]:
         trainer.accelerator.print("avg@k uses the training rows; held-out ones are given by --eval_dataset_path.")
-    steps = trainer.args.steps_per_generation * trainer.num_iterations * script_args.avg_at_k_steps
     evaluation = EvaluationCallback(
         trainer,
         task_of_data(data),
         k=script_args.avg_at_k,
-        eval_steps=max(1, steps // trainer.args.gradient_accumulation_steps),
+        eval_steps=script_args.avg_at_k_steps,
         temperature=script_args.avg_at_k_temperature,
         top_p=script_args.avg_at_k_top_p,
         split=script_args.dataset_test_split,

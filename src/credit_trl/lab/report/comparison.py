@@ -93,7 +93,7 @@ def compare_arms(arms: Mapping[str, Sequence[Run]]) -> list[dict[str, Any]]:
     """One row for each task and arm: avg@k of the last evaluation, and its difference from the task's first arm.
 
     Scores are compared on the prompts that all last evaluations of the task have. A row has `task`, `arm`, `runs`,
-    `prompts`, `k`, `before` (avg@k at step 0), `score`, `low`, `high`, `best` (the largest of the run, biased
+    `prompts`, `k`, `greedy`, `before` (avg@k at step 0), `score`, `low`, `high`, `best` (the largest of the run, biased
     upwards), and for every arm but the first `difference`, `difference_low`, `difference_high`, `p` and `p_holm`; of
     two seeds no interval, but `by_seed`. Missing values are None.
     """
@@ -133,6 +133,7 @@ def _scores(runs: Sequence[Run], matrix: NDArray[np.float64]) -> dict[str, Any]:
     ]
     row: dict[str, Any] = {
         "k": last[0].get("k"),
+        "greedy": bool(last[0].get("greedy")),
         "step": max(one["step"] for one in last),
         "before": float(np.mean(before)) if before else None,
         "score": float(np.mean([one["score"] for one in last])),

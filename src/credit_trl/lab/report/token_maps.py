@@ -37,8 +37,9 @@ def write_token_maps(maps: Sequence[TokenMap], path: str | Path, *, title: str =
 
 
 def read_run_maps(folder: Path) -> list[TokenMap]:
-    """Maps in the first and the last file of a run's `credit_maps/`."""
-    paths = sorted((folder / MAPS_FOLDER).glob("*.json"))
+    """Maps of the first and the last step of a run; without these, in the first and last file of `credit_maps/`."""
+    files = sorted((folder / MAPS_FOLDER).glob("*.json"))
+    paths = [path for path in files if path.name.startswith("step-")] or files
     maps = [one for path in dict.fromkeys([*paths[:1], *paths[-1:]]) for one in read_maps(path)]
     return list({(one.response.identifier, one.checkpoint): one for one in maps}.values())
 

@@ -126,7 +126,7 @@ def _score_cells(row: Mapping[str, Any]) -> list[str]:
         table_cell(row["arm"]),
         str(row["runs"]),
         _percent(row.get("before")),
-        _percent(row["score"]),
+        _percent(row["score"]) + (" (greedy)" if row["greedy"] else ""),
         _interval(row.get("low"), row.get("high"), row["by_seed"]),
         _percent(row["best"]),
         _percent(row.get("difference"), "+"),

@@ -80,7 +80,7 @@ function buildSummary() {
     };
     for (const row of data.comparison) {
       const bounds = interval(row.low, row.high, null);
-      add("avg@" + row.k + " at step " + row.step + ", %", percent(row.score) + (bounds === "–" ? "" : " " + bounds));
+      add("avg@" + row.k + (row.greedy ? ", greedy," : "") + " at step " + row.step + ", %", percent(row.score) + (bounds === "–" ? "" : " " + bounds));
       if (typeof row.before === "number") add("before training", percent(row.before));
     }
     const [row] = data.training;
@@ -93,7 +93,7 @@ function buildSummary() {
   const tasks = [...new Set(data.comparison.map((row) => row.task))];
   for (const task of tasks) {
     const rows = data.comparison.filter((row) => row.task === task);
-    const names = ["arm", "runs", "before", "avg@" + rows[0].k + ", %", "95 % interval, or runs", "difference", "95 % interval, or seeds", "p (Holm)"];
+    const names = ["arm", "runs", "before", "avg@" + rows[0].k + (rows.some((row) => row.greedy) ? ", greedy" : "") + ", %", "95 % interval, or runs", "difference", "95 % interval, or seeds", "p (Holm)"];
     const cells = rows.map((row) => [
       armName(data.arms.indexOf(row.arm)), String(row.runs), percent(row.before), percent(row.score), interval(row.low, row.high, row.by_seed),
       percent(row.difference, true), interval(row.difference_low, row.difference_high, row.difference_by_seed, true),
