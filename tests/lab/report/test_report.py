@@ -140,7 +140,9 @@ def test_training_table_has_the_columns_of_table_2(tmp_path, scores):
         append_lines(tmp_path / name / "log.jsonl", *(dict(zip(names, one, strict=True)) for one in logs[name]))
     page = write_report([tmp_path / name for name in settings], tmp_path / "x.html")
     rows = json.loads(page.with_suffix(".json").read_text())["training"]
-    found = [[row[name] for name in ("contrasts", "train_score", "seconds", "ratio", "s_mean", "s_std")] for row in rows]
+    found = [
+        [row[name] for name in ("contrasts", "train_score", "seconds", "ratio", "s_mean", "s_std")] for row in rows
+    ]
     sdpo, credit = (2 * 4.0 + 3 * 5.0) / 5, (2 * 5.0 + 3 * 7.0) / 5
     assert found[0] == [0, 0.5, pytest.approx(sdpo), pytest.approx(1.0), None, None]
     assert found[1] == [4, 0.75, *map(pytest.approx, (credit, credit / sdpo, (0.4 + 0.3) / 5, (2.0 + 1.5) / 5))]
@@ -218,9 +220,13 @@ def test_first_view_has_a_punished_token_in_the_colour_of_the_legend(
         write_maps([own], folder / "credit_maps" / f"step-{i:06d}.json")
     page = open_page(write_report([folder]), width=width, color_scheme=scheme)
     page.set_viewport_size({"width": width, "height": height})
-    shown = page.locator(".pane").first.locator(".t").evaluate_all(
-        """cells => cells.map(cell => [cell.getBoundingClientRect().bottom <= window.innerHeight,
+    shown = (
+        page.locator(".pane")
+        .first.locator(".t")
+        .evaluate_all(
+            """cells => cells.map(cell => [cell.getBoundingClientRect().bottom <= window.innerHeight,
                                        getComputedStyle(cell).backgroundColor])"""
+        )
     )
     legend = page.locator(".bar").evaluate("bar => getComputedStyle(bar).backgroundImage")
     punished, rewarded = (re.findall(r"rgba\((\d+, \d+, \d+), 0\.", legend)[i] for i in (0, -1))

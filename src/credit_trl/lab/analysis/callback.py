@@ -27,9 +27,9 @@ from credit_trl.teacher.sharding import reshard
 class CreditMapCallback(TrainerCallback):
     """Write token maps to `credit_maps/` in the output directory every few steps; the run's report shows them.
 
-    At the first step, every `every` steps and the last, before the optimizer step, it scores rollouts of the current generation
-    batch with the feedback and contrast prompts of their loss, and writes `step-000050.json`. The rollouts of the
-    first step are scored again each time, so that they can be compared. At the end of training, `summary.md`
+    At the first step, every `every` steps and the last, before the optimizer step, it scores rollouts of the current
+    generation batch with the feedback and contrast prompts of their loss, and writes `step-000050.json`. The rollouts
+    of the first step are scored again each time, so that they can be compared. At the end of training, `summary.md`
     summarizes all maps.
 
     Args:

@@ -93,9 +93,9 @@ def compare_arms(arms: Mapping[str, Sequence[Run]]) -> list[dict[str, Any]]:
     """One row for each task and arm: avg@k of the last evaluation, and its difference from the task's first arm.
 
     Scores are compared on the prompts that all last evaluations of the task have. A row has `task`, `arm`, `runs`,
-    `prompts`, `k`, `greedy`, `before` (avg@k at step 0), `score`, `low`, `high`, `best` (the largest of the run, biased
-    upwards), and for every arm but the first `difference`, `difference_low`, `difference_high`, `p` and `p_holm`; of
-    two seeds no interval, but `by_seed`. Missing values are None.
+    `prompts`, `k`, `greedy`, `before` (avg@k at step 0), `score`, `low`, `high`, `best` (the largest of the run,
+    biased upwards), and for every arm but the first `difference`, `difference_low`, `difference_high`, `p` and
+    `p_holm`; of two seeds no interval, but `by_seed`. Missing values are None.
     """
     rows: list[dict[str, Any]] = []
     tasks = dict.fromkeys(run.task for runs in arms.values() for run in runs if run.evaluations)
