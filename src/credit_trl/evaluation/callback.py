@@ -182,6 +182,7 @@ def score_summary(history: list[dict[str, Any]], last_step: int) -> dict[str, An
 
 
 def _row(result: Evaluation) -> dict[str, Any]:
-    copied = ("task", "k", "greedy", "score", "low", "high", "mean_length", "truncated", "metrics", "group_metrics")
+    """A row of `evaluations.jsonl`."""
+    row = {name: value for name, value in result.to_dict().items() if name not in ("model", "settings", "prompts")}
     groups = {name: interval.mean for name, interval in result.groups.items()}
-    return {name: getattr(result, name) for name in copied} | {"pass_at_k": result.pass_at[result.k], "groups": groups}
+    return row | {"pass_at_k": row.pop("pass_at")[result.k], "groups": groups}

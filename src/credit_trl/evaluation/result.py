@@ -50,11 +50,6 @@ class Evaluation:
         """Whether decoding was greedy, so that the k samples of a prompt are equal."""
         return self.settings.get("temperature") == 0.0
 
-    @property
-    def per_prompt_scores(self) -> list[float]:
-        """(prompts,) for `bootstrap_ci` and `paired_bootstrap`."""
-        return [prompt.score for prompt in self.prompts]
-
     def to_dict(self) -> dict[str, Any]:
         """Content of `result.json`."""
         groups = {name: interval._asdict() for name, interval in self.groups.items()}
