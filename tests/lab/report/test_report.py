@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from credit_trl import CreditTrainer, Verdict
-from credit_trl.evaluation.statistics import paired_bootstrap
+from credit_trl.evaluation.statistics import bootstrap_ci, paired_bootstrap
 from credit_trl.lab.analysis.tokenmap_json import write_maps
 from credit_trl.lab.report import ReportCallback, write_report
 from credit_trl.lab.report.comparison import compare_arms, curves, training_table
@@ -88,20 +88,19 @@ def test_differences_are_paired_by_prompt_and_seed(tmp_path, scores):
     assert other["difference"] == pytest.approx(ours.mean() - theirs.mean())
     assert (other["difference_low"], other["difference_high"]) == pytest.approx((expected.low, expected.high))
     assert other["p"] == other["p_holm"] == expected.p_value
-    assert other["difference_by_seed"] == pytest.approx((ours.mean(1) - theirs.mean(1)).tolist())
     assert base["before"] == pytest.approx(scores[:3, 0].mean())
     assert base["best"] == pytest.approx(scores[:3].mean(-1).max(-1).mean())
     assert base["low"] < base["score"] < base["high"]
     assert "difference" not in base
 
 
-def test_two_seeds_are_listed_in_place_of_an_interval(tmp_path, scores):
+def test_two_seeds_have_a_wider_interval_than_their_prompts_alone(tmp_path, scores):
     paths = [make_run(tmp_path / f"{i}", scores[i], seed=i % 2, contrastive_coef=0.1 * (i // 2)) for i in range(4)]
     base, other = compare_arms(arms(paths))
-    assert base["by_seed"] == pytest.approx(scores[:2, -1].mean(1).tolist())
-    assert "low" not in base
-    assert "p" not in other
-    assert other["difference_by_seed"] == pytest.approx((scores[2:4, -1].mean(1) - scores[:2, -1].mean(1)).tolist())
+    expected = paired_bootstrap(scores[2:4, -1], scores[:2, -1], paired_seeds=True)
+    assert (other["difference_low"], other["difference_high"]) == pytest.approx((expected.low, expected.high))
+    alone = bootstrap_ci(scores[:2, -1].mean(0))
+    assert base["high"] - base["low"] > alone.high - alone.low
 
 
 def test_runs_are_compared_on_shared_prompts(tmp_path, scores):

@@ -23,12 +23,7 @@ _TENSORS = [field.name for field in fields(ScoredTokens) if field.name != "formu
 
 
 def write_maps(maps: Sequence[TokenMap], path: str | Path) -> None:
-    """Write maps as JSON, with as many digits as restore the same floats. NaN and infinities are strings.
-
-    Raises:
-        ValueError: `maps` is empty, or has two maps of one response under one checkpoint.
-    """
-    check_distinct(maps)
+    """Write maps as JSON, with as many digits as restore the same floats. NaN and infinities are strings."""
     write_atomically(path, json.dumps(list(map(_record, maps)), ensure_ascii=True, separators=(",", ":")))
 
 
@@ -45,23 +40,6 @@ def read_maps(path: str | Path) -> list[TokenMap]:
         raise ValueError(
             f"{path} holds no token maps ({type(error).__name__}: {error}). Map the run again."
         ) from error
-
-
-def check_distinct(maps: Sequence[TokenMap]) -> None:
-    """Raise a `ValueError` where there is no map, or identifiers and checkpoints do not name each map uniquely."""
-    if not maps:
-        raise ValueError("There is no token map.")
-    seen: set[tuple[str, str]] = set()
-    named: dict[str, Rollout] = {}
-    for token_map in maps:
-        response = token_map.response
-        key = (response.identifier, token_map.checkpoint)
-        if key in seen:
-            raise ValueError(f"Two maps of response {key[0]!r} under checkpoint {key[1]!r}: give them other names.")
-        seen.add(key)
-        first = named.setdefault(response.identifier, response)
-        if (first.prompt, first.token_ids) != (response.prompt, response.token_ids):
-            raise ValueError(f"Two different responses are called {key[0]!r}: give them other identifiers.")
 
 
 def json_numbers(values: Tensor) -> list[Any]:

@@ -23,8 +23,6 @@ CURVES = {
 }
 SECONDS = "credit/seconds_"  # beginning of the names of the seconds by stage
 SCORE_CURVE = "avg@k on held-out prompts"
-# An interval from two seeds is about nine times as wide as one from many: their scores are listed instead.
-_MIN_SEEDS = 3
 
 
 def curves(arms: Mapping[str, Sequence[Run]]) -> list[dict[str, Any]]:
@@ -95,7 +93,7 @@ def compare_arms(arms: Mapping[str, Sequence[Run]]) -> list[dict[str, Any]]:
     Scores are compared on the prompts that all last evaluations of the task have. A row has `task`, `arm`, `runs`,
     `prompts`, `k`, `greedy`, `before` (avg@k at step 0), `score`, `low`, `high`, `best` (the largest of the run,
     biased upwards), and for every arm but the first `difference`, `difference_low`, `difference_high`, `p` and
-    `p_holm`; of two seeds no interval, but `by_seed`. Missing values are None.
+    `p_holm`. Missing values are None.
     """
     rows: list[dict[str, Any]] = []
     tasks = dict.fromkeys(run.task for runs in arms.values() for run in runs if run.evaluations)
@@ -138,17 +136,12 @@ def _scores(runs: Sequence[Run], matrix: NDArray[np.float64]) -> dict[str, Any]:
         "before": float(np.mean(before)) if before else None,
         "score": float(np.mean([one["score"] for one in last])),
         "best": float(np.mean([max(one["score"] for one in run.evaluations) for run in runs])),
-        "by_seed": [one["score"] for one in last],
     }
     if matrix.shape[1] > 1:
-        row["score"] = float(matrix.mean())
-        row["by_seed"] = matrix.mean(axis=1).tolist()
-        if len(matrix) == 1:
-            interval = bootstrap_ci(matrix[0])
-            row |= {"low": interval.low, "high": interval.high}
-        elif len(matrix) >= _MIN_SEEDS:
-            interval = paired_bootstrap(matrix, np.zeros_like(matrix[0]))  # over seeds and prompts
-            row |= {"low": interval.low, "high": interval.high}
+        # over prompts, and over seeds where there are several
+        several = len(matrix) > 1
+        interval = paired_bootstrap(matrix, np.zeros_like(matrix[0])) if several else bootstrap_ci(matrix[0])
+        row |= {"score": float(matrix.mean()), "low": interval.low, "high": interval.high}
     return row
 
 
@@ -162,14 +155,5 @@ def _difference(
     is_paired = is_distinct and set(seeds) == set(base_seeds)
     if is_paired:
         base_scores = base_scores[[base_seeds.index(seed) for seed in seeds]]
-    row: dict[str, Any] = {"difference": float(scores.mean() - base_scores.mean())}
-    if is_paired:
-        row["difference_by_seed"] = (scores.mean(axis=1) - base_scores.mean(axis=1)).tolist()
-    if _has_interval(scores) and _has_interval(base_scores):
-        result = paired_bootstrap(scores, base_scores, paired_seeds=is_paired)
-        row |= {"difference_low": result.low, "difference_high": result.high, "p": result.p_value}
-    return row
-
-
-def _has_interval(matrix: NDArray[np.float64]) -> bool:
-    return not 1 < len(matrix) < _MIN_SEEDS
+    found = paired_bootstrap(scores, base_scores, paired_seeds=is_paired)
+    return dict(zip(("difference", "difference_low", "difference_high", "p"), found, strict=True))

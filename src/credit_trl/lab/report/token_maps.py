@@ -18,7 +18,7 @@ from credit_trl.contexts.prompts import Prompt, user_text
 from credit_trl.lab import MAPS_FOLDER
 from credit_trl.lab.analysis.responses import Rollout, feedback_text
 from credit_trl.lab.analysis.tokenmap import QUANTITIES, TokenMap
-from credit_trl.lab.analysis.tokenmap_json import check_distinct, json_numbers, read_maps
+from credit_trl.lab.analysis.tokenmap_json import json_numbers, read_maps
 from credit_trl.lab.analysis.tokenmap_summary import summarize_maps
 from credit_trl.lab.analysis.tokentext import visible
 from credit_trl.lab.report.page import write_html
@@ -28,11 +28,7 @@ SATURATION = 0.99
 
 
 def write_token_maps(maps: Sequence[TokenMap], path: str | Path, *, title: str = "Token credit") -> None:
-    """Write a page of maps of any responses and checkpoints; those of one response are shown side by side.
-
-    Raises:
-        ValueError: `maps` is empty, or has two maps of one response under one checkpoint.
-    """
+    """Write a page of maps of any responses and checkpoints; those of one response are shown side by side."""
     write_html({"title": visible(title), "maps": maps_section(maps)}, path)
 
 
@@ -50,7 +46,6 @@ def maps_section(maps: Sequence[TokenMap]) -> dict[str, Any]:
     Responses that are shown first have a low reward, since their wrong tokens have a negative R_t; then those with
     more checkpoints.
     """
-    check_distinct(maps)
     checkpoints = list(dict.fromkeys(m.checkpoint for m in maps))
     scales = group_scales(maps)
     by_response: dict[str, list[TokenMap]] = {}

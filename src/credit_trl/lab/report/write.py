@@ -127,10 +127,10 @@ def _score_cells(row: Mapping[str, Any]) -> list[str]:
         str(row["runs"]),
         _percent(row.get("before")),
         _percent(row["score"]) + (" (greedy)" if row["greedy"] else ""),
-        _interval(row.get("low"), row.get("high"), row["by_seed"]),
+        _interval(row.get("low"), row.get("high")),
         _percent(row["best"]),
         _percent(row.get("difference"), "+"),
-        _interval(row.get("difference_low"), row.get("difference_high"), row.get("difference_by_seed", ()), "+"),
+        _interval(row.get("difference_low"), row.get("difference_high"), "+"),
         "–" if p is None else "< 0.001" if p < 0.001 else f"{p:.3f}",
     ]
 
@@ -149,8 +149,5 @@ def _percent(value: float | None, sign: str = "") -> str:
     return "–" if value is None else f"{100 * value:{sign}.1f}"
 
 
-def _interval(low: float | None, high: float | None, by_seed: Sequence[float], sign: str = "") -> str:
-    """The interval, or the values of two seeds."""
-    if low is not None:
-        return f"[{_percent(low, sign)}, {_percent(high, sign)}]"
-    return ", ".join(_percent(value, sign) for value in by_seed) if len(by_seed) > 1 else "–"
+def _interval(low: float | None, high: float | None, sign: str = "") -> str:
+    return "–" if low is None else f"[{_percent(low, sign)}, {_percent(high, sign)}]"

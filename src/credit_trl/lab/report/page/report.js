@@ -29,9 +29,8 @@ function number(value, digits = 4, sign = false) {
 
 const percent = (value, sign) => typeof value === "number" ? number(100 * value, 1, sign) : "–";
 
-function interval(low, high, values, sign) {
-  if (typeof low === "number" && typeof high === "number") return "[" + percent(low, sign) + ", " + percent(high, sign) + "]";
-  return values && values.length > 1 ? values.map((value) => percent(value, sign)).join(", ") : "–";
+function interval(low, high, sign) {
+  return typeof low === "number" ? "[" + percent(low, sign) + ", " + percent(high, sign) + "]" : "–";
 }
 
 function option(select, value, text) {
@@ -79,7 +78,7 @@ function buildSummary() {
       facts.append(pair);
     };
     for (const row of data.comparison) {
-      const bounds = interval(row.low, row.high, null);
+      const bounds = interval(row.low, row.high);
       add("avg@" + row.k + (row.greedy ? ", greedy," : "") + " at step " + row.step + ", %", percent(row.score) + (bounds === "–" ? "" : " " + bounds));
       if (typeof row.before === "number") add("before training", percent(row.before));
     }
@@ -93,14 +92,14 @@ function buildSummary() {
   const tasks = [...new Set(data.comparison.map((row) => row.task))];
   for (const task of tasks) {
     const rows = data.comparison.filter((row) => row.task === task);
-    const names = ["arm", "runs", "before", "avg@" + rows[0].k + (rows.some((row) => row.greedy) ? ", greedy" : "") + ", %", "95 % interval, or runs", "difference", "95 % interval, or seeds", "p (Holm)"];
+    const names = ["arm", "runs", "before", "avg@" + rows[0].k + (rows.some((row) => row.greedy) ? ", greedy" : "") + ", %", "95 % interval", "difference", "95 % interval", "p (Holm)"];
     const cells = rows.map((row) => [
-      armName(data.arms.indexOf(row.arm)), String(row.runs), percent(row.before), percent(row.score), interval(row.low, row.high, row.by_seed),
-      percent(row.difference, true), interval(row.difference_low, row.difference_high, row.difference_by_seed, true),
+      armName(data.arms.indexOf(row.arm)), String(row.runs), percent(row.before), percent(row.score), interval(row.low, row.high),
+      percent(row.difference, true), interval(row.difference_low, row.difference_high, true),
       typeof row.p_holm !== "number" ? "–" : row.p_holm < 0.001 ? "< 0.001" : row.p_holm.toFixed(3),
     ]);
     box.append(element("h3", "", task + ": last evaluation, " + rows[0].prompts + " shared prompts"), tableOf(names, cells, "stacked"));
-    box.append(element("p", "note", "Differences are from the first arm, in percentage points, paired by prompt and by seed where both arms have the same seeds. Arms of two runs list them in place of an interval."));
+    box.append(element("p", "note", "Differences are from the first arm, in percentage points, paired by prompt and by seed where both arms have the same seeds."));
   }
   const training = ["arm", "C", "avg@k, %", "train score, peak", "seconds a step", "ratio", "S_t, mean", "S_t, std"];
   const cells = data.training.map((row, i) => [
