@@ -29,7 +29,7 @@ _MEASURED += ("max_completion_length", "seed", "temperature", "teacher_model_kin
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Sample and verify responses, and map the credit of every token: ΔV_t, S_t, Ĝ_t, R_t and the alternatives. "
-        "Writes maps.html, maps.json and summary.md, which also predicts for generic tokens which λ holds them and how "
+        "Writes maps.html, maps.json and summary.md, which also predicts which λ holds generic tokens and how "
         "often they come after training. With --checkpoint, the model and each checkpoint "
         "score the same responses, with the options of the last one's run; RUN stands for its model, checkpoint, data "
         "and options."
