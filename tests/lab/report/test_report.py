@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 import sys
@@ -17,7 +18,7 @@ import pytest
 from credit_trl import CreditTrainer, Verdict
 from credit_trl.evaluation.statistics import bootstrap_ci, paired_bootstrap
 from credit_trl.lab.analysis.tokenmap_json import write_maps
-from credit_trl.lab.report import ReportCallback, write_report
+from credit_trl.lab.report import ReportCallback, callback, write_report
 from credit_trl.lab.report.comparison import compare_arms, curves, training_table
 from credit_trl.lab.report.dashboards import send_credit
 from credit_trl.lab.report.runs import arms_of, differing_options, load_run
@@ -257,10 +258,13 @@ def reward(completions, **kwargs):
 
 
 def test_callback_of_a_trainer_saves_rollouts_and_prints_the_link_last(
-    make_model, make_config, dataset, tokenizer, capsys
+    make_model, make_config, dataset, tokenizer, capsys, monkeypatch
 ):
     trainer = CreditTrainer(make_model(), reward, make_config(max_steps=3), dataset, processing_class=tokenizer)
     trainer.add_callback(ReportCallback(trainer, seconds=0.0, rollouts=5))
+    shown = []
+    monkeypatch.setattr(callback, "is_in_notebook", lambda: True)
+    monkeypatch.setattr("IPython.display.display", lambda data, raw: shown.append(data["text/html"]))
     trainer.train()
     folder = Path(trainer.args.output_dir)
     page = folder / "report.html"
@@ -275,6 +279,7 @@ def test_callback_of_a_trainer_saves_rollouts_and_prints_the_link_last(
         assert row["feedback"] == "Count again."
         assert "Count again." in row["teacher_prompt"]
         assert row["completion"][0]["role"] == "assistant"
+    assert html.unescape(re.search('srcdoc="([^"]*)"', shown[0])[1]) == page.read_text("utf-8")  # in a notebook
     assert [row["reward"] for row in tables[2]] == [0.0, 1.0, 0.0, 1.0, 0.0]
 
 
@@ -317,4 +322,4 @@ def test_report_that_cannot_be_written_warns_once(tmp_path, caplog):
     callback = ReportCallback(seconds=0.0)
     for _ in range(3):
         callback.on_log(args, state, None)
-    assert sum("No report" in record.message for record in caplog.records) == 1
+    assert sum("holds no run" in record.message for record in caplog.records) == 1

@@ -36,9 +36,6 @@ class CreditMapCallback(TrainerCallback):
         every: steps between two files.
         rollouts: number of rollouts with a teacher, over all processes.
         trainer: a `CreditTrainer`; can be set later as an attribute.
-
-    Raises:
-        RuntimeError: training begins without a trainer.
     """
 
     def __init__(self, every: int = 50, *, rollouts: int = 4, trainer: Any = None) -> None:
@@ -51,11 +48,6 @@ class CreditMapCallback(TrainerCallback):
         self._pinned_step: int | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.trainer is None:
-            raise RuntimeError(
-                "CreditMapCallback has no trainer: use `trainer.add_callback(CreditMapCallback(every=50, "
-                "trainer=trainer))`, or set `callback.trainer`."
-            )
         self.directory = Path(args.output_dir) / MAPS_FOLDER
         if state.is_world_process_zero:  # the summary would include steps to come and earlier runs
             for path in self.directory.glob("step-*.json"):

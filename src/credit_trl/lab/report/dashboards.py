@@ -19,6 +19,8 @@ CREDIT = {
     "R_t": "credit/advantage_mean",
     "fidelity": "credit/teacher_fidelity",
 }
+# Role of a message in a trace -> column of the table of completions.
+_TURNS = {"user": "prompt", "assistant": "completion", "feedback": "feedback"}
 
 
 def send_credit(trainer: Any, logs: Mapping[str, Any]) -> None:
@@ -56,17 +58,10 @@ def send_rollouts(trainer: Any, rollouts: Sequence[Mapping[str, Any]]) -> None:
         return
     import trackio
 
-    step = trainer.state.global_step
-    trackio.log({"rollouts": [trackio.Trace(_messages(row), _metadata(row)) for row in rollouts]}, step=step)
-
-
-def _messages(row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    prompt, completion = row["prompt"], row["completion"]
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-    messages += [{"role": "assistant", "content": completion}] if isinstance(completion, str) else list(completion)
-    feedback = row.get("feedback")
-    return messages if feedback is None else [*messages, {"role": "feedback", "content": feedback}]
-
-
-def _metadata(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in row.items() if name not in ("prompt", "completion", "feedback")}
+    traces = []
+    for row in rollouts:
+        rest = dict(row)
+        turns = [(role, rest.pop(name, None)) for role, name in _TURNS.items()]
+        parts = [[{"role": role, "content": own}] if isinstance(own, str) else own or [] for role, own in turns]
+        traces.append(trackio.Trace([message for part in parts for message in part], rest))
+    trackio.log({"rollouts": traces}, step=trainer.state.global_step)
