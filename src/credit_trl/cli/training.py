@@ -128,7 +128,8 @@ def make_trainer(
     trainer.add_callback(SaveOnSigterm(trainer.accelerator))  # before evaluations, which it skips
     if script_args.avg_at_k is not None:
         evaluate_during_training(trainer, script_args)
-    trainer.add_callback(CreditMapCallback(trainer=trainer))
+    if trainer.credit_step is not None:  # GRPO has no teacher, and may have images
+        trainer.add_callback(CreditMapCallback(trainer=trainer))
     trainer.add_callback(ReportCallback(trainer))  # last, so that it has the last evaluation
     return trainer
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -142,11 +143,11 @@ class CreditMapCallback(TrainerCallback):
 
 
 def _choose(rollouts: Sequence[Rollout], count: int) -> list[Rollout]:
-    """Rollouts that are not empty, one of each group before a second of any group."""
-    sizes: dict[str, int] = {}
-    chosen = []
-    for rollout in filter(lambda one: one.token_ids, rollouts):
-        number = sizes.get(rollout.group, 0)
-        sizes[rollout.group] = number + 1
-        chosen.append((number, rollout))
-    return [rollout for _, rollout in sorted(chosen, key=lambda one: one[0])][:count]
+    """Rollouts that are not empty, the lowest reward of each group before a second of any group.
+
+    A wrong answer has the tokens that a step lowers.
+    """
+    groups: dict[str, list[Rollout]] = {}
+    for rollout in sorted((one for one in rollouts if one.token_ids), key=lambda one: one.reward):
+        groups.setdefault(rollout.group, []).append(rollout)
+    return [one for row in zip_longest(*groups.values()) for one in row if one is not None][:count]
