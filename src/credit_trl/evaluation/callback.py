@@ -126,8 +126,16 @@ class EvaluationCallback(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._evaluate(state.global_step)
-        if self.engine.is_main and any(row["step"] == state.global_step for row in self.history):
-            write_json(self.folder / SUMMARY_FILE, score_summary(self.history, state.global_step))
+        final = [row for row in self.history if row["step"] == state.global_step]
+        if not (self.engine.is_main and final):
+            return
+        best = max(self.history, key=lambda row: (row["score"], -row["step"]))  # the earliest of equals
+        note = (
+            f"best_during_training is the largest of {len(self.history)} scores on the same prompts and is biased "
+            "upwards; final is not selected."
+        )
+        summary = {"best_during_training": best, "final": final[0], "evaluations": len(self.history), "note": note}
+        write_json(self.folder / SUMMARY_FILE, summary)
 
     def _evaluate(self, step: int) -> None:
         if any(row["step"] == step for row in self.history):
@@ -166,19 +174,6 @@ class EvaluationCallback(TrainerCallback):
         for folder in self.folder.glob("best-step-*") if self.engine.is_main else ():
             if folder.name != f"best-step-{step}":
                 shutil.rmtree(folder)
-
-
-def score_summary(history: list[dict[str, Any]], last_step: int) -> dict[str, Any]:
-    """Content of `summary.json`, from the rows of `evaluations.jsonl`: best-during-training and final scores."""
-    return {
-        "best_during_training": max(history, key=lambda row: (row["score"], -row["step"])),  # the earliest of equals
-        "final": next(row for row in history if row["step"] == last_step),
-        "evaluations": len(history),
-        "note": (
-            f"best_during_training is the largest of {len(history)} scores on the same prompts and is biased upwards; "
-            "final is not selected."
-        ),
-    }
 
 
 def _row(result: Evaluation) -> dict[str, Any]:

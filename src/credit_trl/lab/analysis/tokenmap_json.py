@@ -76,7 +76,8 @@ def _scores_record(scores: ScoredTokens) -> dict[str, Any]:
 def _token_map(record: dict[str, Any]) -> TokenMap:
     formula = CreditFormula(**record["formula"])
     dtype = {"float32": torch.float32, "float64": torch.float64}[record["dtype"]]
-    length = len(record["tokens"])
+    length = len(record["classes"])
+    texts = record["tokens"]
     others = record["alternatives"]
     count = len(others["texts"][0])
     alternatives = ScoredTokens(**_tensors(others["scores"], (length, count), dtype), formula=formula)
@@ -84,16 +85,14 @@ def _token_map(record: dict[str, Any]) -> TokenMap:
     return TokenMap(
         Rollout.from_json(record["response"]),
         visible(record["checkpoint"]),
-        [_token_text(**token) for token in record["tokens"]],
+        [
+            TokenText(visible(t["text"]), t["character"] and visible(t["character"]), t["special"])
+            for t in record["tokens"]
+        ],
         [visible(name) for name in record["classes"]],
         scores,
         [[visible(text) for text in row] for row in others["texts"]],
     )
-
-
-def _token_text(text: str, character: str | None, special: bool) -> TokenText:
-    """Text of a token; a file from elsewhere may hold control characters."""
-    return TokenText(visible(text), None if character is None else visible(character), bool(special))
 
 
 def _tensors(scores: dict[str, Any], shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Tensor]:
