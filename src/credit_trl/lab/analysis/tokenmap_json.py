@@ -77,7 +77,6 @@ def _token_map(record: dict[str, Any]) -> TokenMap:
     formula = CreditFormula(**record["formula"])
     dtype = {"float32": torch.float32, "float64": torch.float64}[record["dtype"]]
     length = len(record["classes"])
-    texts = record["tokens"]
     others = record["alternatives"]
     count = len(others["texts"][0])
     alternatives = ScoredTokens(**_tensors(others["scores"], (length, count), dtype), formula=formula)
