@@ -300,9 +300,8 @@ class CreditTrainer(ResumableTrainer):
                 output["success_weights"] = self._weigh_successes(batch, contexts, loss_mask(output))
             with self.clock.stage("scores"):
                 output.update(self.credit_step.prepare(batch, output, contexts))
-        if self.args.log_completions:
-            decode = self.processing_class.batch_decode
-            add_completion_columns(self._logs["extra"], output, batch, contexts, decode)
+        decode = self.processing_class.batch_decode
+        add_completion_columns(self._logs["extra"], output, batch, contexts, decode)
         return output
 
     def _build_contexts(self, batch: GenerationBatch) -> list[TokenContexts]:

@@ -97,7 +97,7 @@ LINES = [
     ("credit-eval data", "data is not a run directory: it has no run.json"),
     ("credit-eval bare", "bare holds neither a final model nor a checkpoint"),
     ("credit-eval bare --model quickstart", "bare: run.json does not describe data and verifier. Give `--task`."),
-    ("credit-map --model quickstart", "--task or --responses"),
+    ("credit-map --model quickstart", "--model and --task"),
     ("credit-map --model quickstart --task quickstart --samples ten", "--samples: invalid whole number value: 'ten'"),
     ("credit-report nowhere", "holds no run"),
     ("credit-report damaged", "is not JSON"),

@@ -89,6 +89,7 @@ def make_trainer(
     """Build the trainer with its data, verifier, model and evaluation."""
     from trl import get_peft_config, get_quantization_config
 
+    from credit_trl.lab.analysis import CreditMapCallback
     from credit_trl.lab.report import ReportCallback
     from credit_trl.tasks.model_names import naming_model
     from credit_trl.trainer import CreditTrainer
@@ -125,7 +126,9 @@ def make_trainer(
     trainer.add_callback(save_on_sigterm)  # before evaluations, which it skips
     if script_args.avg_at_k is not None:
         evaluate_during_training(trainer, script_args)
-    trainer.add_callback(ReportCallback())  # last, so that it has the last evaluation
+    if trainer.credit_step is not None:  # GRPO has no teacher, and may have images
+        trainer.add_callback(CreditMapCallback(trainer=trainer))
+    trainer.add_callback(ReportCallback(trainer))  # last, so that it has the last evaluation
     return trainer
 
 
@@ -169,12 +172,11 @@ def evaluate_during_training(trainer: CreditTrainer, script_args: CreditScriptAr
     trainer.run_log.facts["data"] = data
     if data["task"] is None and data["test"] == data["train"]:
         trainer.accelerator.print("avg@k uses the training rows; held-out ones are given by --eval_dataset_path.")
-    steps = trainer.args.steps_per_generation * trainer.num_iterations * script_args.avg_at_k_steps
     evaluation = EvaluationCallback(
         trainer,
         task_of_data(data),
         k=script_args.avg_at_k,
-        eval_steps=max(1, steps // trainer.args.gradient_accumulation_steps),
+        eval_steps=script_args.avg_at_k_steps,
         temperature=script_args.avg_at_k_temperature,
         top_p=script_args.avg_at_k_top_p,
         split=script_args.dataset_test_split,

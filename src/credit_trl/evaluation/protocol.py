@@ -130,11 +130,8 @@ def distinct_names(names: Sequence[str]) -> list[str]:
 
 def data_digest(rows: Sequence[Mapping[str, Any]]) -> str:
     """16 hex digits that change with the rows' ids, prompts, answers and order."""
-    digest = hashlib.sha256()
-    for row in rows:
-        content = [row["id"], prompt_key(row["prompt"]), row.get("answer")]
-        digest.update(json.dumps(content, default=str).encode() + b"\n")
-    return digest.hexdigest()[:16]
+    content = [[row["id"], prompt_key(row["prompt"]), row.get("answer")] for row in rows]
+    return hashlib.sha256(json.dumps(content, default=str).encode()).hexdigest()[:16]
 
 
 def sample_seed(seed: int, prompt: str, sample: int) -> int:

@@ -184,7 +184,7 @@ def add_completion_columns(
     contexts: Sequence[TokenContexts] | None,
     decode: Callable[[list[list[int]]], list[str]],
 ) -> None:
-    """Add feedback, teacher prompt and the mean of S_t to TRL's table of completions (`log_completions`).
+    """Add feedback, teacher prompt and the mean of S_t to TRL's table of completions.
 
     S_t is 0 for samples without a contrast. Every process must call it.
 
