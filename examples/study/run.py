@@ -3,6 +3,7 @@
     python run.py weak                                          # five bases, the arms of the table
     python run.py weak tables --seeds 12 --arms SDPO "CREDIT λ=0.1"
     python run.py weak --arms SDPO --set teacher_update_rate=0.01 max_steps=60
+    python run.py weak --first_seed 300 --seeds 12 --predict    # only the rows of step 0, to commit before training
 
 For every base the file gets a row of step 0 an arm, with the prediction, before the arm is trained, then a row per
 evaluated step. Runs that are in the file are skipped: start the command again to continue it, and several times to
@@ -55,7 +56,7 @@ def main() -> None:
     torch.set_num_threads(1)
     changes = dict(yaml.safe_load(one.replace("=", ": ", 1)).popitem() for one in args.set)
     for world, seed, arm in product(args.worlds, range(args.first_seed, args.first_seed + args.seeds), args.arms):
-        run_arm(WORLDS[world], seed, arm, changes, args.output_dir, args.results)
+        run_arm(WORLDS[world], seed, arm, changes, args.output_dir, args.results, args.predict)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -65,12 +66,15 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--first_seed", type=int, default=0, help="seed of the first base (default 0)")
     parser.add_argument("--arms", nargs="+", choices=sorted(ARMS), default=list(DEFAULT_ARMS), metavar="ARM")
     parser.add_argument("--set", nargs="+", default=[], metavar="OPTION=VALUE", help="options of every arm")
+    parser.add_argument("--predict", action="store_true", help="write the rows of step 0 and train nothing")
     parser.add_argument("--output_dir", type=Path, default=Path("runs/study"), help="bases and runs")
     parser.add_argument("--results", type=Path, default=HERE / "results", help="folder of the tables")
     return parser.parse_args()
 
 
-def run_arm(world: World, seed: int, arm: str, changes: Row, output_dir: Path, results: Path) -> bool:
+def run_arm(
+    world: World, seed: int, arm: str, changes: Row, output_dir: Path, results: Path, predict_only: bool = False
+) -> bool:
     """Train one arm on one base and append its rows; False if they are there or another process trains it."""
     name, options = with_options(arm, changes)
     options = COMMON | world.options | options
@@ -88,8 +92,11 @@ def run_arm(world: World, seed: int, arm: str, changes: Row, output_dir: Path, r
                     pretrain(world, seed, base)
             start = rows.get((world.name, seed, name, 0))
             if start is None:
-                start = first_row(world, base, arm, options)
-                append_rows(file, [row_of(world, seed, name, 0, options) | start])
+                same_base = (row for key, row in rows.items() if key[:2] == (world.name, seed) and key[3] == 0)
+                start = first_row(world, base, arm, options, next(same_base, None))
+                append_rows(file, [start | row_of(world, seed, name, 0, options)])
+            if predict_only:
+                return True
             predicted = {column: start[column] for column in PREDICTION}
             trained = train(world, seed, arm, options, base, folder)
             append_rows(file, [row_of(world, seed, name, step, options) | predicted | row for step, row in trained])
@@ -99,10 +106,12 @@ def run_arm(world: World, seed: int, arm: str, changes: Row, output_dir: Path, r
     return True
 
 
-def first_row(world: World, base: Path, arm: str, options: Row) -> Row:
-    """Rates of the base, and the prediction for an arm."""
+def first_row(world: World, base: Path, arm: str, options: Row, same_base: Row | None) -> Row:
+    """Rates of the base, or those in the row of another arm of the same base, and the prediction for an arm."""
     model, tokenizer = read_base(base)
     branch = measure_branch(model_log_odds(model, tokenizer, world.point), branch_rows(world.task, world.point))
+    if same_base is not None:
+        return same_base | prediction(branch, arm, options)
     length = options["max_completion_length"]
     result = evaluate(
         model, world.task, tokenizer=tokenizer, max_completion_length=length, progress=False, **EVALUATION
