@@ -23,8 +23,10 @@ from scipy import stats
 from credit_trl.lab.analysis.drift import BranchDrift
 
 RESULTS = Path(__file__).parent / "results"
-SOURCES = [f"{world}.csv" for world in ("weak", "tables", "skip", "filler", "useful", "unseen")]
+WORLDS = ("weak", "tables", "skip", "filler", "useful")
+SOURCES = [*(f"{world}.csv" for world in WORLDS), *(f"unseen/{world}.csv" for world in WORLDS)]
 SEEN = range(12)  # bases whose runs the law was written from
+UNSEEN_STEPS = (30, 60)  # of the bases that were predicted before their first step
 RATE = 0.05  # of the teacher's average, where an arm does not name another
 WARMUP = 10  # optimizer steps over which the learning rate of every arm rises
 LEVEL = 0.95
@@ -90,7 +92,7 @@ def predictions(rows: Sequence[dict[str, str]], steps: dict[str, Sequence[int]])
     found = []
     for row in rows:
         if row["step"] == "0" and row["arm"] != "GRPO":
-            for one in predict(row, steps[row["world"]]):
+            for one in predict(row, steps[row["world"]] if int(row["seed"]) in SEEN else UNSEEN_STEPS):
                 found.append(replace(one, measured=measured.get((one.world, one.base, one.arm, one.step))))
     return with_bands(found)
 
