@@ -45,7 +45,7 @@ def test_page_prints_means_and_paired_differences(study, monkeypatch, capsys):
     assert f"| {100 * (rates['CREDIT λ=0.1'] - rates['SDPO']).mean():.1f} [" in line
 
 
-def test_runner_appends_rows_once_with_the_prediction(study, tmp_path):
+def test_runner_appends_rows_once_with_the_branch_of_the_base(study, tmp_path):
     torch.set_num_threads(1)
     run = study("run")
     world = study("worlds").WORLDS["weak"]
@@ -61,13 +61,35 @@ def test_runner_appends_rows_once_with_the_prediction(study, tmp_path):
     assert list(rows) == [("weak", 0, name, step) for name in names for step in (0, 1)]
     grpo, _, credit, trained, tempered, _ = rows.values()
     assert grpo["accuracy_known"] == credit["accuracy_known"] > 0.8
-    assert grpo["predicted_rate"] is None
-    expected = credit["delta"] * 0.9 / 0.1 - credit["s"]
-    assert credit["predicted_log_odds"] == pytest.approx(expected, abs=2e-3)
-    assert tempered["predicted_log_odds"] == pytest.approx(credit["delta"] * 0.9 / 0.1, abs=2e-3)
+    assert credit["s"] > 5.0
+    assert tempered["s"] == 0.0
+    assert tempered["delta"] == credit["delta"] == trained["delta"] == grpo["delta"]
+    assert credit["log_odds_given"] == pytest.approx(credit["log_odds"] + credit["delta"], abs=2e-3)
     assert trained["teacher_fidelity"] > 0.9
     assert trained["trl"]
     assert trained["commit"]
+
+
+def test_measured_rows_are_predicted_before_training(study, tmp_path):
+    run = study("run")
+    world = study("worlds").WORLDS["weak"]
+    shutil.copytree(SHIPPED, tmp_path / "bases" / "weak-seed300")
+    assert run.run_arm(world, 300, "SDPO", {"max_steps": 60}, tmp_path, tmp_path, measure_only=True)
+    law = study("law")
+    seen = law.read_rows([RESULTS / "weak.csv"])
+    found = law.predictions(seen + law.read_rows([tmp_path / "weak.csv"]), {"weak": [60]})
+    start, middle, end = [row for row in found if row.base in (0, 300) and row.arm == "SDPO"]
+    assert start.seen
+    assert [middle.step, end.step, middle.seen, end.measured, end.in_band] == [30, 60, False, None, None]
+    changes = (middle.predicted_finite, middle.predicted, end.predicted)
+    assert np.all(np.diff(np.abs(np.array([0.0, *changes]) - [0.0, *[end.log_odds_0] * 3])) > 0)
+
+
+def test_committed_predictions_are_those_of_the_law(study):
+    (row,) = [r for r in table("weak") if (r["seed"], r["arm"], r["step"]) == ("3", "CREDIT λ=0.1", "0")]
+    key = ("weak", "3", row["arm"], "60")
+    (committed,) = [r for r in table("predicted") if tuple(r[n] for n in ("world", "base", "arm", "step")) == key]
+    assert float(committed["predicted"]) == pytest.approx(study("law").path_of(row, 60)[-1], abs=1e-3)
 
 
 @pytest.mark.parametrize("name", ["tables", "skip", "useful", "filler"])
