@@ -103,3 +103,32 @@ def test_planted_worlds_draw_their_text_and_keep_the_splits_apart(study, name):
     curriculum = study("planted.base").CURRICULA[name]
     planted = sum(world.point.planted.rstrip(".") in str(curriculum.draw(rng)[1]) for _ in range(400))
     assert 0 < planted < 300
+
+
+def test_direction_of_the_gradient_is_that_of_enumerated_success(study, tmp_path):
+    direction = study("direction")
+    base = tmp_path / "weak-seed0"
+    shutil.copytree(SHIPPED, base)
+    rows = {
+        row["quantity"]: row
+        for row in direction.measure(study("worlds").WORLDS["weak"], base, 1)
+        if row["group"] == "unknown"
+    }
+    assert set(rows) == set(direction.QUANTITIES)
+    assert 0.0 < rows["S"]["success"] < 1.0
+    assert rows["ΔV"]["cosine"] > 0.9  # the teacher reads the letter
+    assert rows["ΔV"]["commit"]
+
+
+def test_success_of_a_prefix_is_the_mean_over_its_tokens(study):
+    direction = study("direction")
+    world = study("worlds").WORLDS["weak"]
+    checkpoint = direction.Checkpoint.load(str(SHIPPED), name="base")
+    row = world.task.build("test")[0]
+    tree = direction.enumerate_responses(checkpoint, checkpoint.encode(row["prompt"]))
+    values = direction.success_of(checkpoint, world, row, tree)
+    leaves = [leaf for leaf in values if leaf not in tree]
+    assert sum(tree[leaf[:-1]][0] * tree[leaf[:-1]][1][leaf[-1]] for leaf in leaves) == pytest.approx(1.0)
+    weighted = [tree[leaf[:-1]][0] * tree[leaf[:-1]][1][leaf[-1]] * values[leaf] for leaf in leaves]
+    assert values[()] == pytest.approx(sum(weighted))
+    assert all(leaf[-1] in checkpoint.end_ids() for leaf in leaves)
