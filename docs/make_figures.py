@@ -12,6 +12,7 @@ its planted thought by step. `learning_curve`: test accuracy by step of a run of
 from __future__ import annotations
 
 import argparse
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -31,19 +32,12 @@ from credit_trl.tasks.quickstart import SHORTCUT_THOUGHT, TEMPLATES
 from credit_trl.tasks.quickstart_model import base_directory
 from credit_trl.training.run_directory import EVALUATIONS_FILE, read_lines
 
+STUDY = Path(__file__).parents[1] / "examples" / "study"
+sys.path.append(str(STUDY))
+from arms import STYLES  # noqa: E402
+
 IMAGES = Path(__file__).parent / "images"
-RESULTS = Path(__file__).parents[1] / "examples" / "study" / "results"
-# Arm in the tables → its name and color, in the order of legends.
-ARMS = {
-    "SDPO": ("SDPO", "#D55E00"),
-    "CREDIT λ=0.05": ("CREDIT, λ = 0.05", "#56B4E9"),
-    "CREDIT λ=0.1": ("CREDIT, λ = 0.1", "#0072B2"),
-    "CREDIT λ=0.2": ("CREDIT, λ = 0.2", "#7A6AE0"),
-    "CREDIT form=guide λ=0.2": ("guide, λ = 0.2", "#009E73"),
-    "temper-only λ=0.1": ("temper-only, λ = 0.1", "#E69F00"),
-    "hint-contrast λ=0.1": ("contrast of feedback, λ = 0.1", "#CC79A7"),
-    "GRPO": ("GRPO", "#7F7F7F"),
-}
+RESULTS = STUDY / "results"
 THEMES = {"light": ("#ffffff", "#1c1e21", "#d7dade"), "dark": ("#16181c", "#e4e6ea", "#3a3e45")}
 
 
@@ -62,8 +56,8 @@ def draw_predicted() -> Figure:
     axes = figure.add_axes((0.1, 0.12, 0.56, 0.8), aspect="equal", adjustable="datalim")
     axes.axline((0, 0), slope=1, lw=0.9, color=mpl.rcParams["text.color"])
     changes = rows[["predicted", "measured"]].sub(rows["log_odds_0"], axis=0)
-    for arm in (arm for arm in ARMS if arm in set(rows["arm"])):
-        name, color = ARMS[arm]
+    for arm in (arm for arm in STYLES if arm in set(rows["arm"])):
+        name, color = STYLES[arm]
         axes.plot(*changes[rows["arm"] == arm].to_numpy().T, "o", color=color, ms=3.5, mew=0, alpha=0.7, label=name)
     axes.set_title(f"change of the log-odds since step 0: {len(rows)} rows of {rows['world'].nunique()} worlds")
     axes.set(xlabel="predicted from the base, nats", ylabel="measured, nats")
@@ -141,7 +135,7 @@ def draw_rates(axes: Axes) -> None:
     predicted = law.assign(rate=100 / (1 + np.exp(-law["predicted"]))).pivot_table("rate", "step", "arm")
     base = rates.loc[0, "SDPO"]
     for arm in ("SDPO", "CREDIT λ=0.1", "GRPO"):
-        name, color = ARMS[arm]
+        name, color = STYLES[arm]
         axes.plot(rates.index, rates[arm], "o-", color=color, lw=2, ms=4, label=name)
         if arm in predicted:
             axes.plot([0, *predicted.index], [base, *predicted[arm]], "--", color=color, lw=1.3)
