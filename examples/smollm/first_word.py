@@ -308,7 +308,7 @@ def demonstrate(args: argparse.Namespace, load: Any) -> Path:
 
 
 def colored(checkpoint: Checkpoint, arm: str, rows: Sequence[dict[str, Any]], i: int, ids: list[int]) -> str:
-    """HTML of an answer to row i, each token colored by R_t minus the policy's mean: a step raises blue ones."""
+    """HTML of an answer to row i, each token colored by R_t minus the policy's mean: a step raises red ones."""
     row = rows[i]
     text = checkpoint.tokenizer.decode(ids, skip_special_tokens=True)
     z = PrivilegedContext(feedback=verify(text, row["word"], row["noun"]).feedback)
@@ -317,7 +317,7 @@ def colored(checkpoint: Checkpoint, arm: str, rows: Sequence[dict[str, Any]], i:
     token_map = map_response(checkpoint, Rollout(str(i), row["prompt"], tuple(ids), z, others), config)
     spans = []
     for token, value in zip(token_map.tokens, token_map.scores.centred.tolist(), strict=True):
-        color = f"rgba({'214,47,39' if value < 0 else '33,102,190'},{min(1.0, abs(value) / 3.0):.2f})"
+        color = f"rgba({'214,47,39' if value > 0 else '33,102,190'},{min(1.0, abs(value) / 3.0):.2f})"
         spans.append(f'<span style="background:{color}" title="{value:+.2f}">{escape(token.text)}</span>')
     return "".join(spans)
 
@@ -348,7 +348,7 @@ def page(curves: dict[str, list[float]], rows: Sequence[dict[str, Any]], columns
         "<h1>Begin with the given word</h1><p>Probability of the required first word, by step, on words that are not "
         f'trained. {" · ".join(legend)}</p><svg viewBox="0 0 620 240">{axes}{"".join(lines)}</svg>'
         "<h2>Greedy answers</h2><p>Tokens before training are colored by R_t minus its mean under the policy: a step "
-        f"raises blue ones and lowers red ones.</p><table><tr>{head}</tr>{body}</table>\n"
+        f"raises red ones and lowers blue ones.</p><table><tr>{head}</tr>{body}</table>\n"
     )
 
 
