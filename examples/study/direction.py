@@ -1,6 +1,6 @@
 """Which tokens should the gradient raise? ΔV_t, S_t and R_t against the effect on success, without any training.
 
-    python direction.py weak --base runs/study/bases/weak-seed300    # appends rows to results/direction.csv
+    python direction.py weak --bases runs/study/bases/weak-seed30?    # writes results/direction.csv
 
 Responses of the worlds are few enough to be enumerated: every token of at least `MIN_PROBABILITY` continues a prefix.
 P(O = 1 | prefix) then follows backwards from the verdicts of the whole responses. The ideal is the gradient of success
@@ -8,7 +8,8 @@ by the logits of a policy that is a table, p(v) (P(O = 1 | v) − P(O = 1)) at a
 F). A quantity Q gives p(v) (Q(v) − E_p Q).
 
 `cosine` compares both gradients over all prefixes of a prompt, weighted by their probability. `concordance` is the
-share of pairs of tokens with different success that Q orders alike (½ is chance), a mean with the same weights.
+share of pairs of tokens whose success differs by a hundredth that Q orders alike, a mean with the same weights; ½ is
+chance.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from credit_trl.tasks.quickstart import TEMPLATES
 
 MIN_PROBABILITY = 0.01  # of a token after its prefix
 MIN_PREFIX = 1e-3  # probability of a prefix that is continued
+MAX_LENGTH = 32
 QUANTITIES = {
     "ΔV": CreditFormula(0.0),
     "S": None,
@@ -48,12 +50,12 @@ Tree = dict[Prefix, tuple[float, dict[int, float]]]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("world", choices=sorted(WORLDS))
-    parser.add_argument("--base", type=Path, required=True, help="folder of the base, named WORLD-seedN by run.py")
+    parser.add_argument("--bases", nargs="+", type=Path, help="folders named WORLD-seedN, as run.py makes them")
     parser.add_argument("--prompts", type=int, default=12, help="prompts of each group")
     parser.add_argument("--csv", type=Path, default=HERE / "results" / "direction.csv")
     args = parser.parse_args()
-    rows = pd.DataFrame(measure(WORLDS[args.world], args.base, args.prompts))
-    rows.to_csv(args.csv, mode="a", header=not args.csv.exists(), index=False, float_format="%.4f")
+    rows = [row for base in args.bases for row in measure(WORLDS[args.world], base, args.prompts)]
+    pd.DataFrame(rows).to_csv(args.csv, index=False, float_format="%.4f")
 
 
 def measure(world: World, base: Path, prompts: int) -> Iterator[dict[str, Any]]:
@@ -69,8 +71,7 @@ def measure(world: World, base: Path, prompts: int) -> Iterator[dict[str, Any]]:
         success = []
         for row, others in zip(rows, contrasts, strict=True):
             z = PrivilegedContext(feedback=world.task.verify("", row["answer"]).feedback)
-            rollout = Rollout(row["id"], row["prompt"], (), z, tuple(others))
-            contexts = rollout_contexts(rollout, config, checkpoint)
+            contexts = rollout_contexts(Rollout(row["id"], row["prompt"], (), z, tuple(others)), config, checkpoint)
             tree = enumerate_responses(checkpoint, contexts.student)
             values = success_of(checkpoint, world, row, tree)
             success.append(values[()])
@@ -83,11 +84,11 @@ def measure(world: World, base: Path, prompts: int) -> Iterator[dict[str, Any]]:
 
 
 @torch.no_grad()
-def enumerate_responses(checkpoint: Checkpoint, context: list[int], length: int = 32) -> Tree:
+def enumerate_responses(checkpoint: Checkpoint, context: list[int]) -> Tree:
     """Prefixes of the likely responses → their probability, and those of the tokens that continue them."""
     tree: Tree = {}
     frontier: dict[Prefix, float] = {(): 1.0}
-    while frontier and len(next(iter(frontier))) < length:
+    while frontier and len(next(iter(frontier))) < MAX_LENGTH:
         ids = torch.tensor([[*context, *prefix] for prefix in frontier])  # all of one length
         logits = checkpoint.student.student(input_ids=ids, logits_to_keep=1).logits[:, -1]
         following: dict[Prefix, float] = {}
@@ -121,19 +122,18 @@ def agreements(
     logps = logps_at(checkpoint, contexts, branches, [leaf for leaf in values if leaf not in tree])
     result = {}
     for name, formula in QUANTITIES.items():
-        products = np.zeros(3)
-        pairs = np.zeros(2)
+        products, pairs = np.zeros(3), np.zeros(2)
         for prefix, (reach, tokens) in branches.items():
             ids = torch.tensor([list(tokens)])
             p = np.array(list(tokens.values()))
             success = np.array([values[*prefix, token] for token in tokens])
-            specific = objective.input_specific(logps[prefix].teacher, logps[prefix].contrasts).gather(-1, ids)
-            quantity = specific if formula is None else formula.advantages(logps[prefix], ids)
-            quantity = quantity[0].double().numpy()
+            own = logps[prefix]
+            specific = objective.input_specific(own.teacher, own.contrasts).gather(-1, ids)
+            quantity = (specific if formula is None else formula.advantages(own, ids))[0].double().numpy()
             ideal, given = (reach * p * (one - p @ one) for one in (success, quantity))
             products += ideal @ given, ideal @ ideal, given @ given
-            if np.ptp(success) > 0:
-                pairs += reach * (1.0 + somersd(success, quantity).statistic) / 2.0, reach
+            if np.ptp(success.round(2)) > 0:
+                pairs += reach * (1.0 + somersd(success.round(2), quantity).statistic) / 2.0, reach
         cosine = products[0] / np.sqrt(products[1] * products[2]) if products[1] > 0 else np.nan
         result[name] = (cosine, pairs[0] / pairs[1] if pairs[1] > 0 else np.nan)
     return result
@@ -145,14 +145,11 @@ def logps_at(
     """Log-probabilities of student, teacher and contrasts after every prefix, from passes over whole responses."""
     found: dict[Prefix, CreditLogps] = {}
     for prefix in prefixes:
-        if prefix in found:
-            continue
-        leaf = next(leaf for leaf in leaves if leaf[: len(prefix)] == prefix)
-        for rows, own in credit_logps(checkpoint, contexts, leaf, 1.0):
-            for n, t in enumerate(range(len(leaf))[rows]):
-                found[leaf[:t]] = CreditLogps(
-                    own.student[n : n + 1], own.teacher[n : n + 1], own.contrasts[:, n : n + 1]
-                )
+        if prefix not in found:
+            leaf = next(leaf for leaf in leaves if leaf[: len(prefix)] == prefix)
+            for rows, own in credit_logps(checkpoint, contexts, leaf, 1.0):
+                for n, t in enumerate(range(len(leaf))[rows]):
+                    found[leaf[:t]] = CreditLogps(own.student[[n]], own.teacher[[n]], own.contrasts[:, [n]])
     return found
 
 

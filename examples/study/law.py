@@ -1,6 +1,6 @@
 """Predicted against measured drift of a planted phrase: `results/predicted.csv` from the rows of the worlds.
 
-    python law.py            # writes predicted.csv and prints R², mean error and rows in the band
+    python law.py            # writes predicted.csv and prints R², mean error, rows in the band, and signs
 
 `predicted` rests on ℓ_0, δ and s, which were measured on the base before training, on the teacher's rate and the
 warm-up of the learning rate, and on nothing fitted (`credit_trl.lab.analysis.drift`). `predicted_finite` has a student
@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 from scipy import optimize, stats
 
-from credit_trl.lab.analysis.drift import BranchDrift
+from credit_trl.lab.analysis.drift import BranchDrift, holding_coef
 
 RESULTS = Path(__file__).parent / "results"
 WORLDS = ("weak", "tables", "skip", "filler", "useful")
@@ -174,6 +174,19 @@ def explained(rows: Sequence[Row], column: str = "predicted") -> tuple[float, fl
     return float(r_squared), float(np.abs(error).mean()), len(measured)
 
 
+def right_signs(rows: Sequence[dict[str, str]]) -> tuple[int, int]:
+    """Number of runs of subtract without a collapse, and of those whose phrase rose exactly if λ was below λ_hold."""
+    starts = {key_of(row, 0): row for row in rows if row["step"] == "0"}
+    right = []
+    for row in rows:
+        is_last = row["step"] == ("50" if row["world"] == "filler" else "60")
+        if is_last and row["arm"].startswith("CREDIT λ") and float(row["format"]) >= COLLAPSED:
+            start = starts[key_of(row, 0)]
+            hold = holding_coef(*(float(start[name]) for name in ("log_odds", "delta", "s")))
+            right.append((float(start["lambda"]) < hold) == (float(row["log_odds"]) > float(start["log_odds"])))
+    return len(right), sum(right)
+
+
 def main() -> None:
     rows = read_rows(RESULTS / name for name in SOURCES)
     steps: dict[str, list[int]] = {}
@@ -182,6 +195,7 @@ def main() -> None:
             steps[row["world"]] = sorted({*steps.get(row["world"], []), int(row["step"])})
     found = predictions(rows, steps)
     write_rows(RESULTS / "predicted.csv", found)
+    print("runs of subtract {}, sign of the change right in {}".format(*right_signs(rows)))
     for seen, is_guide in product((True, False), (False, True)):
         for world in (*WORLDS, ""):
             own = [row for row in found if (world or row.world) == row.world and row.seen == seen]

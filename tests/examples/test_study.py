@@ -92,6 +92,11 @@ def test_committed_predictions_are_those_of_the_law(study):
     assert float(committed["predicted"]) == pytest.approx(study("law").path_of(row, 60)[-1], abs=1e-3)
 
 
+def test_sign_of_the_change_is_right_in_the_number_of_runs_that_the_findings_name(study):
+    law = study("law")
+    assert law.right_signs(law.read_rows(RESULTS / f"{world}.csv" for world in WORLDS)) == (174, 168)
+
+
 @pytest.mark.parametrize("name", ["tables", "skip", "useful", "filler"])
 def test_planted_worlds_draw_their_text_and_keep_the_splits_apart(study, name):
     world = study("worlds").WORLDS[name]
