@@ -24,7 +24,6 @@ from credit_trl.lab.analysis.tokentext import visible
 from credit_trl.lab.analysis.vocabulary_logps import RolloutContexts
 from credit_trl.rollout.batch import GenerationBatch, prompt_key
 from credit_trl.rollout.verdict import Verdict
-from credit_trl.tasks.records import read_dataset
 from credit_trl.tasks.registry import Task
 
 
