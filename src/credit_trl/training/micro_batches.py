@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from credit_trl.config import CreditConfig
 from credit_trl.loss.scores import Scores
 from credit_trl.loss.terms import MicroBatchLoss, joined
-from credit_trl.teacher.packing import SHORTEST_SHARED, shares_prefixes
+from credit_trl.teacher.packing import SHORTEST_SHARED, shares_prefixes, to_device
 from credit_trl.training.step import CreditStep
 
 # TRL's tensors (B, T, …), and this package's; `advantages` are (B,), or (B, T) where tokens are weighted.
@@ -63,7 +63,7 @@ def evened(batches: Sequence[dict[str, Any]], exchanged: int, packed: bool) -> l
         merged = {name: _join([batch[name] for batch in inside]) for name in inside[0]}
         lengths = (merged["prompt_mask"].sum(dim=1) + merged["completion_mask"].sum(dim=1)).tolist()
         groups = even_groups(lengths, len(inside), packed) if len(inside) > 1 else [list(range(len(lengths)))]
-        result += [without_padding({name: _take(values, rows) for name, values in merged.items()}) for rows in groups]
+        result += [without_padding(_take(merged, rows)) for rows in groups]
     return result
 
 
@@ -121,10 +121,16 @@ def _join(values: list[Any]) -> Any:
     return None if values[0] is None else [value for part in values for value in part]
 
 
-def _take(values: Any, rows: list[int]) -> Any:
-    if values is None or (isinstance(values, Tensor) and values.ndim == 0):
-        return values
-    return values[rows] if isinstance(values, Tensor) else [values[i] for i in rows]
+def _take(batch: dict[str, Any], rows: list[int]) -> dict[str, Any]:
+    """Some samples of a batch, by one index that is copied to the device."""
+    index = to_device(torch.tensor(rows), batch["completion_ids"].device)
+    taken = dict(batch)
+    for name, values in batch.items():
+        if isinstance(values, Tensor):
+            taken[name] = values[index] if values.ndim else values
+        elif values is not None:
+            taken[name] = [values[i] for i in rows]
+    return taken
 
 
 def loss_in_parts(
@@ -153,7 +159,7 @@ def loss_in_parts(
     uncached = torch.autocast(device, dtype, torch.is_autocast_enabled(device), cache_enabled=False)
     losses = []
     for rows in parts:
-        part = without_padding({name: _take(values, rows) for name, values in inputs.items()})
+        part = _take(inputs, rows)
         is_last = rows is parts[-1]
         without_sync = not is_last and isinstance(model, DistributedDataParallel)
         with model.no_sync() if without_sync else nullcontext(), uncached:
@@ -167,8 +173,9 @@ def loss_in_parts(
 
 def _parts(step: CreditStep, inputs: dict[str, Any]) -> list[list[int]]:
     """Rows of each part, the same number on every process. Rollouts of a prompt that is read once are together."""
-    prompts = inputs["prompt_mask"].sum(dim=1).tolist()
-    completions = inputs["completion_mask"].sum(dim=1).tolist()
+    prompts, completions = torch.stack(
+        [inputs[f"{part}_mask"].sum(dim=1) for part in ("prompt", "completion")]
+    ).tolist()
     rows = list(range(len(prompts)))
     prompt_of = list(rows)
     if not step.packed:
