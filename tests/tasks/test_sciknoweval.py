@@ -114,7 +114,7 @@ def test_malformed_row_raises_with_file_and_row(write_jsonl, row):
 def test_unknown_split_and_domain_raise(tmp_path):
     with pytest.raises(ValueError, match="no split 'dev'"):
         sciknoweval.build("dev")
-    with pytest.raises(ValueError, match="Name a domain"):
+    with pytest.raises(ValueError, match="no domain None; name one, as in sciknoweval:biology"):
         sciknoweval.build("train", tmp_path)
     with pytest.raises(ValueError, match="no domain 'law'"):
         sciknoweval.build("train", domain="law")
