@@ -19,6 +19,8 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tqdm.auto import tqdm
+
 from credit_trl.rollout.deadline import remaining_seconds
 from credit_trl.rollout.thinking import answer_part
 from credit_trl.rollout.verdict import Verdict
@@ -157,8 +159,10 @@ def reward(
 def _run(box: Sandbox, programs: list[Program], tests: list[tuple[Cases, int]]) -> list[Result]:
     """Results of the programs on their tests. Each output is compared when its program ends, and not kept."""
     results = [Result("deadline")] * len(programs)
+    progress = tqdm(total=len(programs), desc="tests", delay=5.0, leave=False)
 
     def judge(index: int, outcome: Outcome) -> Outcome:
+        progress.update()
         results[index] = result = _result(*tests[index], outcome)
         status = "rejected" if outcome.ok and result.status != "passed" else outcome.status
         return replace(outcome, status=status, stdout="", value=None)
@@ -168,9 +172,9 @@ def _run(box: Sandbox, programs: list[Program], tests: list[tuple[Cases, int]]) 
         deadline=remaining_seconds(BATCH_SECONDS),
         skip_group_after=COSTLY,
         failed_group_seconds=FAILED_SECONDS,
-        progress="tests",
         keep=judge,
     )
+    progress.close()
     return results
 
 

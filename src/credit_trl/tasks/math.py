@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from credit_trl.rollout.deadline import remaining_seconds
 from credit_trl.rollout.thinking import answer_part
 from credit_trl.rollout.verdict import Verdict
-from credit_trl.sandbox.cores import worker_count
+from credit_trl.sandbox.cgroups import worker_count
 from credit_trl.tasks.records import Row, dataset_of, read_rows
 from credit_trl.tasks.task import BATCH_SECONDS, response_text
 
