@@ -81,13 +81,9 @@ def build_teacher(
     own = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=config.trust_remote_code)
     check_same_vocabulary(tokenizer, own, name)
     teacher = ModelTeacher(student, accelerator, config)
+    # Rows beyond the smaller head pad the larger one and belong to no token.
     rows = full_shape(teacher.unwrapped(teacher.model).get_output_embeddings().weight)[0]
-    if rows < teacher.vocabulary_size:
-        raise ValueError(
-            f"The teacher {name!r} has {rows} rows in its output embeddings, fewer than the policy's "
-            f"{teacher.vocabulary_size}. "
-            "Use a teacher with at least the policy's vocabulary."
-        )
+    teacher.vocabulary_size = min(rows, teacher.vocabulary_size)
     return teacher
 
 

@@ -43,6 +43,9 @@ class Teacher:
     Args:
         student: the unwrapped policy.
         accelerator: the trainer's accelerator; None on one process without mixed precision.
+
+    Attributes:
+        vocabulary_size: rows that the heads of policy and teacher have in common.
     """
 
     def __init__(self, student: nn.Module, accelerator: Accelerator | None = None) -> None:

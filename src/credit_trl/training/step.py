@@ -126,8 +126,9 @@ class CreditStep:
             "teacher_mask": torch.tensor([own.teacher is not None for own in contexts], device=device),
             "contrast_mask": torch.tensor([len(own.contrasts) > 0 for own in contexts], device=device),
         }
-        mask = loss_mask(tensors) & masks["teacher_mask"][:, None]
-        completions = CompletionBatch(tensors["completion_ids"], tensors["completion_mask"], mask)
+        mask = self._scored(tensors | masks)
+        ids = tensors["completion_ids"].clamp(max=self.teacher.vocabulary_size - 1)
+        completions = CompletionBatch(ids, tensors["completion_mask"], mask)
         prepared = masks | score_completions(
             self.teacher,
             contexts,
@@ -181,7 +182,7 @@ class CreditStep:
                 token in the loss.
             accumulation: micro-batches of the optimizer step; 1 in evaluation.
         """
-        mask = loss_mask(inputs) & inputs["teacher_mask"][:, None]
+        mask = self._scored(inputs)
         weights = inputs["loss_shares"] if "loss_shares" in inputs else self.loss_shares(model, inputs, accumulation)
         if "token_weight" in inputs:
             weights = weights * inputs["token_weight"]
@@ -202,7 +203,7 @@ class CreditStep:
                 hidden, read, aux_loss = policy_states(
                     policy, sequences, packed=self.packed, router_loss=self.router_loss
                 )
-            terms = credit_loss(hidden, self.head(policy), tokens, scores, self.loss_config)
+            terms = credit_loss(hidden, self._policy_head(policy), tokens, scores, self.loss_config)
             return vars(terms), read, aux_loss
 
         # Inside the wrapper's forward, DDP and FSDP see that backbone and head are used.
@@ -211,6 +212,17 @@ class CreditStep:
         fidelity = _fidelity(terms, inputs.get("success_weights"), sequences.rows, mask)
         valid = sum(map(len, sequences.ids))
         return MicroBatchLoss(terms, contrasted, fidelity, aux_loss, read, valid, tokens.engine_logps)
+
+    def _scored(self, tensors: dict[str, Any]) -> Bool[Tensor, "B T"]:
+        """True on the policy's own tokens of samples with a teacher that are in its vocabulary."""
+        is_known = tensors["completion_ids"] < self.teacher.vocabulary_size
+        return loss_mask(tensors) & tensors["teacher_mask"][:, None] & is_known
+
+    def _policy_head(self, policy: nn.Module) -> LMHead:
+        """The policy's head over the vocabulary that it shares with the teacher."""
+        head = self.head(policy).gathered()
+        size = self.teacher.vocabulary_size
+        return head if head.vocabulary_size == size else head.map(lambda rows: rows[:size])
 
     def loss_shares(self, model: nn.Module, inputs: dict[str, Any], accumulation: float) -> Float[Tensor, "B T"]:
         """Share of each token in the loss of a micro-batch, by GRPO's reduction of the same `loss_type`.
@@ -264,13 +276,13 @@ class CreditStep:
             return torch.cat([self.policy_logps(model, part) for part in parts])[order.argsort()]
         mask = inputs["completion_mask"].bool()
         sequences = chosen_sequences(inputs, mask)
-        ids = sequences.pick(inputs["completion_ids"]).unsqueeze(-1)
+        ids = sequences.pick(inputs["completion_ids"]).clamp(max=self.teacher.vocabulary_size - 1).unsqueeze(-1)
         policy = self.teacher.unwrapped(model)
 
         def sampled_logps(_: Int[Tensor, " N"]) -> Tensor:
             with self.teacher.mixed_precision():
                 hidden, _, _ = policy_states(policy, sequences, packed=self.packed)
-            return token_logps(self.head(policy).gathered().detached(), hidden, ids)
+            return token_logps(self._policy_head(policy).detached(), hidden, ids)
 
         logps = run_in_wrapped_forward(model, policy, sampled_logps, sequences.chosen)
         return logps.new_zeros(mask.numel()).index_put_((sequences.chosen,), logps).view_as(mask)
