@@ -41,7 +41,8 @@ class LossTokens:
     # Of each token's loss, without gradient; a token of weight 0 contributes nothing, whatever its scores.
     weights: Float[Tensor, " N"]
     contrastive_coef: Float[Tensor, " N"]  # λ; 0 where the sample has no contrast
-    old_logps: Float[Tensor, " N"] | None = None  # log-probabilities at rollout time; None when on-policy
+    # Log-probabilities at rollout time, NaN where an engine reported none; None when on-policy.
+    old_logps: Float[Tensor, " N"] | None = None
     # What the vLLM engine reported, NaN where nothing, if the policy that sampled is the present one; None for no
     # correction.
     engine_logps: Float[Tensor, " N"] | None = None
@@ -67,7 +68,7 @@ class LossTokens:
         """Factor of each token's loss: importance ratio and correction for the engine, from log π_θ."""
         ratio = torch.ones_like(logps)
         if self.old_logps is not None and config.is_clip is not None:
-            ratio = (logps - self.old_logps).clamp(-20.0, 20.0).exp().clamp(max=config.is_clip)
+            ratio = engine_difference(logps, self.old_logps).clamp(-20.0, 20.0).exp().clamp(max=config.is_clip)
         if self.engine_logps is None:
             return ratio
         correction = engine_difference(logps, self.engine_logps).exp()
@@ -119,7 +120,7 @@ class MicroBatchLoss:
     aux_loss: Float[Tensor, ""] | None  # load-balancing loss of a mixture of experts
     read: int  # tokens of the student's forward pass, with padding
     valid: int  # the same without padding
-    engine_logps: Float[Tensor, " N"] | None  # what the engine reported, where the loss corrects for it
+    engine_logps: Float[Tensor, " N"] | None  # what the engine reported, where the loss uses it
 
 
 def joined(parts: Sequence[T]) -> T:

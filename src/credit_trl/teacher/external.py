@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from credit_trl.config import CreditConfig
 from credit_trl.teacher.models import CopyTeacher, Teacher, make_teacher
@@ -33,6 +33,7 @@ class ModelTeacher(CopyTeacher):
         if "quantization_config" in own:  # quantised weights cannot be moved between devices
             options.setdefault("device_map", {"": accelerator.device})
         model = AutoModelForCausalLM.from_pretrained(name, **options).requires_grad_(False)
+        _pad_vocabulary(model, full_shape(student.get_output_embeddings().weight)[0])
         commit = getattr(model.config, "_commit_hash", None)
         self.identity = {"name": name, "revision": own.get("revision"), "commit": commit}
         if not getattr(model, "is_quantized", False):  # quantized weights stay where they were loaded
@@ -80,11 +81,21 @@ def build_teacher(
     revision = (config.teacher_model_init_kwargs or {}).get("revision")
     own = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=config.trust_remote_code)
     check_same_vocabulary(tokenizer, own, name)
-    teacher = ModelTeacher(student, accelerator, config)
-    # Rows beyond the smaller head pad the larger one and belong to no token.
-    rows = full_shape(teacher.unwrapped(teacher.model).get_output_embeddings().weight)[0]
-    teacher.vocabulary_size = min(rows, teacher.vocabulary_size)
-    return teacher
+    return ModelTeacher(student, accelerator, config)
+
+
+def _pad_vocabulary(model: PreTrainedModel, size: int) -> None:
+    """Give the embeddings at least `size` rows, those of the policy, whose vocabulary may be padded.
+
+    The new rows are the mean of the others, so that the teacher gives padding tokens the logit of an average token.
+    """
+    rows = model.get_output_embeddings().weight.shape[0]
+    if rows < size:
+        model.resize_token_embeddings(size, mean_resizing=False)
+        for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
+            for parameter in (layer.weight, getattr(layer, "bias", None)):
+                if parameter is not None:
+                    parameter.data[rows:] = parameter.data[:rows].mean(dim=0)
 
 
 def check_same_vocabulary(own: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, name: str) -> None:

@@ -43,9 +43,6 @@ class Teacher:
     Args:
         student: the unwrapped policy.
         accelerator: the trainer's accelerator; None on one process without mixed precision.
-
-    Attributes:
-        vocabulary_size: rows that the heads of policy and teacher have in common.
     """
 
     def __init__(self, student: nn.Module, accelerator: Accelerator | None = None) -> None:
@@ -295,10 +292,11 @@ def make_teacher(
         ValueError: the PEFT method has no tuner layers (prompt or prefix tuning) or trains parameters of the base,
             which the teacher shares.
     """
-    if is_peft_model(student) and student.peft_config[student.active_adapter].is_prompt_learning:
+    config = student.peft_config[student.active_adapter] if is_peft_model(student) else None
+    if config is not None and (config.is_prompt_learning or config.peft_type == "ADALORA"):
         raise ValueError(
-            "Prompt-learning adapters change the model's inputs: the loss, which calls the backbone, would not see "
-            "them, and a teacher cannot be stored beside the trained adapter. Use LoRA or DoRA."
+            f"`{type(config).__name__}` is not supported: prompt learning changes the model's inputs, which the loss "
+            "does not see, and AdaLoRA allows no second adapter for the teacher. Use LoRA or DoRA."
         )
     if kind == "live":
         return Teacher(student, accelerator)

@@ -73,34 +73,53 @@ def packed_row(
 
 
 def _prefix_groups(sequences: Sequence[list[int]]) -> list[tuple[list[int], int]]:
-    """Groups of sequences, as indices, and the length of the prefix that each shares; 0 for a single sequence.
-
-    Groups are consecutive in the order of the tokens, and chosen by dynamic programming to save the most tokens.
-    """
+    """Groups of sequences, as indices, and the length of the prefix that each shares; 0 for a single sequence."""
     order = sorted(range(len(sequences)), key=sequences.__getitem__)
-    lengths = [_common_length(sequences[one], sequences[other]) for one, other in itertools.pairwise(order)]
-    saved = [0]  # tokens that the first n sequences save at most
-    last = [(0, 0)]  # start and common length of the last group then
-    for end in range(1, len(order) + 1):
-        best = (saved[-1], end - 1, 0)
-        common = None
+    sharing = PrefixSharing()
+    sharing.add(0)
+    for one, other in itertools.pairwise(order):
+        sharing.add(common_length(sequences[one], sequences[other]))
+    return [(order[start:end], common) for start, end, common in sharing.groups()]
+
+
+class PrefixSharing:
+    """Shared prefixes of sequences that are added in the order of their tokens.
+
+    Groups are consecutive, and chosen by dynamic programming to save the most tokens.
+    """
+
+    def __init__(self) -> None:
+        self._lengths: list[int] = []  # of what each sequence has in common with the one before
+        self._saved = [0]  # tokens that the first n sequences save at most
+        self._last = [(0, 0)]  # start and common length of the last group then
+
+    def add(self, common: int) -> int:
+        """Add a sequence with so many tokens in common with the one before; return the tokens that all save."""
+        self._lengths.append(common)
+        end = len(self._lengths)
+        best = (self._saved[-1], end - 1, 0)
         for start in range(end - 2, -1, -1):
-            common = lengths[start] if common is None else min(common, lengths[start])
+            common = min(common, self._lengths[start + 1])
             if common < SHORTEST_SHARED:
                 break
-            best = max(best, (saved[start] + common * (end - start - 1), start, common))
-        saved.append(best[0])
-        last.append(best[1:])
-    groups = []
-    end = len(order)
-    while end:
-        start, common = last[end]
-        groups.append((order[start:end], common))
-        end = start
-    return groups[::-1]
+            best = max(best, (self._saved[start] + common * (end - start - 1), start, common))
+        self._saved.append(best[0])
+        self._last.append(best[1:])
+        return best[0]
+
+    def groups(self) -> list[tuple[int, int, int]]:
+        """Start, end and common length of each group; a group of one has 0."""
+        groups = []
+        end = len(self._lengths)
+        while end:
+            start, common = self._last[end]
+            groups.append((start, end, common))
+            end = start
+        return groups[::-1]
 
 
-def _common_length(one: list[int], other: list[int]) -> int:
+def common_length(one: list[int], other: list[int]) -> int:
+    """Tokens that two sequences begin with in common."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 

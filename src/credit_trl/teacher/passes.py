@@ -4,7 +4,7 @@ Teacher: each prompt of each sample is read once, followed by the completion; on
 tokens are kept. Samples are processed in *groups*, whose hidden states are held at once. Within a group the sequences
 of all prompts are sorted and cut into *passes*, calls of the backbone with at most `batch_tokens` tokens, padded or
 packed. Padded passes are sorted by length and end early where padding would cost more than another pass. Packed ones
-are sorted by prompt, so that a prefix that several prompts share is read once (`packing.packed_row`).
+are sorted by prompt, so that a prefix that several prompts share is read once (`packing.packed_row`) and counted once.
 
 Policy: TRL pads prompts on the left and completions on the right, to the longest of the process. Here each sample is
 one sequence from position 0, padded on the right to the longest of the micro-batch, or packed.
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from credit_trl.contexts.tokens import CompletionBatch, TokenContexts
 from credit_trl.teacher.causal_lm import backbone, head_input
 from credit_trl.teacher.models import Teacher
-from credit_trl.teacher.packing import model_inputs, to_device
+from credit_trl.teacher.packing import PrefixSharing, common_length, model_inputs, shares_prefixes, to_device
 from credit_trl.teacher.sharding import run_in_wrapped_forward
 
 # Maximum size of a group, in passes. A larger group sorts better, a smaller one holds fewer hidden states.
@@ -46,6 +46,11 @@ class _Sequence:
 
     def __len__(self) -> int:
         return len(self.prompt) + self.completion
+
+    @property
+    def opening(self) -> list[int]:
+        """The ids before the completion."""
+        return self.prompt if self.columns is None else self.prompt[: self.columns.count(0)]
 
     def positions(self, columns: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
         """Positions in the sequence of the given columns of the completion."""
@@ -97,11 +102,12 @@ def token_states(
         for i, own in enumerate(contexts)
         if own.teacher is not None and is_scored[i]
     }
+    unwrapped = teacher.unwrapped(model)
+    shares = packed and shares_prefixes(unwrapped)
     groups = [
-        (group, list(passes([s for i in group for s in sequences[i]], batch_tokens, packed)))
+        (group, list(passes([s for i in group for s in sequences[i]], batch_tokens, packed, shares)))
         for group in _groups(sequences, batch_tokens, packed)
     ]
-    unwrapped = teacher.unwrapped(model)
     # In main memory, so that a pass copies its own to the device at once.
     host = CompletionBatch(batch.ids.cpu(), batch.mask, batch.loss_mask.cpu())
     device = batch.ids.device
@@ -174,17 +180,27 @@ def _groups(sequences: dict[int, list[_Sequence]], batch_tokens: int, packed: bo
         yield group
 
 
-def passes(sequences: Sequence[_Sequence], batch_tokens: int, packed: bool) -> Iterator[list[_Sequence]]:
-    """Sequences in passes of at most `batch_tokens` tokens; a pass has at least one sequence."""
+def passes(
+    sequences: Sequence[_Sequence], batch_tokens: int, packed: bool, shares: bool = False
+) -> Iterator[list[_Sequence]]:
+    """Sequences in passes of at most `batch_tokens` tokens; a pass has at least one sequence.
+
+    With `shares`, a prefix that prompts of a packed pass share counts once.
+    """
     batch: list[_Sequence] = []
     real = 0
+    sharing = PrefixSharing()
     for sequence in sorted(sequences, key=lambda own: own.prompt if packed else [len(own)]):
         tokens = real + len(sequence) if packed else (len(batch) + 1) * len(sequence)
         padding = tokens - real - len(sequence)
+        if shares:
+            tokens -= sharing.add(common_length(batch[-1].opening, sequence.opening) if batch else 0)
         if batch and (tokens > batch_tokens or padding > PADDING_SHARE * batch_tokens):
             yield batch
             batch = []
             real = 0
+            sharing = PrefixSharing()
+            sharing.add(0)
         batch.append(sequence)
         real += len(sequence)
     if batch:

@@ -194,8 +194,8 @@ _NOT_SAMPLED = {
 def token_sums(loss: MicroBatchLoss) -> dict[str, Float[Tensor, " 2"]]:
     """Sum and count of each metric over the N local tokens of a micro-batch that carry loss; N may be 0.
 
-    A standard deviation or root mean square has the sum of squares. Where the loss corrects for a vLLM engine, TRL's
-    means of it are among them. Nothing waits for the device.
+    A standard deviation or root mean square has the sum of squares. Where the loss uses what a vLLM engine reported,
+    TRL's means of it are among them, and the median ratio of the micro-batch. Nothing waits for the device.
     """
     terms, contrasted = loss.terms, loss.contrasted
     f, generic = terms.teacher_token_logps, terms.generic_token_logps
@@ -230,6 +230,7 @@ def token_sums(loss: MicroBatchLoss) -> dict[str, Float[Tensor, " 2"]]:
         difference = engine_difference(terms.policy_logps, loss.engine_logps).abs()
         values |= {
             "sampling/importance_sampling_ratio/mean": (terms.ratio, tokens),
+            "sampling/importance_sampling_ratio/median": (terms.ratio.median().nan_to_num(), int(tokens > 0)),
             "sampling/sampling_logp_difference/mean": (difference, tokens),
             "sampling/frac_missing_logps": (loss.engine_logps.isnan(), tokens),
             "sampling/frac_infinite_logps": (loss.engine_logps.isinf(), tokens),

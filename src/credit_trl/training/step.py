@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -87,7 +87,7 @@ class CreditStep:
             config.vllm_importance_sampling_mode,
             (config.vllm_importance_sampling_clip_min, config.vllm_importance_sampling_clip_max),
         )
-        self.corrects_for_engine = corrects_for_engine(config)
+        self.engine_role = engine_role(config)
         self.router_loss = has_router_loss(config, teacher.student)
         self.packed = config.packed and cannot_pack(teacher.student) is None
         if config.packed:
@@ -126,9 +126,8 @@ class CreditStep:
             "teacher_mask": torch.tensor([own.teacher is not None for own in contexts], device=device),
             "contrast_mask": torch.tensor([len(own.contrasts) > 0 for own in contexts], device=device),
         }
-        mask = self._scored(tensors | masks)
-        ids = tensors["completion_ids"].clamp(max=self.teacher.vocabulary_size - 1)
-        completions = CompletionBatch(ids, tensors["completion_mask"], mask)
+        mask = loss_mask(tensors) & masks["teacher_mask"][:, None]
+        completions = CompletionBatch(tensors["completion_ids"], tensors["completion_mask"], mask)
         prepared = masks | score_completions(
             self.teacher,
             contexts,
@@ -182,18 +181,19 @@ class CreditStep:
                 token in the loss.
             accumulation: micro-batches of the optimizer step; 1 in evaluation.
         """
-        mask = self._scored(inputs)
+        mask = loss_mask(inputs) & inputs["teacher_mask"][:, None]
         weights = inputs["loss_shares"] if "loss_shares" in inputs else self.loss_shares(model, inputs, accumulation)
         if "token_weight" in inputs:
             weights = weights * inputs["token_weight"]
         sequences = chosen_sequences(inputs, mask)
         contrasted = inputs["contrast_mask"][sequences.rows]
+        engine_logps = sequences.pick(inputs.get("sampling_per_token_logps")) if self.engine_role else None
         tokens = LossTokens(
             sequences.pick(inputs["completion_ids"]),
             sequences.pick(weights),
             contrasted.to(weights.dtype) * self.config.contrastive_coef,
-            sequences.pick(inputs.get("old_per_token_logps")),
-            sequences.pick(inputs.get("sampling_per_token_logps")) if self.corrects_for_engine else None,
+            engine_logps if self.engine_role == "old" else sequences.pick(inputs.get("old_per_token_logps")),
+            engine_logps if self.engine_role == "correction" else None,
         )
         scores = stored_scores(inputs, sequences.pick)
         policy = self.teacher.unwrapped(model)
@@ -203,7 +203,7 @@ class CreditStep:
                 hidden, read, aux_loss = policy_states(
                     policy, sequences, packed=self.packed, router_loss=self.router_loss
                 )
-            terms = credit_loss(hidden, self._policy_head(policy), tokens, scores, self.loss_config)
+            terms = credit_loss(hidden, self.head(policy), tokens, scores, self.loss_config)
             return vars(terms), read, aux_loss
 
         # Inside the wrapper's forward, DDP and FSDP see that backbone and head are used.
@@ -211,18 +211,7 @@ class CreditStep:
         terms = CreditLoss(**values)
         fidelity = _fidelity(terms, inputs.get("success_weights"), sequences.rows, mask)
         valid = sum(map(len, sequences.ids))
-        return MicroBatchLoss(terms, contrasted, fidelity, aux_loss, read, valid, tokens.engine_logps)
-
-    def _scored(self, tensors: dict[str, Any]) -> Bool[Tensor, "B T"]:
-        """True on the policy's own tokens of samples with a teacher that are in its vocabulary."""
-        is_known = tensors["completion_ids"] < self.teacher.vocabulary_size
-        return loss_mask(tensors) & tensors["teacher_mask"][:, None] & is_known
-
-    def _policy_head(self, policy: nn.Module) -> LMHead:
-        """The policy's head over the vocabulary that it shares with the teacher."""
-        head = self.head(policy).gathered()
-        size = self.teacher.vocabulary_size
-        return head if head.vocabulary_size == size else head.map(lambda rows: rows[:size])
+        return MicroBatchLoss(terms, contrasted, fidelity, aux_loss, read, valid, engine_logps)
 
     def loss_shares(self, model: nn.Module, inputs: dict[str, Any], accumulation: float) -> Float[Tensor, "B T"]:
         """Share of each token in the loss of a micro-batch, by GRPO's reduction of the same `loss_type`.
@@ -276,28 +265,31 @@ class CreditStep:
             return torch.cat([self.policy_logps(model, part) for part in parts])[order.argsort()]
         mask = inputs["completion_mask"].bool()
         sequences = chosen_sequences(inputs, mask)
-        ids = sequences.pick(inputs["completion_ids"]).clamp(max=self.teacher.vocabulary_size - 1).unsqueeze(-1)
+        ids = sequences.pick(inputs["completion_ids"]).unsqueeze(-1)
         policy = self.teacher.unwrapped(model)
 
         def sampled_logps(_: Int[Tensor, " N"]) -> Tensor:
             with self.teacher.mixed_precision():
                 hidden, _, _ = policy_states(policy, sequences, packed=self.packed)
-            return token_logps(self._policy_head(policy).detached(), hidden, ids)
+            return token_logps(self.head(policy).gathered().detached(), hidden, ids)
 
         logps = run_in_wrapped_forward(model, policy, sampled_logps, sequences.chosen)
         return logps.new_zeros(mask.numel()).index_put_((sequences.chosen,), logps).view_as(mask)
 
 
-def corrects_for_engine(config: CreditConfig) -> bool:
-    """Whether the loss forms the importance correction for vLLM from its own log-probabilities.
+def engine_role(config: CreditConfig) -> Literal["correction", "old"] | None:
+    """How the loss uses the log-probabilities that a vLLM engine reported.
 
-    One optimizer step then uses the whole generation batch, so that the policy of the step is that of the rollout. A
-    ratio of whole completions is TRL's, which needs their log-probabilities before the loss.
+    `"correction"`: to correct for the engine, where one optimizer step uses the whole generation batch, so that the
+    policy of the step is that of the rollout. `"old"`: in place of those of the policy at rollout time, where several
+    steps use it and TRL's correction is off. None: a correction is TRL's, from a pass of the policy before the loss.
     """
-    is_wanted = config.use_vllm and config.vllm_importance_sampling_correction and config.distillation_weight == 1.0
-    passes = config.steps_per_generation * config.num_iterations
-    is_on_policy = config.gradient_accumulation_steps % passes == 0
-    return is_wanted and is_on_policy and config.vllm_importance_sampling_mode.startswith("token")
+    if not config.use_vllm or config.distillation_weight < 1.0:
+        return None
+    is_on_policy = config.gradient_accumulation_steps % (config.steps_per_generation * config.num_iterations) == 0
+    if not config.vllm_importance_sampling_correction:
+        return None if is_on_policy else "old"
+    return "correction" if is_on_policy and config.vllm_importance_sampling_mode.startswith("token") else None
 
 
 def has_router_loss(config: CreditConfig, policy: nn.Module) -> bool:
