@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -93,6 +95,16 @@ def test_errors_and_deaths_are_errors_of_the_call(deed):
         assert "stubborn.py" in caught.value.__notes__[0]
     assert call(VerifierPolicy("skip", 60.0), deed) is FAILED
     assert call(VerifierPolicy("raise", 60.0), "fine") == [1.0]
+
+
+def test_call_after_an_interrupt_gets_its_own_answer():
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    timer = threading.Timer(0.7, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        stubborn.does(["slow"])
+    signal.signal(signal.SIGINT, before)
+    assert stubborn.does(["fine"]) == [1.0]
 
 
 def test_argument_that_cannot_be_pickled_is_an_error():

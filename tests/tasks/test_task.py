@@ -8,7 +8,7 @@ from datasets import Dataset
 from credit_trl import Verdict
 from credit_trl.rollout.deadline import deadline_in, remaining_seconds
 from credit_trl.tasks import Task, batch_of
-from credit_trl.tasks.task import call_reward
+from credit_trl.tasks.task import call_reward, response_text
 
 
 def exact(response: str, answer: str, *, truncated: bool = False) -> Verdict:
@@ -21,6 +21,12 @@ def test_batch_grades_texts_and_conversations_alike():
     verdicts = reward(completions=completions, answer=["yes"] * 3, truncated=[False, True, False], prompts=["?"] * 3)
     assert [verdict.reward for verdict in verdicts] == [1.0, 1.0, 0.0]
     assert [verdict.feedback for verdict in verdicts] == ["expected yes", "expected yes (cut)", "expected yes"]
+
+
+@pytest.mark.parametrize("of", [str, lambda text: [{"role": "assistant", "content": text}]], ids=["text", "messages"])
+def test_response_of_ten_million_characters_is_cut_in_the_middle_and_marked(of):
+    text = response_text(of("a" * 5_000_000 + "b" * 5_000_000))
+    assert text == "a" * 500_000 + "\n[... 9,000,000 characters dropped ...]\n" + "b" * 500_000
 
 
 def test_asynchronous_reward_has_the_deadline_in_a_daemon_thread():
