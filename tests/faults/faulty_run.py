@@ -32,7 +32,7 @@ from trl.generation.vllm_client import VLLMClient
 
 import tiny
 from credit_trl import CreditConfig, CreditTrainer
-from credit_trl.rollout import vllm_client
+from credit_trl.rollout import vllm
 from credit_trl.rollout.verdict import Verdict
 from credit_trl.training.preemption import SaveOnSigterm
 from distributed import cpu_fsdp2
@@ -143,12 +143,12 @@ def happen(kind: str, made: CreditTrainer) -> None:
 
 def wait_for_silent_engine() -> None:
     """Ask a vLLM server that accepts connections and never answers, through the client of a run."""
-    vllm_client.POLL_SECONDS = 0.05
+    vllm.POLL_SECONDS = 0.05
     silent = socket.create_server(("127.0.0.1", 0))
     client = VLLMClient.__new__(VLLMClient)  # its constructor needs vLLM
     client.session, client.base_url = requests.Session(), f"http://127.0.0.1:{silent.getsockname()[1]}"
     client.model, client.communicator, client._updating_weights = "tiny", None, False
-    vllm_client.WatchedClient.adopt(client, patience=0.5).generate([[1]])
+    vllm.WatchedClient.adopt(client, patience=0.5).generate([[1]])
 
 
 def halve(write: Any, *args: Any, **kwargs: Any) -> None:
@@ -179,7 +179,7 @@ def run(folder: str, variant: str, fault: Fault | None, rank: int, processes: in
         start_service()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     made = make_trainer(out, variant, processes)
-    made.add_callback(SaveOnSigterm(made.accelerator))
+    made.add_callback(SaveOnSigterm())
     assert made.accelerator.num_processes == processes
     if fault is not None and fault.rank == rank:
         schedule(fault, made)

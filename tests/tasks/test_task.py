@@ -41,6 +41,14 @@ def test_asynchronous_reward_has_the_deadline_in_a_daemon_thread():
     assert daemon
 
 
+@pytest.mark.parametrize("content", [str, lambda text: [{"role": "assistant", "content": text}]])
+def test_the_middle_of_a_long_response_is_dropped_and_counted(content):
+    text = "a" * 200_000 + "b" * 3_000_000 + "c" * 200_000
+    read = response_text(content(text))
+    assert read == f"{'a' * 100_000}\n[... 3,200,000 characters dropped ...]\n{'c' * 100_000}"
+    assert response_text(content(text[:200_000])) == text[:200_000]
+
+
 def length(completions, **columns):
     return [float(len(completion)) for completion in completions]
 

@@ -133,7 +133,7 @@ class VerifierPolicy:
             wait([outcome], timeout=self.timeout)
             return self._result(name, outcome, began)
         except Exception as error:
-            return self._handle(name, error)
+            return self._handle(name, error, arguments)
 
     async def call_async(self, name: str, reward_func: Callable[..., Any], arguments: dict[str, Any]) -> Any:
         """Call a coroutine function as `call` does, without blocking the event loop."""
@@ -151,7 +151,7 @@ class VerifierPolicy:
             finally:
                 outcome.cancel()
         except Exception as error:
-            return self._handle(name, error)
+            return self._handle(name, error, arguments)
 
     def _result(self, name: str, outcome: asyncio.Future | Future, began: float) -> Any:
         if outcome.done():
@@ -164,7 +164,13 @@ class VerifierPolicy:
             "rollouts of such calls with `on_verifier_error='skip'`."
         )
 
-    def _handle(self, name: str, error: Exception) -> object:
+    def _handle(self, name: str, error: Exception, arguments: Mapping[str, Any]) -> object:
+        takes_text = isinstance(error, AttributeError | TypeError) and "list" in str(error)
+        if takes_text and isinstance(next(iter(arguments.get("completions", ())), None), list):
+            error = TypeError(
+                f"The reward function {name!r} failed: {error}. The completion of a conversation is a list of "
+                "messages; its text is completion[-1]['content']."
+            ).with_traceback(error.__traceback__)
         if self.on_error == "raise":
             raise error
         logger.warning(f"{name} failed ({type(error).__name__}: {error}); the rollouts of this call are skipped.")
