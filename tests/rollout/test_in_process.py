@@ -32,8 +32,7 @@ def test_function_that_keeps_the_interpreter_lock_ends_at_the_timeout(name, deed
     began = time.monotonic()
     with pytest.raises(VerifierTimeout, match=f"'{name}' has not returned within 1 s"):
         call(VerifierPolicy("raise", 1.0), deed, name)
-    assert call(VerifierPolicy("skip", 1.0), deed, name) is FAILED
-    assert time.monotonic() - began < 2 * (1.0 + 2.0)
+    assert time.monotonic() - began < 1.0 + 2.0
     assert call(VerifierPolicy("skip", 30.0), "fine", name) == [1.0]
 
 
