@@ -13,7 +13,7 @@ from credit_trl import objective
 from credit_trl.contexts.privileged import PrivilegedContext
 from credit_trl.lab.analysis.formula import CreditFormula
 from credit_trl.lab.analysis.responses import Rollout
-from credit_trl.lab.analysis.tokenmap import ScoredTokens, TokenMap, TokenScores
+from credit_trl.lab.analysis.tokenmap import ScoredTokens, TokenMap
 from credit_trl.lab.analysis.tokentext import TokenText, visible
 
 HOSTILE = json.loads((Path(__file__).parent / "hostile.json").read_text())
@@ -60,7 +60,7 @@ def drawn_map(
         checkpoint,
         [TokenText(visible(text).replace("\n", "↵\n")) for text in tokens],
         ["other word"] * len(tokens),
-        TokenScores(**own, alternatives=others),
+        ScoredTokens(**own, alternatives=others),
         [[visible(text) for text in alternatives]] * len(tokens),
     )
 
