@@ -218,26 +218,26 @@ def test_first_view_has_a_punished_token_in_the_colour_of_the_legend(
     open_page, tmp_path, scores, scheme, width, height
 ):
     folder = make_run(tmp_path / "r", scores[0])
-    maps = [drawn_map(["the ", "answer ", "is ", "wrong"], seed=i, checkpoint=f"step-{i}") for i in (1, 3)]
+    tokens = ["a ", "long ", "wrong ", "answer\n"] * 200
+    maps = [drawn_map(tokens, seed=i, checkpoint=f"step-{i}", problem="word " * 2000) for i in (1, 3)]
     for i, own in enumerate(maps):
         write_maps([own], folder / "credit_maps" / f"step-{i:06d}.json")
     page = open_page(write_report([folder]), width=width, color_scheme=scheme)
     page.set_viewport_size({"width": width, "height": height})
-    shown = (
-        page.locator(".pane")
-        .first.locator(".t")
-        .evaluate_all(
-            """cells => cells.map(cell => [cell.getBoundingClientRect().bottom <= window.innerHeight,
-                                       getComputedStyle(cell).backgroundColor])"""
-        )
-    )
+    page.reload()
+    cells = page.locator(".pane").first.locator(".t")
+    colours = cells.evaluate_all("cells => cells.map(cell => getComputedStyle(cell).backgroundColor)")
     legend = page.locator(".bar").evaluate("bar => getComputedStyle(bar).backgroundImage")
     punished, rewarded = (re.findall(r"rgba\((\d+, \d+, \d+), 0\.", legend)[i] for i in (0, -1))
     assert punished != rewarded
-    values = maps[0].values("centred").tolist()
-    assert any(is_visible and value < 0 for value, (is_visible, _) in zip(values, shown, strict=True))
-    for value, (_, colour) in zip(values, shown, strict=True):
+    values = maps[0].values("centred")
+    for value, colour in zip(values.tolist(), colours, strict=True):
         assert f"({punished if value < 0 else rewarded}" in colour
+    box = cells.nth(int(values.argmin())).bounding_box()  # of the token that a step lowers most
+    frame = page.locator(".map").first.bounding_box()
+    assert frame["y"] <= box["y"]
+    assert box["y"] + box["height"] <= min(height, frame["y"] + frame["height"])
+    assert page.locator("table.numbers td:nth-child(2)").first.inner_text() == as_shown(values.amin()[None])[0]
     assert page.locator("#low").inner_text().endswith("punished")
 
 
