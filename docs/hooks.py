@@ -38,9 +38,9 @@ INTERNAL = tuple(
     """
     evaluation.generation evaluation.verdicts lab.analysis.formula lab.analysis.token_classes lab.analysis.tokentext
     lab.analysis.vocabulary_logps lab.report.comparison lab.report.page lab.report.runs lab.report.token_maps
-    loss.blocks loss.correction loss.head loss.projection loss.student loss.target loss.triton_rows contexts.prompts
+    loss.blocks loss.head loss.projection loss.triton_rows contexts.prompts
     rollout.deadline tasks.escaping tasks.lcb_ tasks.math_answers tasks.model_names
-    tasks.records tasks.run_data teacher.causal_lm teacher.sharding training.check_logits training.future_warnings
+    tasks.records tasks.run_data teacher.causal_lm teacher.sharding training.check_model training.future_warnings
     training.trl_compat
     """.split()
 )

@@ -23,7 +23,7 @@ from credit_trl.evaluation.protocol import (
 )
 from credit_trl.evaluation.verdicts import task_verdicts
 from credit_trl.tasks.registry import Task, batch_of
-from credit_trl.training.run_lock import RunLockedError
+from credit_trl.training.run_directory import RunLockedError
 
 LETTERS = "ABCD"
 

@@ -105,15 +105,6 @@ def test_custom_verifier_trains_and_its_feedback_names_the_error(run):
     assert "no number" in grade("I do not know", "42").feedback
 
 
-def test_lora_trains_and_saves_adapters_only(run, tiny_model, tmp_path):
-    rows = science_rows(tmp_path / "chemistry-train.jsonl", 4)
-    options = {"dataset_path": rows, "dtype": "float32", "lora_r": 4, "warmup_steps": 0}
-    output = run("lora_single_gpu", model_name_or_path=tiny_model, **options)
-    saved = {path.name for path in (output / "adapter").iterdir()}
-    assert "adapter_model.safetensors" in saved
-    assert "model.safetensors" not in saved
-
-
 def test_multi_turn_tools_gives_feedback_for_wrong_turns(run, tiny_model):
     log = first_log(run("multi_turn_tools", model_name_or_path=tiny_model))
     assert log["credit/frac_with_feedback"] == 1.0

@@ -59,20 +59,17 @@ def run(argv: list[str] | None = None) -> int:
     """
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-    from credit_trl.training.preemption import requeue_on_sigterm
-
     ignore_future_warnings()
     spell_unencodable()
     trainer = None
     try:
         config_file(sys.argv[1:] if argv is None else argv)  # within the limits of the reader; TRL's has none
         script_args, *others = make_parser().parse_args_and_config(argv, fail_with_unknown_args=False)
-        with requeue_on_sigterm():
-            trainer = make_trainer(script_args, *others)
-            if script_args.check:
-                trainer.check()
-            else:
-                train(trainer, script_args)
+        trainer = make_trainer(script_args, *others)
+        if script_args.check:
+            trainer.check()
+        else:
+            train(trainer, script_args)
     except USER_ERRORS as error:
         if (trainer is not None or isinstance(error, RuntimeError)) and not is_user_error(error):
             raise
@@ -98,6 +95,7 @@ def make_trainer(
     from credit_trl.trainer import CreditTrainer
     from credit_trl.training.preemption import SaveOnSigterm
 
+    save_on_sigterm = SaveOnSigterm()
     # Names are checked before the model loads, so that a wrong one fails at once.
     model = resolve_model(model_args.model_name_or_path)
     if training_args.teacher_model_name_or_path is not None:
@@ -125,7 +123,7 @@ def make_trainer(
         )
     trainer.run_log.facts["task"] = script_args.task or script_args.dataset_name or script_args.dataset_path
     trainer.run_log.facts["data"] = describe(script_args, training_args.reward_weights)
-    trainer.add_callback(SaveOnSigterm(trainer.accelerator))  # before evaluations, which it skips
+    trainer.add_callback(save_on_sigterm)  # before evaluations, which it skips
     if script_args.avg_at_k is not None:
         evaluate_during_training(trainer, script_args)
     if trainer.credit_step is not None:  # GRPO has no teacher, and may have images

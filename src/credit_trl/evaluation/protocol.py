@@ -24,8 +24,7 @@ from credit_trl.evaluation.verdicts import SAMPLES_FILE, Sample, Unit, grade, re
 from credit_trl.rollout.batch import prompt_key
 from credit_trl.tasks.registry import Task, load_task
 from credit_trl.training.checks import check_column_names
-from credit_trl.training.run_directory import RESULT_FILE, SETTINGS_FILE, append_lines, read_json, write_json
-from credit_trl.training.run_lock import run_lock
+from credit_trl.training.run_directory import RESULT_FILE, SETTINGS_FILE, append_lines, read_json, run_lock, write_json
 
 # Options that determine the samples, beside the model and the rows.
 _SAMPLE_OPTIONS = ("k", "seed", "temperature", "top_p", "top_k", "max_completion_length")

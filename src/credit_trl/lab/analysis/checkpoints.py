@@ -20,7 +20,7 @@ from credit_trl.evaluation.config import SamplingConfig
 from credit_trl.evaluation.generation import encode_prompt, end_of_turn_ids, generate_ids, pad_id
 from credit_trl.tasks.model_names import model_path, naming_model
 from credit_trl.teacher.models import TEACHER_FILE, CopyTeacher, Teacher, make_teacher
-from credit_trl.training.check_logits import check_logits
+from credit_trl.training.check_model import check_logits
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Checkpoint:
             name: None takes the name of the checkpoint's directory, or of the model.
 
         Raises:
-            ValueError: the model transforms its logits in an unsupported way; see `checks.check_logits`.
+            ValueError: the model transforms its logits in an unsupported way; see `check_logits`.
         """
         device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         path = model_path(model)

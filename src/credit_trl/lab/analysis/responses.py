@@ -13,8 +13,8 @@ import torch
 from credit_trl.config import CreditConfig
 from credit_trl.contexts.build import gather_contrast_batch
 from credit_trl.contexts.contrast import Contrast, ContrastBatch, draw_contrasts, find_source
-from credit_trl.contexts.privileged import PrivilegedContext
 from credit_trl.contexts.prompts import Prompt, user_text
+from credit_trl.contexts.tokens import PrivilegedContext
 from credit_trl.evaluation.config import SamplingConfig
 from credit_trl.evaluation.generation import read_responses
 from credit_trl.evaluation.protocol import distinct_names
@@ -54,9 +54,11 @@ class Rollout:
     def from_json(cls, record: dict[str, Any]) -> Rollout:
         record = dict(record)
         contexts = record.pop("contexts", None)
+        z = record.pop("privileged")
+        turns = {int(turn): text for turn, text in (z.get("turns") or {}).items()}  # JSON has no integer keys
         return cls(
             token_ids=tuple(record.pop("token_ids")),
-            privileged=PrivilegedContext(**record.pop("privileged")),
+            privileged=PrivilegedContext(z.get("demonstration"), z.get("feedback"), turns or None),
             contrasts=tuple(record.pop("contrasts")),
             contexts=None if contexts is None else RolloutContexts(**contexts),
             **record,
