@@ -11,16 +11,16 @@ over other bases that were seen when the law was written (`SEEN`).
 
 from __future__ import annotations
 
-import csv
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from itertools import product
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 from scipy import optimize, stats
 
 from credit_trl.lab.analysis.drift import BranchDrift, holding_coef
@@ -56,12 +56,8 @@ class Row:
 
 def read_rows(files: Iterable[Path]) -> list[dict[str, str]]:
     """Rows of the tables of worlds that exist."""
-    found = []
-    for file in files:
-        if file.is_file():
-            with file.open(encoding="utf-8", newline="") as lines:
-                found += csv.DictReader(lines)
-    return found
+    tables = (pd.read_csv(file, dtype=str, keep_default_na=False) for file in files if file.is_file())
+    return [row for table in tables for row in table.to_dict("records")]
 
 
 def rate_of(arm: str) -> float:
@@ -150,19 +146,10 @@ def with_bands(rows: Sequence[Row]) -> list[Row]:
 
 def write_rows(file: Path, rows: Sequence[Row]) -> None:
     """Write `predicted.csv`."""
-    with file.open("w", encoding="utf-8", newline="") as lines:
-        writer = csv.DictWriter(lines, [field.name for field in fields(Row)], lineterminator="\n")
-        writer.writeheader()
-        for row in rows:
-            writer.writerow({name: _text(value) for name, value in asdict(row).items()})
-
-
-def _text(value: object) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return f"{value:.4f}" if isinstance(value, float) else str(value)
+    frame = pd.DataFrame([asdict(row) for row in rows])
+    for name in ("in_band", "seen"):
+        frame[name] = frame[name].map({True: "yes", False: "no"})
+    frame.to_csv(file, index=False, float_format="%.4f")
 
 
 def explained(rows: Sequence[Row], column: str = "predicted") -> tuple[float, float, int]:
