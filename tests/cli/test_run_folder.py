@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 
 import pytest
@@ -29,7 +30,12 @@ def folder(tmp_path_factory):
 
 def test_starter_trains_evaluates_and_writes_its_report(folder):
     run = folder / "runs" / "first"
-    assert (run / "report.html").is_file()
+    assert [path.stem for path in sorted(run.glob("credit_maps/*.json"))] == ["step-000001", "step-000002"]
+    assert len(list(run.glob("completions/*.parquet"))) == 2
+    page = (run / "report.html").read_text("utf-8")
+    data = json.loads(re.search(r'id="data">(.*?)</script>', page)[1])
+    assert data["maps"]["checkpoints"] == ["step-1", "step-2"]
+    assert {rollout["step"] for rollout in data["rollouts"]} == {1, 2}
     assert model_of_run(run) == run
     history = [json.loads(line) for line in (run / "evaluations.jsonl").read_text().splitlines()]
     assert [row["step"] for row in history] == [0, 2]

@@ -59,20 +59,17 @@ def run(argv: list[str] | None = None) -> int:
     """
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-    from credit_trl.training.preemption import requeue_on_sigterm
-
     ignore_future_warnings()
     spell_unencodable()
     trainer = None
     try:
         config_file(sys.argv[1:] if argv is None else argv)  # within the limits of the reader; TRL's has none
         script_args, *others = make_parser().parse_args_and_config(argv, fail_with_unknown_args=False)
-        with requeue_on_sigterm():
-            trainer = make_trainer(script_args, *others)
-            if script_args.check:
-                trainer.check()
-            else:
-                train(trainer, script_args)
+        trainer = make_trainer(script_args, *others)
+        if script_args.check:
+            trainer.check()
+        else:
+            train(trainer, script_args)
     except USER_ERRORS as error:
         if (trainer is not None or isinstance(error, RuntimeError)) and not is_user_error(error):
             raise
@@ -92,11 +89,13 @@ def make_trainer(
     """Build the trainer with its data, verifier, model and evaluation."""
     from trl import get_peft_config, get_quantization_config
 
+    from credit_trl.lab.analysis import CreditMapCallback
     from credit_trl.lab.report import ReportCallback
     from credit_trl.tasks.model_names import naming_model
     from credit_trl.trainer import CreditTrainer
     from credit_trl.training.preemption import SaveOnSigterm
 
+    save_on_sigterm = SaveOnSigterm()
     # Names are checked before the model loads, so that a wrong one fails at once.
     model = resolve_model(model_args.model_name_or_path)
     if training_args.teacher_model_name_or_path is not None:
@@ -124,10 +123,12 @@ def make_trainer(
         )
     trainer.run_log.facts["task"] = script_args.task or script_args.dataset_name or script_args.dataset_path
     trainer.run_log.facts["data"] = describe(script_args, training_args.reward_weights)
-    trainer.add_callback(SaveOnSigterm(trainer.accelerator))  # before evaluations, which it skips
+    trainer.add_callback(save_on_sigterm)  # before evaluations, which it skips
     if script_args.avg_at_k is not None:
         evaluate_during_training(trainer, script_args)
-    trainer.add_callback(ReportCallback())  # last, so that it has the last evaluation
+    if trainer.credit_step is not None:  # GRPO has no teacher, and may have images
+        trainer.add_callback(CreditMapCallback(trainer=trainer))
+    trainer.add_callback(ReportCallback(trainer))  # last, so that it has the last evaluation
     return trainer
 
 
@@ -171,12 +172,11 @@ def evaluate_during_training(trainer: CreditTrainer, script_args: CreditScriptAr
     trainer.run_log.facts["data"] = data
     if data["task"] is None and data["test"] == data["train"]:
         trainer.accelerator.print("avg@k uses the training rows; held-out ones are given by --eval_dataset_path.")
-    steps = trainer.args.steps_per_generation * trainer.num_iterations * script_args.avg_at_k_steps
     evaluation = EvaluationCallback(
         trainer,
         task_of_data(data),
         k=script_args.avg_at_k,
-        eval_steps=max(1, steps // trainer.args.gradient_accumulation_steps),
+        eval_steps=script_args.avg_at_k_steps,
         temperature=script_args.avg_at_k_temperature,
         top_p=script_args.avg_at_k_top_p,
         split=script_args.dataset_test_split,
