@@ -86,7 +86,6 @@ LINES = [
     ("credit --use_cpu true --bf16 false --num_processes -1", "--num_processes: must be at least 1, got -1"),
     ("credit --avg_at_k_steps 0", "`--avg_at_k_steps` must be at least 1, got 0"),
     ("credit-quickstart --steps 0", "`steps` must be at least 1"),
-    ("credit-quickstart --world nowhere", "Known worlds: plain, shortcut, style, weak."),
     ("credit-eval --model no/such --task quickstart", "neither a folder nor in the cache"),
     ("credit-eval --model quickstart --task quickstar", "Known tasks"),
     ("credit-eval --model quickstart", "give a run directory, or --model and --task"),

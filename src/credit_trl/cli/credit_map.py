@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from credit_trl.cli.arguments import add_sandbox_arguments, at_least
+from credit_trl.cli.arguments import add_run_arguments, positive
 from credit_trl.cli.options_file import read_options
 from credit_trl.cli.run_folder import model_of_run, read_run, task_of_run
 from credit_trl.lab import MAPS_FOLDER
@@ -19,11 +19,8 @@ if TYPE_CHECKING:
     from credit_trl.lab.analysis.responses import Rollout
     from credit_trl.lab.analysis.tokenmap import TokenMap
 
-# Options of a run on which the teacher's prompt, R_t and the predicted drift depend, by the beginnings of their names.
-_MEASURED = ("contrastive_", "distillation_support", "distillation_tail", "distillation_topk", "include_environment_")
-_MEASURED += ("environment_feedback_", "use_successful_", "success_reward_", "dont_reprompt_", "teacher_context")
-_MEASURED += ("max_reprompt_", "reprompt_", "solution_template", "feedback_template", "chat_template_kwargs")
-_MEASURED += ("max_completion_length", "seed", "temperature", "teacher_model_kind", "teacher_update_rate")
+# Options of TRL on which the teacher's prompt, R_t and the predicted drift depend, besides those of `CreditConfig`.
+_OF_TRL = {"chat_template_kwargs", "max_completion_length", "seed", "temperature"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,16 +31,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "score the same responses, with the options of the last one's run; RUN stands for its model, checkpoint, data "
         "and options."
     )
-    parser.add_argument("run", nargs="?", metavar="RUN", help="run directory")
-    parser.add_argument("--model", metavar="NAME", help="hub name or directory, or quickstart")
+    add_run_arguments(parser)
     parser.add_argument(
         "--checkpoint", metavar="PATH", action="append", default=[], help="of a run of that model; repeat for several"
     )
-    parser.add_argument("--task", metavar="NAME", help="such as sciknoweval:chemistry, my_package.task:Task")
-    parser.add_argument("--split", metavar="NAME", default="test", help="split of the task's data (default test)")
-    parser.add_argument("--path", metavar="PATH", help="local data file or folder")
-    parser.add_argument("--max_prompts", metavar="N", type=at_least(1), default=4, help="default 4")
-    parser.add_argument("--samples", metavar="N", type=at_least(1), default=2, help="responses per prompt (default 2)")
+    parser.add_argument("--max_prompts", metavar="N", type=positive, default=4, help="default 4")
+    parser.add_argument("--samples", metavar="N", type=positive, default=2, help="responses per prompt (default 2)")
     parser.add_argument(
         "--responses", metavar="FILE", help="JSON lines with prompt, response, feedback, instead of sampling"
     )
@@ -52,11 +45,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--contrastive_coef", metavar="L", type=float, help="λ (default: the run's, or 0.1)")
     parser.add_argument(
-        "--generation_batches", metavar="T", type=at_least(1), default=100, help="of the predicted drift (default 100)"
+        "--generation_batches", metavar="T", type=positive, default=100, help="of the predicted drift (default 100)"
     )
     parser.add_argument("--seed", metavar="N", type=int, help="of responses and contrast prompts (default: the run's)")
     parser.add_argument("--output_dir", metavar="PATH", help=f"default RUN/{MAPS_FOLDER}, or credit_map")
-    add_sandbox_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -75,6 +67,7 @@ def run(args: argparse.Namespace) -> int:
 
 def measuring_config(args: argparse.Namespace) -> CreditConfig:
     """Options of `--config`, else of the run of the last checkpoint, overridden by those of the command line."""
+    from credit_trl.config import CreditConfig
     from credit_trl.lab.analysis.responses import analysis_config
 
     folders = [Path(path).resolve() for path in args.checkpoint[-1:]]
@@ -87,7 +80,8 @@ def measuring_config(args: argparse.Namespace) -> CreditConfig:
             f"{path}: no checkpoint contains the teacher of this run, another model or one that reads the student's "
             "prompt. Map it with `CreditMapCallback` during training."
         )
-    given = {"contrastive_count": 4} | {name: options[name] for name in options if name.startswith(_MEASURED)}
+    measured = (set(CreditConfig.__annotations__) | _OF_TRL) - {"distillation_weight", "distillation_kernels"}
+    given = {"contrastive_count": 4} | {name: options[name] for name in options if name in measured}
     given |= {name: getattr(args, name) for name in ("contrastive_coef", "seed") if getattr(args, name) is not None}
     return analysis_config(**given)
 

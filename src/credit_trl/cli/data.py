@@ -19,8 +19,6 @@ from credit_trl.training.run_data import describe_data, describe_rows
 if TYPE_CHECKING:
     from trl import DatasetMixtureConfig
 
-    from credit_trl.tasks.registry import Task
-
 logger = logging.getLogger(__name__)
 
 
@@ -64,6 +62,8 @@ class CreditScriptArguments(ScriptArguments):
         if isinstance(self.reward_funcs, str):  # `reward_funcs: my_module.my_reward` in a YAML file
             self.reward_funcs = [name.strip() for name in self.reward_funcs.split(",")]
         choose_sandbox(self.sandbox, self.allow_unsandboxed)
+        if os.getcwd() not in sys.path:  # for tasks and functions of the user's own
+            sys.path.insert(0, os.getcwd())
 
 
 def load_data(
@@ -73,41 +73,16 @@ def load_data(
     _check_one_source(script_args, dataset_args)
     reward_funcs = [import_function(name, "--reward_funcs") for name in script_args.reward_funcs or []]
     if script_args.task is not None:
-        task = load_own_task(script_args.task)
-        reward_funcs.insert(0, task.reward)
+        reward_funcs.insert(0, load_task(script_args.task).reward)
     elif not reward_funcs:
         raise ValueError("Nothing grades the answers: give `--task NAME`, or `--reward_funcs my_module.my_reward`.")
-    evaluation = None
     if dataset_args.datasets:
-        data = get_dataset(dataset_args)
-        train = data[script_args.dataset_train_split]
-        evaluation = data[script_args.dataset_test_split] if wants_eval else None
+        build = get_dataset(dataset_args).__getitem__
     else:
-        places = describe(script_args)
-        if not any(places[name] for name in ("task", "train")):
-            raise ValueError(
-                "No training data: give `--task NAME`, `--dataset_path questions.jsonl`, `--dataset_name NAME`, or "
-                "`datasets:` in the YAML."
-            )
-        task = task_of_data(places)
-        train = task.build(script_args.dataset_train_split)
-        evaluation = task.build(script_args.dataset_test_split) if wants_eval else None
-    return (
-        first_rows(train, script_args.max_train_rows),
-        first_rows(evaluation, script_args.max_eval_rows),
-        reward_funcs,
-    )
-
-
-def load_own_task(name: str) -> Task:
-    """The task of a name, also of a module in the working directory."""
-    _search_working_directory()
-    return load_task(name)
-
-
-def _search_working_directory() -> None:
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+        build = task_of_data(describe(script_args)).build
+    rows = build(script_args.dataset_train_split)
+    held_out = build(script_args.dataset_test_split) if wants_eval else None
+    return first_rows(rows, script_args.max_train_rows), first_rows(held_out, script_args.max_eval_rows), reward_funcs
 
 
 def import_function(name: str, option: str) -> Any:
@@ -115,7 +90,6 @@ def import_function(name: str, option: str) -> Any:
     module, _, function = name.replace(":", ".").rpartition(".")
     if not all(part.isidentifier() and part != "py" for part in (*module.split("."), function)):
         raise ValueError(f"`{option} {name}`: expected a dotted import path such as my_module.my_function.")
-    _search_working_directory()
     missing = f"`{option} {name}`: no module `{module}` in {os.getcwd()} or installed. Run from its folder."
     found = import_named(module, ValueError(missing))
     if not hasattr(found, function):
@@ -124,7 +98,7 @@ def import_function(name: str, option: str) -> Any:
 
 
 def _check_one_source(script_args: CreditScriptArguments, dataset_args: DatasetMixtureConfig) -> None:
-    """Raise where the data is given twice, of which one would be ignored."""
+    """Raise where no data is given, or two sources, of which one would be ignored."""
     own = {
         "--task": script_args.task,
         "--dataset_name": script_args.dataset_name,
@@ -132,23 +106,25 @@ def _check_one_source(script_args: CreditScriptArguments, dataset_args: DatasetM
         "--dataset_path": None if script_args.task else script_args.dataset_path,  # the local copy of a task's data
     }
     given = [f"`{option} {value}`" for option, value in own.items() if value is not None]
+    if not given:
+        raise ValueError(
+            "No training data: give `--task NAME`, `--dataset_path questions.jsonl`, `--dataset_name NAME`, or "
+            "`datasets:` in the YAML."
+        )
     if len(given) > 1:
         raise ValueError(f"The training data is given by {' and '.join(given)}. Remove all but one.")
 
 
 def describe(script_args: CreditScriptArguments, weights: list[float] | None = None) -> dict[str, Any]:
     """Field `data` of `run.json`, from which `credit-eval RUN` and others find rows and verifier again."""
-    path = script_args.dataset_path
-    test_path = script_args.eval_dataset_path
-    streaming = script_args.dataset_streaming
     train = None
     test = None
-    if path is not None:
-        train = describe_rows(path, streaming=streaming)
-        test = train if test_path is None else describe_rows(test_path)
+    if script_args.dataset_path is not None:
+        train = describe_rows(script_args.dataset_path, streaming=script_args.dataset_streaming)
+        test = train if script_args.eval_dataset_path is None else describe_rows(script_args.eval_dataset_path)
     elif script_args.dataset_name is not None:
         hub = {"name": script_args.dataset_name, "config": script_args.dataset_config}
-        train = describe_rows(**hub, split=script_args.dataset_train_split, streaming=streaming)
+        train = describe_rows(**hub, split=script_args.dataset_train_split, streaming=script_args.dataset_streaming)
         test = describe_rows(**hub, split=script_args.dataset_test_split)
     functions = [import_function(name, "--reward_funcs") for name in script_args.reward_funcs or []]
     places = {"task": script_args.task, "train": train, "test": test, "train_split": script_args.dataset_train_split}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 import os
-import select
 import sys
 import sysconfig
 import traceback
@@ -43,7 +42,7 @@ def report_user_error(command: str, error: BaseException, code: int = 1) -> int:
 
     Nothing is printed where the reader of the output has ended, as `head` does.
     """
-    if isinstance(error, BrokenPipeError) and output_is_closed():
+    if isinstance(error, BrokenPipeError) and _output_is_closed():
         return 128 + SIGPIPE
     if os.environ.get(TRACEBACK) == "1":
         raise error
@@ -61,21 +60,20 @@ def _printable_lines(text: str) -> str:
 
 def spell_unencodable() -> None:
     """Print characters that the locale lacks, such as λ in Latin-1, as `\\u03bb` instead of failing."""
-    for stream in (sys.stdout, sys.stderr):
-        fails = getattr(stream, "errors", None) in ("strict", "surrogateescape")  # the latter in the locale C
-        if fails and hasattr(stream, "reconfigure"):
-            with suppress(OSError, ValueError):  # a descriptor that was replaced, a stream that was closed
-                stream.reconfigure(errors="backslashreplace")
+    fails = getattr(sys.stdout, "errors", None) in ("strict", "surrogateescape")  # the latter in the locale C
+    if fails and hasattr(sys.stdout, "reconfigure"):
+        with suppress(OSError, ValueError):  # a descriptor that was replaced, a stream that was closed
+            sys.stdout.reconfigure(errors="backslashreplace")
 
 
-def output_is_closed() -> bool:
-    """Whether the reader of the output has ended, as `head` does. What is left of the output is then discarded."""
-    poll = select.poll()
-    poll.register(sys.stdout, 0)
-    if not any(event & select.POLLERR for _, event in poll.poll(0)):
-        return False
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return True
+def _output_is_closed() -> bool:
+    """Whether the reader of the output has ended. What is left of the output is then discarded."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+    return False
 
 
 def report_exit_code(command: str, code: int) -> int:

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from credit_trl.lab.analysis.tokenmap_summary import ClassShare
     from credit_trl.trainer import CreditTrainer
 
-STAGES = ("rollout", "verdict", "contexts", "scores", "update")
 CUE_GROUPS = ("known", "unknown", "holdout")  # of cues
 CLASSES = ("cue", "topic", "tool", "city")  # of tokens, besides "generic"
 
@@ -55,17 +54,13 @@ OPTIONS: dict[str, Any] = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Train the embedded model on the embedded task, on one CPU core in two to three minutes. Prints held-out "
-        "accuracy before and after, S_t by token class, and seconds per stage, and writes a page with learning curves "
-        "and token maps."
+        "accuracy before and after and S_t by token class, and writes a page with learning curves and token maps."
     )
     parser.add_argument("--output_dir", metavar="PATH", default="runs/quickstart", help="default runs/quickstart")
     parser.add_argument(
         "--steps", metavar="N", type=int, default=OPTIONS["max_steps"], help="optimizer steps (default 130)"
     )
     parser.add_argument("--seed", metavar="N", type=int, default=0)
-    parser.add_argument(
-        "--world", metavar="NAME", default="plain", help="what the base knows: plain (default), shortcut, style, weak"
-    )
     parser.add_argument("--contrastive_coef", metavar="L", type=float, default=0.1, help="λ; 0 is SDPO (default 0.1)")
     parser.add_argument("--distillation_weight", metavar="W", type=float, default=1.0, help="0 is GRPO (default 1)")
 
@@ -75,64 +70,42 @@ def run(args: argparse.Namespace) -> int:
 
     disable_progress_bar()  # of the libraries
     weights = {"contrastive_coef": args.contrastive_coef, "distillation_weight": args.distillation_weight}
-    print(run_quickstart(args.output_dir, args.steps, args.seed, world=args.world, **weights))
+    print(run_quickstart(args.output_dir, args.steps, seed=args.seed, **weights))
     return 0
 
 
-def run_quickstart(
-    output_dir: str | Path,
-    steps: int = OPTIONS["max_steps"],
-    seed: int = 0,
-    *,
-    world: str = "plain",
-    progress: bool = True,
-    **overrides: Any,
-) -> str:
+def run_quickstart(output_dir: str | Path, steps: int = OPTIONS["max_steps"], **options: Any) -> str:
     """Train the embedded base, evaluate it before and after, and return the table of results.
 
     Args:
-        world: world of the base; see `tasks.quickstart_model.load_model`.
-        progress: show a progress bar.
-        **overrides: further options of `CreditConfig`, such as `contrastive_coef=0.0`.
+        options: further options of `CreditConfig`, such as `contrastive_coef=0.0`.
     """
     import torch
 
     from credit_trl.config import CreditConfig
     from credit_trl.lab.analysis.tokenmap_summary import summarize_maps
-    from credit_trl.tasks.escaping import pluralized
     from credit_trl.tasks.quickstart import TEMPLATES
     from credit_trl.training.run_directory import EVALUATIONS_FOLDER, RESULT_FILE, read_json
 
     if steps < 1:
         raise ValueError(f"`steps` must be at least 1, got {steps}.")
     torch.set_num_threads(1)  # more gain little for this model
-    options = {**OPTIONS, **TEMPLATES, "max_steps": steps, "seed": seed, "disable_tqdm": not progress, **overrides}
-    trainer = quickstart_trainer(CreditConfig(str(output_dir), **options), world)
+    directory = Path(output_dir)
+    config = CreditConfig(str(directory), **{**OPTIONS, **TEMPLATES, "max_steps": steps, **options})
+    trainer = quickstart_trainer(config)
     maps_before = token_maps(trainer, "before")
     trainer.train()
     maps_after = token_maps(trainer, "after")
-    directory = Path(output_dir)
     page = write_page(trainer, maps_before, directory)
     trainer.save_model(str(directory / "model"))
     trainer.accelerator.end_training()
     before, after = (read_json(directory / EVALUATIONS_FOLDER / f"step-{at:06d}" / RESULT_FILE) for at in (0, steps))
-    seconds = stage_seconds(directory)
-    total = sum(seconds.values())
-    lines = [
-        *_accuracy_lines(before, after),
-        "",
-        *_credit_lines(summarize_maps(maps_before).classes, summarize_maps(maps_after).classes),
-        "",
-        f"{'seconds a step':<24}{total:6.3f}   ({pluralized(steps, 'step')} in {steps * total:.0f} s)",
-        *(f"  {stage:<22}{value:6.3f}" for stage, value in seconds.items()),
-        "",
-        f"report          {page}   (open it in a browser)",
-        f"run directory   {directory}",
-    ]
-    return "\n".join(lines)
+    credit = _credit_lines(summarize_maps(maps_before).classes, summarize_maps(maps_after).classes)
+    link = f"report: {page} (open it in a browser)"
+    return "\n".join([*_accuracy_lines(before, after), "", *credit, "", link])
 
 
-def quickstart_trainer(config: CreditConfig, world: str = "plain") -> CreditTrainer:
+def quickstart_trainer(config: CreditConfig) -> CreditTrainer:
     """The trainer of the embedded base with held-out evaluations, which prints no logs."""
     from credit_trl.evaluation import EvaluationCallback
     from credit_trl.tasks import quickstart
@@ -141,7 +114,7 @@ def quickstart_trainer(config: CreditConfig, world: str = "plain") -> CreditTrai
     from credit_trl.training.reporting import LogLines
     from credit_trl.training.run_data import describe_data
 
-    model, tokenizer = quickstart.load_model(world=world)
+    model, tokenizer = quickstart.load_model()
     task = load_task(quickstart.TASK)
     trainer = CreditTrainer(model, task.reward, config, task.build("train"), processing_class=tokenizer)
     trainer.remove_callback(LogLines)
@@ -159,7 +132,7 @@ def quickstart_trainer(config: CreditConfig, world: str = "plain") -> CreditTrai
         progress=False,
     )
     trainer.add_callback(evaluation)
-    trainer.run_log.facts |= {"task": task.name, "world": world, "data": describe_data([], task=task.name)}
+    trainer.run_log.facts |= {"task": task.name, "data": describe_data([], task=task.name)}
     return trainer
 
 
@@ -200,15 +173,6 @@ def write_page(trainer: CreditTrainer, before: Sequence[TokenMap], directory: Pa
     return write_report([directory])
 
 
-def stage_seconds(directory: Path) -> dict[str, float]:
-    """Mean seconds per step of every logged stage of a run."""
-    from credit_trl.training.run_directory import LOG_FILE, read_lines
-
-    logs = [row for row in read_lines(directory / LOG_FILE) if "reward" in row]
-    names = {stage: f"credit/seconds_{stage}" for stage in STAGES}
-    return {stage: sum(row[name] for row in logs) / len(logs) for stage, name in names.items() if name in logs[0]}
-
-
 def _accuracy_lines(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     """Table in per cent, with 95 % intervals over prompts."""
     lines = [f"held-out avg@{after['k']}, %     before -> after   95 % CI after      format before -> after"]
@@ -220,8 +184,7 @@ def _accuracy_lines(before: Mapping[str, Any], after: Mapping[str, Any]) -> list
             f"  {f'{group} cues':<20}{100 * before['groups'][group]['mean']:8.1f} -> {score['mean']:5.1f}   "
             f"{interval:<16}{first:9.1f} -> {last:5.1f}"
         )
-    first, last = (100 * one["metrics"].get("shortcut", 0.0) for one in (before, after))
-    return [*lines, f"  planted shortcut    {first:8.1f} -> {last:5.1f}"] if first or last else lines
+    return lines
 
 
 def _credit_lines(before: Sequence[ClassShare], after: Sequence[ClassShare]) -> list[str]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from credit_trl.tasks.registry import load_task
+from credit_trl.tasks.run_data import task_of_data
+from credit_trl.tasks.task import Task
 from credit_trl.training.run_directory import RUN_FILE, read_json
-
-if TYPE_CHECKING:
-    from credit_trl.tasks.task import Task
 
 _MODEL_FILES = ("config.json", "adapter_config.json")
 
@@ -46,11 +46,8 @@ def task_of_run(folder: str | Path, name: str | None) -> Task:
     Raises:
         ValueError: the run does not say where its data and verifier are, or they are not found again.
     """
-    from credit_trl.cli.data import load_own_task
-    from credit_trl.tasks.run_data import task_of_data
-
     if name is not None:
-        return load_own_task(name)
+        return load_task(name)
     data = read_run(folder).get("data")
     if data is None:
         raise ValueError(f"{folder}: run.json does not describe data and verifier. Give `--task`.")

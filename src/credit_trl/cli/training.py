@@ -69,6 +69,9 @@ def run(argv: list[str] | None = None) -> int:
         script_args, *others = make_parser().parse_args_and_config(argv, fail_with_unknown_args=False)
         with requeue_on_sigterm():
             trainer = make_trainer(script_args, *others)
+            machine = f"{trainer.accelerator.num_processes} x {trainer.accelerator.device.type}"
+            data = trainer.run_log.facts["task"]
+            trainer.accelerator.print(f"trl credit: {data} on {machine}, output in {trainer.args.output_dir}")
             if script_args.check:
                 trainer.check()
             else:
@@ -122,8 +125,9 @@ def make_trainer(
             peft_config=get_peft_config(model_args),
             **options,
         )
-    trainer.run_log.facts["task"] = script_args.task or script_args.dataset_name or script_args.dataset_path
-    trainer.run_log.facts["data"] = describe(script_args, training_args.reward_weights)
+    data = describe(script_args, training_args.reward_weights)
+    name = script_args.task or script_args.dataset_name or script_args.dataset_path or "a mixture of datasets"
+    trainer.run_log.facts |= {"task": name, "data": data}
     trainer.add_callback(SaveOnSigterm(trainer.accelerator))  # before evaluations, which it skips
     if script_args.avg_at_k is not None:
         evaluate_during_training(trainer, script_args)
