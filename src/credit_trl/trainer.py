@@ -39,12 +39,11 @@ from credit_trl.teacher import causal_lm
 from credit_trl.teacher.external import build_teacher
 from credit_trl.teacher.models import TeacherUpdate
 from credit_trl.teacher.packing import cannot_pack
-from credit_trl.training import check_logits, checks, micro_batches
+from credit_trl.training import check_logits, checks, micro_batches, reporting
 from credit_trl.training.check_run import check_run
 from credit_trl.training.checkpoints import ResumableTrainer
 from credit_trl.training.drift import DriftAlarms
 from credit_trl.training.metrics import Alarms, TokenMetrics, context_metrics, drop_undefined, teacher_success_weights
-from credit_trl.training.reporting import ContinueReports, StageClock, add_completion_columns, print_lines
 from credit_trl.training.run_data import describe_data
 from credit_trl.training.run_log import RunLog
 from credit_trl.training.step import CreditStep
@@ -119,7 +118,7 @@ class CreditTrainer(ResumableTrainer):
         if not isinstance(args, CreditConfig):
             raise TypeError(f"`args` must be a `CreditConfig` (it extends `GRPOConfig`), got {type(args).__name__}.")
         self._verdicts = VerdictLog(VerifierPolicy(args.on_verifier_error, args.verifier_timeout))
-        self.clock = StageClock(counts=lambda: self.model.training)
+        self.clock = reporting.StageClock(counts=lambda: self.model.training)
         self._eval_batches = 0
         self.credit_step: CreditStep | None = None
         has_environments = kwargs.get("environment_factory") is not None
@@ -161,9 +160,10 @@ class CreditTrainer(ResumableTrainer):
         self.drift_alarms = DriftAlarms(self.alarms, frozen_teacher=self.args.teacher_is_frozen)
         self.run_log = RunLog()
         self.add_callback(self.run_log)
-        self.add_callback(ContinueReports(self.drift_alarms, self.clock))
+        self.add_callback(reporting.ContinueReports(self.drift_alarms, self.clock))
         self.add_callback(WeightChange(self.alarms, self.model))
-        print_lines(self.callback_handler)
+        reporting.print_lines(self.callback_handler)
+        self.num_completions_to_print = 0  # of TRL's table, see `print_completions`
 
     def _init_credit(self, token_weight: TokenWeight | None) -> None:
         args = self.args
@@ -288,7 +288,7 @@ class CreditTrainer(ResumableTrainer):
                 output.update(self.credit_step.prepare(batch, output, contexts))
         if self.args.log_completions:
             decode = self.processing_class.batch_decode
-            add_completion_columns(self._logs["extra"], output, batch, contexts, decode)
+            reporting.add_completion_columns(self._logs["extra"], output, batch, contexts, decode)
         return output
 
     def _build_contexts(self, batch: GenerationBatch) -> list[TokenContexts]:
@@ -388,6 +388,8 @@ class CreditTrainer(ResumableTrainer):
         self._eval_batches = 0  # so that every evaluation draws the same contrast prompts
         drop_undefined(self._metrics[self._mode])
         super().log(logs, start_time)
+        if self.log_completions and self.accelerator.is_main_process and "train_runtime" not in logs:
+            reporting.print_completions(self._logs, self.state.global_step, self.args.num_completions_to_print)
 
     def check(self) -> None:
         """Print a rollout as the teacher reads it, and the time, memory and disk of the run. Changes no weight."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,6 +68,8 @@ def run(args: argparse.Namespace) -> int:
 
 def measuring_config(args: argparse.Namespace) -> CreditConfig:
     """Options of `--config`, else of the run of the last checkpoint, overridden by those of the command line."""
+    from trl import GRPOConfig
+
     from credit_trl.config import CreditConfig
     from credit_trl.lab.analysis.responses import analysis_config
 
@@ -80,7 +83,8 @@ def measuring_config(args: argparse.Namespace) -> CreditConfig:
             f"{path}: no checkpoint contains the teacher of this run, another model or one that reads the student's "
             "prompt. Map it with `CreditMapCallback` during training."
         )
-    measured = (set(CreditConfig.__annotations__) | _OF_TRL) - {"distillation_weight", "distillation_kernels"}
+    own = {field.name for field in fields(CreditConfig)} - {field.name for field in fields(GRPOConfig)}
+    measured = (own | _OF_TRL) - {"distillation_weight", "distillation_kernels"}
     given = {"contrastive_count": 4} | {name: options[name] for name in options if name in measured}
     given |= {name: getattr(args, name) for name in ("contrastive_coef", "seed") if getattr(args, name) is not None}
     return analysis_config(**given)

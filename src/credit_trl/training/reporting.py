@@ -58,6 +58,35 @@ def log_line(logs: Mapping[str, Any], step: int, last_step: int, seconds_left: f
     return "  ".join(parts)
 
 
+def text_block(parts: Mapping[str, Any]) -> str:
+    """Titled texts or messages for the console, with control characters written as `⟨U+001B⟩`."""
+    lines = []
+    for title, text in parts.items():
+        if isinstance(text, list):
+            text = "\n".join(f"{one.get('role')}: {one.get('content')}" for one in text)
+        lines += [f"--- {title}", printable(str(text))]
+    return "\n".join(lines)
+
+
+def printable(text: str) -> str:
+    """The text with control and formatting characters, except ends of lines, written as `⟨U+001B⟩`."""
+    return "".join(one if one.isprintable() or one == "\n" else f"⟨U+{ord(one):04X}⟩" for one in text)
+
+
+def print_completions(logs: Mapping[str, Any], step: int, count: int | None) -> None:
+    """Print the first `count` rollouts (None: one) of TRL's table of completions, each as a block of titled texts.
+
+    TRL's own table has a column for each of these texts, and so four letters a row on a console of 80.
+    """
+    columns = {"prompt": logs["prompt"], "completion": logs["completion"], **logs["rewards"]}
+    columns |= {"advantage": logs["advantages"], **logs["extra"]}
+    for sample in range(min(1 if count is None else count, len(logs["prompt"]))):
+        row = {name: values[sample] for name, values in columns.items()}
+        numbers = {name: value for name, value in row.items() if isinstance(value, int | float)}
+        title = "  ".join([f"step {step}", *(f"{name} {value:.3g}" for name, value in numbers.items())])
+        tqdm.write(f"--- {title}\n{text_block({name: row[name] for name in row if name not in numbers})}\n---")
+
+
 class LogLines(TrainerCallback):
     """Prints one line a log, above a progress bar if there is one."""
 
