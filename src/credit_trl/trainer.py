@@ -143,6 +143,7 @@ class CreditTrainer(ResumableTrainer):
         self.context_builder = ContextBuilder(self._tokenizer, args, self.eos_token_ids, render)
         self._init_reports()
         self.run_log.facts["data"] = describe_data(reward_funcs or [], args.reward_weights)
+        self.run_log.rows = {"train": train_dataset, "test": eval_dataset}
         if not has_environments and kwargs.get("rollout_func") is None:
             checks.check_prompts(
                 args,

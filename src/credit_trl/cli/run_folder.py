@@ -8,7 +8,7 @@ from typing import Any
 from credit_trl.tasks.registry import load_task
 from credit_trl.tasks.run_data import task_of_data
 from credit_trl.tasks.task import Task
-from credit_trl.training.run_directory import RUN_FILE, read_json
+from credit_trl.training.run_directory import ROWS_FOLDER, RUN_FILE, read_json
 
 _MODEL_FILES = ("config.json", "adapter_config.json")
 
@@ -40,8 +40,8 @@ def model_of_run(folder: str | Path) -> Path:
     raise FileNotFoundError(f"{folder} holds neither a final model nor a checkpoint. Give `--model`.")
 
 
-def task_of_run(folder: str | Path, name: str | None) -> Task:
-    """The task called `name`, else that of the run.
+def task_of_run(folder: str | Path, name: str | None = None) -> Task:
+    """The task called `name`, else that of the run, whose folder may have moved.
 
     Raises:
         ValueError: the run does not say where its data and verifier are, or they are not found again.
@@ -51,4 +51,8 @@ def task_of_run(folder: str | Path, name: str | None) -> Task:
     data = read_run(folder).get("data")
     if data is None:
         raise ValueError(f"{folder}: run.json does not describe data and verifier. Give `--task`.")
+    for name in ("train", "test"):
+        stored = Path(folder) / ROWS_FOLDER / f"{name}.parquet"
+        if stored.is_file() and data[name] is not None and Path(data[name]["path"] or "").parent.name == ROWS_FOLDER:
+            data[name]["path"] = str(stored)
     return task_of_data(data)

@@ -55,11 +55,14 @@ def _own_rows(place: Mapping[str, Any] | None) -> Any:
 
     if place is None:
         raise ValueError(
-            "The rows of this run were a `Dataset` object. Save them, `dataset.to_json('questions.jsonl')`, and name "
-            "the file with `--path questions.jsonl`."
+            "The rows of this run were a `Dataset` object that it did not store: a stream, or more than 1 GB. Save "
+            "them, `dataset.to_json('questions.jsonl')`, and name the file with `--path questions.jsonl`."
         )
     if place["path"] is None:
-        return load_dataset(place["name"], place["config"], split=place["split"], streaming=place["streaming"])
+        try:
+            return load_dataset(place["name"], place["config"], split=place["split"], streaming=place["streaming"])
+        except ValueError as error:
+            raise ValueError(f"{place['name']}: {error} Name the split with `--split`, such as `train`.") from error
     file = Path(place["path"])
     if place["sha256"] is not None and file.is_file():
         with file.open("rb") as content:

@@ -10,6 +10,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from datasets import Dataset
+
+from credit_trl.training.run_directory import ROWS_FOLDER
+
+MAX_STORED_BYTES = 10**9
+
 
 def describe_data(
     reward_funcs: Sequence[Any] | Any,
@@ -26,7 +32,8 @@ def describe_data(
         reward_funcs: one reward function or several, as for `GRPOTrainer`; besides the verifier of `task`.
         reward_weights: their weights, by default 1.
         task: name for `load_task`.
-        train, test: `describe_rows` of the training and of the held-out rows; None for `Dataset` objects.
+        train, test: `describe_rows` of the training and of the held-out rows; None for `Dataset` objects, which
+            `store_rows` writes when the run starts.
         train_split: name of the split that means the training rows; any other means the held-out ones.
     """
     functions = list(reward_funcs) if isinstance(reward_funcs, list | tuple) else [reward_funcs]
@@ -42,9 +49,13 @@ def describe_data(
     }
 
 
-def describe_rows(path: str | Path | None = None, *, streaming: bool = False, **hub: str | None) -> dict[str, Any]:
+def describe_rows(
+    path: str | Path | None = None, *, name: str | None = None, streaming: bool = False, **hub: str | None
+) -> dict[str, Any]:
     """Place of rows: a local file or folder (with the hash of a file), or `name`, `config` and `split` of the hub."""
-    place = {"path": None, "sha256": None, "name": None, "config": None, "split": None, "streaming": streaming, **hub}
+    if name is not None and Path(name).is_dir():  # a folder in the hub's form
+        name = str(Path(name).resolve())
+    place = {"path": None, "sha256": None, "name": name, "config": None, "split": None, "streaming": streaming, **hub}
     if path is not None:
         file = Path(path).resolve()
         place["path"] = str(file)
@@ -52,6 +63,23 @@ def describe_rows(path: str | Path | None = None, *, streaming: bool = False, **
             with file.open("rb") as content:
                 place["sha256"] = hashlib.file_digest(content, "sha256").hexdigest()
     return place
+
+
+def store_rows(folder: Path, data: dict[str, Any], rows: Mapping[str, Any]) -> None:
+    """Write `Dataset` objects that neither task, path nor hub name describes as Parquet into a run directory.
+
+    Args:
+        folder: the run directory.
+        data: field `data` of `run.json`, whose `train` and `test` are set to the written files.
+        rows: the data sets by these names. Streams, and those above `MAX_STORED_BYTES`, are not written.
+    """
+    for name, dataset in rows.items():
+        is_stored = isinstance(dataset, Dataset) and dataset.data.nbytes <= MAX_STORED_BYTES
+        if data["task"] is None and data[name] is None and is_stored:
+            path = folder / ROWS_FOLDER / f"{name}.parquet"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            dataset.to_parquet(path)
+            data[name] = describe_rows(path)
 
 
 def describe_function(function: Any) -> dict[str, Any]:

@@ -4,6 +4,7 @@
     log.jsonl                    the trainer's logs, one object per line
     evaluations.jsonl            evaluations during training, one object per line
     evaluations/step-000005/     one evaluation: settings.json, samples.jsonl, result.json
+    rows/train.parquet           rows that were a `Dataset` object, from which `credit-eval RUN` reads them
     best.json                    step and location of the best model
     summary.json                 best-during-training and final scores, written when training ends
 
@@ -31,6 +32,7 @@ RUN_FILE = "run.json"
 LOG_FILE = "log.jsonl"
 EVALUATIONS_FILE = "evaluations.jsonl"
 EVALUATIONS_FOLDER = "evaluations"
+ROWS_FOLDER = "rows"
 SETTINGS_FILE = "settings.json"
 RESULT_FILE = "result.json"
 BEST_FILE = "best.json"
@@ -41,7 +43,7 @@ BASE_EVALUATION = f"{EVALUATIONS_FOLDER}/step-000000"  # before the first step
 _MODELS = ("checkpoint-*", "best-step-*")
 _RECORDS = (EVALUATIONS_FILE, LOG_FILE, RUN_FILE, BEST_FILE, SUMMARY_FILE)
 _EVALUATIONS = f"{EVALUATIONS_FOLDER}/step-*"
-_OUTPUTS = ("completions/*", "credit_maps/*", "model", "learning_curve.png", "token_maps.html")
+_OUTPUTS = ("completions/*", f"{ROWS_FOLDER}/*", "credit_maps/*", "model", "learning_curve.png", "token_maps.html")
 # The final model. An adapter's configuration that remains would make transformers load that adapter.
 _FINAL_MODEL = (
     *("adapter_*", "*.safetensors", "*.safetensors.index.json", "pytorch_model*", "config.json"),

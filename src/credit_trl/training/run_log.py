@@ -13,6 +13,7 @@ from transformers import TrainerCallback
 from credit_trl.teacher.sharding import full_shape
 from credit_trl.training import run_directory as files
 from credit_trl.training.resuming import stored_options
+from credit_trl.training.run_data import store_rows
 
 logger = logging.getLogger(__name__)
 
@@ -23,11 +24,12 @@ class RunLog(TrainerCallback):
     Every `CreditTrainer` has one, `trainer.run_log`. A resumed run first removes the lines after the step of its
     checkpoint and sets later checkpoints aside; a run that starts from the beginning first sets aside an earlier one.
     `segments` in `run.json` has an entry for each step from which the run went on with other options of the objective.
-    `facts` are further fields of `run.json`, such as the task.
+    `facts` are further fields of `run.json`, such as the task; `rows` are data sets for `store_rows`.
     """
 
     def __init__(self) -> None:
         self.facts: dict[str, Any] = {}
+        self.rows: dict[str, Any] = {}
         self._unwritten: list[dict[str, Any]] = []
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -38,6 +40,7 @@ class RunLog(TrainerCallback):
         name = getattr(model, "name_or_path", "")
         files.set_aside(folder, state.global_step, name)
         path = folder / files.RUN_FILE
+        store_rows(folder, self.facts["data"], self.rows)
         options = stored_options(args, model)
         segments = files.read_json(path).get("segments", []) if path.is_file() else []
         if not segments or segments[-1]["options"] != options:
