@@ -9,6 +9,7 @@ This module wires the stages and computes nothing itself:
 from __future__ import annotations
 
 import textwrap
+from importlib.resources import files
 from typing import Any, ClassVar
 
 import torch
@@ -117,6 +118,8 @@ class CreditTrainer(ResumableTrainer):
             args = CreditConfig(f"{name.split('/')[-1]}-CREDIT", gradient_accumulation_steps=8)
         if not isinstance(args, CreditConfig):
             raise TypeError(f"`args` must be a `CreditConfig` (it extends `GRPOConfig`), got {type(args).__name__}.")
+        if model == "quickstart":  # as on the command line; `credit_trl.tasks` is not part of the core
+            model = str(files("credit_trl.tasks.quickstart_model") / "plain")
         self._verdicts = VerdictLog(VerifierPolicy(args.on_verifier_error, args.verifier_timeout))
         self.clock = reporting.StageClock(counts=lambda: self.model.training)
         self._eval_batches = 0

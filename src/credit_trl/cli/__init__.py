@@ -68,9 +68,6 @@ def _run_trl(command: str, argv: list[str]) -> int:
 
 
 def _run_companion(name: str, argv: list[str]) -> int:
-    from credit_trl.training.future_warnings import ignore_future_warnings
-
-    ignore_future_warnings()
     module = importlib.import_module(COMPANIONS[name][0])
     one_row_an_option = partial(HelpFormatter, max_help_position=34)
     parser = ArgumentParser(prog=f"trl {name}", allow_abbrev=False, formatter_class=one_row_an_option)

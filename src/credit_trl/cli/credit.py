@@ -23,7 +23,6 @@ from credit_trl.cli.help import print_help
 from credit_trl.cli.options_file import config_file, read_options
 from credit_trl.cli.training import make_parser, refuse
 from credit_trl.tasks.registry import check_name
-from credit_trl.training.future_warnings import ignore_future_warnings
 
 # Arguments of the trainer in Python, which the command line has no option for.
 _ARGUMENTS = {
@@ -36,7 +35,6 @@ PROG = "trl credit"
 
 def run(argv: list[str]) -> int:
     """Check the arguments, launch the run and return its exit code."""
-    ignore_future_warnings()
     with ExitStack() as merged:
         try:
             topic = help_topic(argv)

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from credit_trl.cli.options_file import read_options
+
 if TYPE_CHECKING:
     from credit_trl.config import CreditConfig
     from credit_trl.lab.analysis.responses import Rollout
@@ -25,30 +27,7 @@ EVALUATIONS = 5  # those before the first and after the last step included
 ROWS_PER_CUE = 4  # of the held-out prompts
 SCORED_PROMPTS = 32  # with two responses each, of the table of S_t
 SHOWN = 16  # responses on the page of token maps
-
-# Options of `CreditConfig`: 16 prompts of 4 rollouts per step; learning rate and its schedule are for half a million
-# parameters. A frozen teacher does not unlearn to read feedback as an average of the policy does. With reverse KL and
-# JSD a cue could stay unlearnt (seeds 100 to 102): where the policy's probability of the right topic has become small,
-# their gradients vanish, that of forward KL does not. `tasks.quickstart.TEMPLATES` are added.
-OPTIONS: dict[str, Any] = {
-    "max_steps": 130,
-    "per_device_train_batch_size": 64,
-    "num_generations": 4,
-    "max_completion_length": 32,
-    "learning_rate": 2e-3,
-    "lr_scheduler_type": "warmup_stable_decay",
-    "lr_scheduler_kwargs": {"num_decay_steps": 30},
-    "warmup_steps": 10,
-    "teacher_model_kind": "base",
-    "distillation_alpha": 0.0,
-    "scoring_batch_tokens": 4096,  # the states of a pass stay in the cache of a core
-    "bf16": False,
-    "logging_steps": 1,
-    "save_strategy": "no",
-    "report_to": "none",
-    "use_cpu": True,
-    "gradient_checkpointing": False,
-}
+OPTIONS = Path(__file__).with_suffix(".yaml")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,9 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "accuracy before and after and S_t by token class, and writes a page with learning curves and token maps."
     )
     parser.add_argument("--output_dir", metavar="PATH", default="runs/quickstart", help="default runs/quickstart")
-    parser.add_argument(
-        "--steps", metavar="N", type=int, default=OPTIONS["max_steps"], help="optimizer steps (default 130)"
-    )
+    parser.add_argument("--steps", metavar="N", type=int, default=130, help="optimizer steps (default 130)")
     parser.add_argument("--seed", metavar="N", type=int, default=0)
     parser.add_argument("--contrastive_coef", metavar="L", type=float, default=0.1, help="λ; 0 is SDPO (default 0.1)")
     parser.add_argument("--distillation_weight", metavar="W", type=float, default=1.0, help="0 is GRPO (default 1)")
@@ -74,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def run_quickstart(output_dir: str | Path, steps: int = OPTIONS["max_steps"], **options: Any) -> str:
+def run_quickstart(output_dir: str | Path, steps: int = 130, **options: Any) -> str:
     """Train the embedded base, evaluate it before and after, and return the table of results.
 
     Args:
@@ -91,7 +68,7 @@ def run_quickstart(output_dir: str | Path, steps: int = OPTIONS["max_steps"], **
         raise ValueError(f"`steps` must be at least 1, got {steps}.")
     torch.set_num_threads(1)  # more gain little for this model
     directory = Path(output_dir)
-    config = CreditConfig(str(directory), **{**OPTIONS, **TEMPLATES, "max_steps": steps, **options})
+    config = CreditConfig(str(directory), **{**read_options(OPTIONS), **TEMPLATES, "max_steps": steps, **options})
     trainer = quickstart_trainer(config)
     maps_before = token_maps(trainer, "before")
     trainer.train()

@@ -17,7 +17,6 @@ from credit_trl.cli.data import (
 from credit_trl.cli.errors import USER_ERRORS, is_user_error, report_user_error, spell_unencodable
 from credit_trl.cli.options_file import config_file
 from credit_trl.tasks.run_data import task_of_data
-from credit_trl.training.future_warnings import ignore_future_warnings
 
 if TYPE_CHECKING:
     from trl import DatasetMixtureConfig, ModelConfig, TrlParser
@@ -61,7 +60,6 @@ def run(argv: list[str] | None = None) -> int:
 
     from credit_trl.training.preemption import requeue_on_sigterm
 
-    ignore_future_warnings()
     spell_unencodable()
     trainer = None
     try:
@@ -93,17 +91,23 @@ def make_trainer(
     dataset_args: DatasetMixtureConfig,
 ) -> CreditTrainer:
     """Build the trainer with its data, verifier, model and evaluation."""
+    from transformers import AutoConfig
     from trl import get_peft_config, get_quantization_config
 
     from credit_trl.lab.report import ReportCallback
-    from credit_trl.tasks.model_names import naming_model
+    from credit_trl.tasks.model_names import model_path, naming_model
     from credit_trl.trainer import CreditTrainer
     from credit_trl.training.preemption import SaveOnSigterm
 
     # Names are checked before the model loads, so that a wrong one fails at once.
-    model = resolve_model(model_args.model_name_or_path)
-    if training_args.teacher_model_name_or_path is not None:
-        training_args.teacher_model_name_or_path = resolve_model(training_args.teacher_model_name_or_path, True)
+    if model_args.model_name_or_path is None:
+        raise ValueError("No model: give `--model_name_or_path Qwen/Qwen3-0.6B`, a path, or `quickstart`.")
+    model = model_path(model_args.model_name_or_path)
+    teacher = training_args.teacher_model_name_or_path
+    if teacher is not None:
+        training_args.teacher_model_name_or_path = model_path(teacher)
+        with naming_model(teacher):
+            AutoConfig.from_pretrained(training_args.teacher_model_name_or_path)
     wants_eval = training_args.eval_strategy != "no"
     train_dataset, eval_dataset, reward_funcs = load_data(script_args, dataset_args, wants_eval)
     training_args.model_init_kwargs = model_init_kwargs(model_args, training_args)
@@ -111,9 +115,7 @@ def make_trainer(
         limits = (model, script_args.max_prompt_tokens, training_args.chat_template_kwargs or {})
         train_dataset = drop_long_prompts("training", train_dataset, *limits)
         eval_dataset = eval_dataset and drop_long_prompts("evaluation", eval_dataset, *limits)
-    options = {}
-    if script_args.token_weight is not None:
-        options["token_weight"] = import_function(script_args.token_weight, "--token_weight")
+    weight = script_args.token_weight
     with naming_model(model):
         trainer = CreditTrainer(
             model=model,
@@ -123,7 +125,7 @@ def make_trainer(
             eval_dataset=eval_dataset,
             quantization_config=get_quantization_config(model_args),
             peft_config=get_peft_config(model_args),
-            **options,
+            token_weight=None if weight is None else import_function(weight, "--token_weight"),
         )
     data = describe(script_args, training_args.reward_weights)
     name = script_args.task or script_args.dataset_name or script_args.dataset_path or "a mixture of datasets"
@@ -188,26 +190,6 @@ def evaluate_during_training(trainer: CreditTrainer, script_args: CreditScriptAr
     )
     trainer.add_callback(evaluation)
     return evaluation
-
-
-def resolve_model(name: str | None, reads_config: bool = False) -> str:
-    """Path of the model for `"quickstart"`; any other path or hub name unchanged.
-
-    Args:
-        name: what the user gave; None raises a `ValueError`.
-        reads_config: read the model's configuration, which fails at once for a mistyped name.
-    """
-    from transformers import AutoConfig
-
-    from credit_trl.tasks.model_names import model_path, naming_model
-
-    if name is None:
-        raise ValueError("No model: give `--model_name_or_path Qwen/Qwen3-0.6B`, a path, or `quickstart`.")
-    path = model_path(name)
-    if reads_config:
-        with naming_model(name):
-            AutoConfig.from_pretrained(path)
-    return path
 
 
 if __name__ == "__main__":

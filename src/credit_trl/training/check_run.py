@@ -26,7 +26,7 @@ from credit_trl.contexts.tokens import TokenContexts
 from credit_trl.objective import credit_target
 from credit_trl.rollout.batch import GenerationBatch
 from credit_trl.teacher.models import TeacherUpdate
-from credit_trl.training.reporting import printable, text_block
+from credit_trl.training.reporting import escape_controls, text_block
 
 SHOWN_CHARACTERS = 4000  # of each text of the rollout
 # Of the trainer, which a run changes, and of which it works on copies during the check.
@@ -186,7 +186,9 @@ def _rollout_block(
     }
     if advantage is None:
         return text_block(parts)
-    tokens = [_coloured(printable(decode([one])), value) for one, value in zip(ids, advantage.tolist(), strict=False)]
+    tokens = [
+        _coloured(escape_controls(decode([one])), value) for one, value in zip(ids, advantage.tolist(), strict=False)
+    ]
     title = "--- R_t of the tokens: blue is reinforced, red is punished"
     return "\n".join([text_block(parts), title, "".join(tokens), "---"])
 

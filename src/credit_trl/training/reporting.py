@@ -64,11 +64,11 @@ def text_block(parts: Mapping[str, Any]) -> str:
     for title, text in parts.items():
         if isinstance(text, list):
             text = "\n".join(f"{one.get('role')}: {one.get('content')}" for one in text)
-        lines += [f"--- {title}", printable(str(text))]
+        lines += [f"--- {title}", escape_controls(str(text))]
     return "\n".join(lines)
 
 
-def printable(text: str) -> str:
+def escape_controls(text: str) -> str:
     """The text with control and formatting characters, except ends of lines, written as `⟨U+001B⟩`."""
     return "".join(one if one.isprintable() or one == "\n" else f"⟨U+{ord(one):04X}⟩" for one in text)
 
