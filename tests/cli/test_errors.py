@@ -73,7 +73,7 @@ LINES = [
     ("credit --config deep.yaml", "nested more than 32 levels deep"),
     ("credit --config windows.yaml", "A path with backslashes needs single quotes, or none."),
     ("credit --config latin.yaml", "latin.yaml is not a text file in UTF-8"),
-    ("credit --config", "`--config` names a YAML file: give its path"),
+    ("credit --config", "`--config` names a YAML file, `--recipe` a recipe: give its path"),
     ("credit typo.yaml", "unexpected `typo.yaml`; did you mean `--config typo.yaml`?"),
     ("credit --task nowhere --model_name_or_path no/such --contrastive_coef 2", "must be in [0, 1], got 2.0"),
     (

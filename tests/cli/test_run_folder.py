@@ -81,13 +81,11 @@ def test_run_from_python_describes_its_functions(make_model, make_config, tokeni
         task.build("test")
 
 
-def test_run_from_python_needs_its_folder_alone(
-    make_model, make_config, tokenizer, dataset, tmp_path, monkeypatch, capsys
-):
+def test_run_from_python_needs_its_folder_alone(make_config, dataset, tmp_path, monkeypatch, capsys):
     """Rows that were a `Dataset` object, as after `load_dataset`, a filter or a map, also after the folder moved."""
     config = make_config(output_dir=str(tmp_path / "run"), max_steps=1)
     held_out = dataset.select(range(3))
-    trainer = CreditTrainer(make_model(), half, config, dataset, held_out, processing_class=tokenizer)
+    trainer = CreditTrainer("quickstart", half, config, dataset, held_out)
     trainer.train()
     trainer.save_model()
     run = (tmp_path / "run").rename(tmp_path / "moved")
@@ -95,7 +93,7 @@ def test_run_from_python_needs_its_folder_alone(
     assert list(task.build("train")) == list(dataset)
     assert list(task.build("test")) == list(held_out)
     monkeypatch.setattr(sys, "path", [str(Path(__file__).parent), *sys.path])
-    for command, options in {"credit-eval": ["--k", "2"], "credit-report": []}.items():
+    for command, options in {"credit-eval": ["--k", "2"], "credit-map": [], "credit-report": []}.items():
         assert cli.main([command, str(run), *options]) == 0
     assert "3 prompts × 2 samples" in capsys.readouterr().out
 

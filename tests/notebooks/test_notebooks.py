@@ -102,7 +102,7 @@ def check_own_verifier(text: str) -> None:
     before, after = (float(re.search(rf"^{when} +avg@4 (\S+)", text, re.M)[1]) for when in ("before", "after"))
     assert after > before + 0.2
     assert "`contrastive_coef` must be in [0, 1]" in text
-    assert "Training completed." in text
+    assert "Model saved to" in text
 
 
 def check_see_the_credit(text: str) -> None:

@@ -36,22 +36,19 @@ def main(argv: list[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     spell_unencodable()
     command = next((token for token in argv if not token.startswith("-")), None)
-    if command == TRAINING[0]:
-        return _run_training(argv[argv.index(command) + 1 :])
-    if command in COMPANIONS:
-        return _run_companion(command, argv[argv.index(command) + 1 :])
     if command is None:
         _help_parser().parse_args(argv)  # exits on `--help` and `--version`
         _help_parser().print_help()
         return 0
-    return _run_trl(command, argv)
-
-
-def _run_training(argv: list[str]) -> int:
+    own = argv[argv.index(command) + 1 :]
+    if command in COMPANIONS:
+        return _run_companion(command, own)
+    if command != TRAINING[0]:
+        return _run_trl(command, argv)
     try:
         from credit_trl.cli.credit import run
 
-        return run(argv)
+        return run(own)
     except KeyboardInterrupt:  # before the launch, whose own message says how to continue
         print("trl credit: interrupted", file=sys.stderr)
         return 128 + signal.SIGINT

@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager
 from tempfile import NamedTemporaryFile
 from typing import Any
 
-from credit_trl.cli.credit_init import recipe_names, recipe_path, with_accelerate_file
+from credit_trl.cli.credit_init import accelerate_file, recipe_names, recipe_path
 from credit_trl.cli.errors import USER_ERRORS, report_exit_code, report_failed_process, report_user_error, suggest
 from credit_trl.cli.help import print_help
 from credit_trl.cli.options_file import config_file, read_options
@@ -132,10 +132,8 @@ def one_config(argv: list[str]) -> Iterator[list[str]]:
     for option in ("--recipe", "--config"):
         parser.add_argument(option, action="append", nargs="?", default=[])
     given, others = parser.parse_known_args(argv)
-    if None in given.config:
-        raise ValueError("`--config` names a YAML file: give its path.")
-    if None in given.recipe:
-        raise ValueError(f"`--recipe` names a recipe: {', '.join(recipe_names())}.")
+    if None in (*given.config, *given.recipe):
+        raise ValueError("`--config` names a YAML file, `--recipe` a recipe: give its path, or its name.")
     merged: dict[str, Any] = {}
     for file in (*map(recipe_path, given.recipe), *given.config):
         options = read_options(file)
@@ -144,8 +142,10 @@ def one_config(argv: list[str]) -> Iterator[list[str]]:
     if not merged:
         yield others
         return
+    if "accelerate_config" in merged:
+        merged["accelerate_config"] = accelerate_file(merged["accelerate_config"])
     with NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
-        yaml.safe_dump(with_accelerate_file(merged), file)
+        yaml.safe_dump(merged, file)
         file.flush()
         yield ["--config", file.name, *others]
 

@@ -53,16 +53,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from credit_trl.lab.analysis.checkpoints import Checkpoint
+    from credit_trl.lab.analysis.token_classes import default_classes, task_classes
+    from credit_trl.lab.analysis.tokenmap import map_response
+    from credit_trl.lab.report.runs import short_names
+
     choose_sandbox(args.sandbox, args.allow_unsandboxed)
     if args.run is not None:
         args.model = args.model or read_run(args.run)["model"]
         args.checkpoint = args.checkpoint or [str(model_of_run(args.run))]
-    args.output_dir = args.output_dir or (str(Path(args.run) / MAPS_FOLDER) if args.run else "credit_map")
+        args.output_dir = args.output_dir or str(Path(args.run) / MAPS_FOLDER)
+    elif args.model is None or (args.task is None) == (args.responses is None):
+        raise ValueError("give a run directory, or --model and either --task or --responses.")
     config = measuring_config(args)
-    maps = _make_maps(args, config)
+    task = None if args.responses is not None else task_of_run(args.run, args.task)
+    print(f"λ = {config.contrastive_coef:g}, C = {config.contrastive_count}")
+    names = [None, *short_names(args.checkpoint, parts=2)]  # `runs/first/checkpoint-50` → `first/checkpoint-50`
+    checkpoints = [
+        Checkpoint.load(args.model, path, name=name, chat_template_kwargs=config.chat_template_kwargs)
+        for path, name in zip([None, *args.checkpoint], names, strict=True)
+    ]
+    responses = _responses(args, task, checkpoints[-1], config)
+    classify = default_classes if task is None else task_classes(task, checkpoints[-1].tokenizer)
+    maps = [map_response(one, response, config, classify=classify) for one in checkpoints for response in responses]
     if not maps:
         raise ValueError("no response has a teacher: the task gave no feedback and no rollout succeeded.")
-    _write(args, maps, config)
+    _write(Path(args.output_dir or "credit_map"), maps, config, args.generation_batches)
     return 0
 
 
@@ -73,9 +89,9 @@ def measuring_config(args: argparse.Namespace) -> CreditConfig:
     from credit_trl.config import CreditConfig
     from credit_trl.lab.analysis.responses import analysis_config
 
-    folders = [Path(path).resolve() for path in args.checkpoint[-1:]]
+    last = Path(args.checkpoint[-1] if args.checkpoint else "").resolve()
     # In the folder of a final model, or beside a checkpoint.
-    files = [place / RUN_FILE for folder in folders for place in (folder, folder.parent)]
+    files = [place / RUN_FILE for place in (last, last.parent) if args.checkpoint]
     path = args.config or next((file for file in files if file.is_file()), None)
     options = {} if path is None else read_options(path)
     if options.get("teacher_model_kind") == "model" or options.get("teacher_prompt") == "student":
@@ -88,26 +104,6 @@ def measuring_config(args: argparse.Namespace) -> CreditConfig:
     given = {"contrastive_count": 4} | {name: options[name] for name in options if name in measured}
     given |= {name: getattr(args, name) for name in ("contrastive_coef", "seed") if getattr(args, name) is not None}
     return analysis_config(**given)
-
-
-def _make_maps(args: argparse.Namespace, config: CreditConfig) -> list[TokenMap]:
-    from credit_trl.lab.analysis.checkpoints import Checkpoint
-    from credit_trl.lab.analysis.token_classes import default_classes, task_classes
-    from credit_trl.lab.analysis.tokenmap import map_response
-    from credit_trl.lab.report.runs import short_names
-
-    if args.model is None or (args.run is None and (args.task is None) == (args.responses is None)):
-        raise ValueError("give a run directory, or --model and either --task or --responses.")
-    task = None if args.responses is not None else task_of_run(args.run, args.task)
-    print(f"λ = {config.contrastive_coef:g}, C = {config.contrastive_count}")
-    names = [None, *short_names(args.checkpoint, parts=2)]  # `runs/first/checkpoint-50` → `first/checkpoint-50`
-    checkpoints = [
-        Checkpoint.load(args.model, path, name=name, chat_template_kwargs=config.chat_template_kwargs)
-        for path, name in zip([None, *args.checkpoint], names, strict=True)
-    ]
-    responses = _responses(args, task, checkpoints[-1], config)
-    classify = default_classes if task is None else task_classes(task, checkpoints[-1].tokenizer)
-    return [map_response(one, response, config, classify=classify) for one in checkpoints for response in responses]
 
 
 def _responses(args: argparse.Namespace, task: Any, checkpoint: Checkpoint, config: CreditConfig) -> list[Rollout]:
@@ -133,14 +129,13 @@ def _responses(args: argparse.Namespace, task: Any, checkpoint: Checkpoint, conf
     return responses
 
 
-def _write(args: argparse.Namespace, maps: list[TokenMap], config: CreditConfig) -> None:
+def _write(directory: Path, maps: list[TokenMap], config: CreditConfig, generation_batches: int) -> None:
     from credit_trl.lab.analysis.drift import branch_table
     from credit_trl.lab.analysis.tokenmap_json import write_maps
     from credit_trl.lab.analysis.tokenmap_summary import format_summary, summarize_maps
     from credit_trl.lab.report.token_maps import write_token_maps
     from credit_trl.tasks.escaping import pluralized
 
-    directory = Path(args.output_dir)
     directory.mkdir(parents=True, exist_ok=True)
     write_token_maps(maps, directory / "maps.html")
     write_maps(maps, directory / "maps.json")
@@ -148,7 +143,7 @@ def _write(args: argparse.Namespace, maps: list[TokenMap], config: CreditConfig)
     summaries = []
     for name in dict.fromkeys(one.checkpoint for one in maps):
         own = [one for one in maps if one.checkpoint == name]
-        drift = branch_table(own, rate, args.generation_batches)
+        drift = branch_table(own, rate, generation_batches)
         summaries.append(f"## {name}\n\n{format_summary(summarize_maps(own))}\n{drift}")
     (directory / "summary.md").write_text("\n".join(summaries), encoding="utf-8")
     print("\n".join(summaries))

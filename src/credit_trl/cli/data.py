@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 from dataclasses import dataclass, field
@@ -18,8 +17,6 @@ from credit_trl.training.run_data import describe_data, describe_rows
 
 if TYPE_CHECKING:
     from trl import DatasetMixtureConfig
-
-logger = logging.getLogger(__name__)
 
 
 def _option(text: str, default: Any = None) -> Any:
@@ -38,21 +35,17 @@ class CreditScriptArguments(ScriptArguments):
     max_eval_rows: int | None = _option("Use the first rows of the evaluation data only.")
     max_prompt_tokens: int | None = _option("Drop rows whose prompt has more tokens, as SDPO's pipeline does (2048).")
     reward_funcs: list[str] | None = field(
-        default=None, metadata={"help": "my_module.my_reward: reward functions, in addition to a task's verifier."}
+        default=None, metadata={"help": "my_module.my_reward: reward functions, besides a task's verifier."}
     )
     token_weight: str | None = _option("my_module:my_weight: function that weights the losses token by token.")
     avg_at_k: int | None = _option("k: evaluate avg@k on the test split, save the best model and a log.")
     avg_at_k_steps: int = _option("Generation batches between two evaluations.", 5)
     avg_at_k_temperature: float = _option("Sampling temperature of avg@k.", 0.6)
     avg_at_k_top_p: float = _option("Nucleus mass of avg@k.", 0.95)
-    resume_changes: Literal["refuse", "allow"] = _option(
-        "Whether options of the objective may differ from those of a resumed run.", "refuse"
-    )
+    resume_changes: Literal["refuse", "allow"] = _option("Differences of a resumed run's objective.", "refuse")
     check: bool = _option("Load everything, show one rollout, measure one step, leave nothing behind.", False)
     sandbox: str | None = _option("auto (default), bubblewrap, landlock, or the address of a remote sandbox.")
-    allow_unsandboxed: bool = _option(
-        "Without a sandbox, run model-written programs with resource limits only.", False
-    )
+    allow_unsandboxed: bool = _option("Without a sandbox, run programs with resource limits only.", False)
 
     def __post_init__(self) -> None:
         for name in ("avg_at_k", "avg_at_k_steps", "max_train_rows", "max_eval_rows", "max_prompt_tokens"):
@@ -144,13 +137,9 @@ def drop_long_prompts(name: str, dataset: Any, model: str, limit: int, options: 
     from transformers import AutoTokenizer
 
     from credit_trl.evaluation.generation import encode_prompt
-    from credit_trl.tasks.model_names import naming_model
 
-    with naming_model(model):
-        tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer = AutoTokenizer.from_pretrained(model)
     kept = dataset.filter(lambda row: len(encode_prompt(tokenizer, row["prompt"], **options)) <= limit)
-    if hasattr(kept, "__len__"):
-        if len(kept) == 0:
-            raise ValueError(f"`--max_prompt_tokens {limit}` drops all {len(dataset)} {name} rows. Raise it.")
-        logger.info(f"{len(dataset) - len(kept)} of {len(dataset)} {name} rows have more than {limit} prompt tokens.")
+    if hasattr(kept, "__len__") and len(kept) == 0:
+        raise ValueError(f"`--max_prompt_tokens {limit}` drops all {len(dataset)} {name} rows. Raise it.")
     return kept

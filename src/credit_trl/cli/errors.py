@@ -105,10 +105,10 @@ def report_failed_process(command: str, error: ChildFailedError) -> int:
         file = Path(failure.error_file)
         return kinds.get(failure.exitcode, 1), file.stat().st_mtime if file.is_file() else failure.timestamp
 
-    rank = min(error.failures, key=order)
-    failure = error.failures[rank]
     if any(one.exitcode == REQUEUE for one in error.failures.values()):  # others are ended by the launcher
         return REQUEUE
+    rank = min(error.failures, key=order)
+    failure = error.failures[rank]
     reason = failure.message["message"] if isinstance(failure.message, dict) else failure.message
     print(f"{command}: error: process {rank} failed: {_printable_lines(reason)}", file=sys.stderr)
     return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode

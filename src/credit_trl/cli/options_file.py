@@ -76,9 +76,4 @@ def _expanded_size(node: yaml.Node, sizes: dict[int, int], depth: int = 0) -> in
 
 def config_file(argv: list[str]) -> dict[str, Any]:
     """Contents of the YAML file that a command line names, or an empty mapping."""
-    if "--config" not in argv:
-        return {}
-    path = next(iter(argv[argv.index("--config") + 1 :]), None)
-    if path is None or path.startswith("--"):
-        raise ValueError("`--config` names a YAML file: give its path.")
-    return read_options(path)
+    return read_options(argv[argv.index("--config") + 1]) if "--config" in argv[:-1] else {}

@@ -111,12 +111,12 @@ def make_trainer(
     wants_eval = training_args.eval_strategy != "no"
     train_dataset, eval_dataset, reward_funcs = load_data(script_args, dataset_args, wants_eval)
     training_args.model_init_kwargs = model_init_kwargs(model_args, training_args)
-    if script_args.max_prompt_tokens is not None:
-        limits = (model, script_args.max_prompt_tokens, training_args.chat_template_kwargs or {})
-        train_dataset = drop_long_prompts("training", train_dataset, *limits)
-        eval_dataset = eval_dataset and drop_long_prompts("evaluation", eval_dataset, *limits)
     weight = script_args.token_weight
     with naming_model(model):
+        if script_args.max_prompt_tokens is not None:
+            limits = (model, script_args.max_prompt_tokens, training_args.chat_template_kwargs or {})
+            train_dataset = drop_long_prompts("training", train_dataset, *limits)
+            eval_dataset = eval_dataset and drop_long_prompts("evaluation", eval_dataset, *limits)
         trainer = CreditTrainer(
             model=model,
             reward_funcs=reward_funcs,
@@ -153,17 +153,14 @@ def train(trainer: CreditTrainer, script_args: CreditScriptArguments) -> None:
 
     training_args = trainer.args
     trainer.train(training_args.resume_from_checkpoint, resume_changes=script_args.resume_changes)
-    trainer.accelerator.print("Training completed.")
     if training_args.eval_strategy != "no":
-        metrics = trainer.evaluate()
-        # transformers cannot print None, the value of a metric without samples
-        trainer.log_metrics("eval", {name: value for name, value in metrics.items() if value is not None})
+        metrics = {name: value for name, value in trainer.evaluate().items() if value is not None}  # of no samples
+        trainer.log_metrics("eval", metrics)
         trainer.save_metrics("eval", metrics, combined=False)
     trainer.save_state()
-    trainer.save_model(training_args.output_dir)
-    trainer.accelerator.print(
-        f"Model saved to {training_args.output_dir}. Report: {report_link(training_args.output_dir)}"
-    )
+    trainer.save_model()
+    folder = training_args.output_dir
+    trainer.accelerator.print(f"Model saved to {folder}. Report: {report_link(folder)}")
     if training_args.push_to_hub:
         trainer.push_to_hub(dataset_name=script_args.dataset_name)
     trainer.accelerator.end_training()
