@@ -97,7 +97,8 @@ LINES = [
     ("credit-eval bare", "bare holds neither a final model nor a checkpoint"),
     ("credit-eval bare --model quickstart", "bare: run.json does not describe data and verifier. Give `--task`."),
     ("credit-map --model quickstart", "--task or --responses"),
-    ("credit-map --model quickstart --task quickstart --samples ten", "--samples: invalid whole number value: 'ten'"),
+    ("credit-map --model quickstart --task quickstart --samples ten", "--samples: invalid int value: 'ten'"),
+    ("credit-map --model quickstart --task quickstart --samples 0", "`--samples` must be at least 1"),
     ("credit-report nowhere", "holds no run"),
     ("credit-report damaged", "is not JSON"),
 ]

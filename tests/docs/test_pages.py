@@ -14,7 +14,7 @@ from pages import PAGES, QUESTIONS, ROOT, blocks_of, commands_of, write_files, w
 
 import credit_trl
 from credit_trl.cli import COMPANIONS
-from credit_trl.cli.credit import launch_arguments, one_config
+from credit_trl.cli.credit import launch_arguments, one_config, own_options
 from credit_trl.config import CreditConfig
 from tiny import length_verdicts, save_model
 
@@ -102,7 +102,7 @@ def check_command(words: list[str], page: Path) -> None:
         assert (ROOT / arguments[0]).exists() or (page.parent / arguments[0]).exists(), words
     elif program in ("trl", "credit-trl") and arguments[0] == "credit":
         cpu = ["--use_cpu", "true", "--bf16", "false"]
-        with one_config([*arguments[1:], *cpu]) as line:
+        with one_config(*own_options([*arguments[1:], *cpu])) as line:
             launch_arguments(line)
     elif program in ("trl", "credit-trl"):
         parser = ArgumentParser()

@@ -17,17 +17,6 @@ def json_object(text: str) -> dict[str, object]:
     return value
 
 
-def positive(text: str) -> int:
-    """Argument type of a whole number from 1."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    return value
-
-
-positive.__name__ = "whole number"  # in argparse's error for other text
-
-
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """Add RUN, what replaces its parts, and the sandbox."""
     parser.add_argument("run", nargs="?", metavar="RUN", help="run directory, whose model, data and verifier are used")

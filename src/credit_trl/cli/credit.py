@@ -37,25 +37,28 @@ def run(argv: list[str]) -> int:
     """Check the arguments, launch the run and return its exit code."""
     with ExitStack() as merged:
         try:
-            topic = help_topic(argv)
-            if topic is not None:
-                print_help(make_parser(prog=PROG), topic or None, recipe_names())
+            given, others = own_options(argv)
+            if given.help is not None:
+                print_help(make_parser(prog=PROG), given.help or None, recipe_names())
                 return 0
-            launched = launch_arguments(merged.enter_context(one_config(argv)))
+            launched = launch_arguments(merged.enter_context(one_config(given, others)))
         except USER_ERRORS as error:
             return report_user_error(PROG, error, code=2)
         return launch(launched)
 
 
-def help_topic(argv: list[str]) -> str | None:
-    """The word after `--help`, `""` for none, `"all"` for `--help-all`; None for a line that asks for no help."""
-    if "--help-all" in argv:
-        return "all"
-    at = next((at for at, word in enumerate(argv) if word in ("-h", "--help")), None)
-    if at is None:
-        return None
-    following = argv[at + 1 : at + 2]
-    return "" if not following or following[0].startswith("-") else following[0]
+def own_options(argv: list[str]) -> tuple[Namespace, list[str]]:
+    """(options of this command, words for the training module and accelerate)."""
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.error = refuse
+    parser.add_argument("-h", "--help", nargs="?", const="")
+    parser.add_argument("--help-all", dest="help", action="store_const", const="all")
+    for option in ("--recipe", "--config"):
+        parser.add_argument(option, action="append", nargs="?", default=[])
+    given, others = parser.parse_known_args(argv)
+    if None in (*given.config, *given.recipe):
+        raise ValueError("`--config` names a YAML file, `--recipe` a recipe: give its path, or its name.")
+    return given, others
 
 
 def launch(launched: Namespace) -> int:
@@ -119,7 +122,7 @@ def launch_arguments(argv: list[str]) -> Namespace:
 
 
 @contextmanager
-def one_config(argv: list[str]) -> Iterator[list[str]]:
+def one_config(given: Namespace, others: list[str]) -> Iterator[list[str]]:
     """Merge the files of `--recipe`, then those of `--config`, into a temporary one, since TRL's parser reads one.
 
     Options of a later file override those of an earlier one, variables of `env` each by itself. An accelerate file of
@@ -127,13 +130,6 @@ def one_config(argv: list[str]) -> Iterator[list[str]]:
     """
     import yaml
 
-    parser = ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.error = refuse
-    for option in ("--recipe", "--config"):
-        parser.add_argument(option, action="append", nargs="?", default=[])
-    given, others = parser.parse_known_args(argv)
-    if None in (*given.config, *given.recipe):
-        raise ValueError("`--config` names a YAML file, `--recipe` a recipe: give its path, or its name.")
     merged: dict[str, Any] = {}
     for file in (*map(recipe_path, given.recipe), *given.config):
         options = read_options(file)

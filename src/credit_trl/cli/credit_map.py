@@ -7,7 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from credit_trl.cli.arguments import add_run_arguments, positive
+from credit_trl.cli.arguments import add_run_arguments
 from credit_trl.cli.options_file import read_options
 from credit_trl.cli.run_folder import model_of_run, read_run, task_of_run
 from credit_trl.lab import MAPS_FOLDER
@@ -36,8 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--checkpoint", metavar="PATH", action="append", default=[], help="of a run of that model; repeat for several"
     )
-    parser.add_argument("--max_prompts", metavar="N", type=positive, default=4, help="default 4")
-    parser.add_argument("--samples", metavar="N", type=positive, default=2, help="responses per prompt (default 2)")
+    parser.add_argument("--max_prompts", metavar="N", type=int, default=4, help="default 4")
+    parser.add_argument("--samples", metavar="N", type=int, default=2, help="responses per prompt (default 2)")
     parser.add_argument(
         "--responses", metavar="FILE", help="JSON lines with prompt, response, feedback, instead of sampling"
     )
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--contrastive_coef", metavar="L", type=float, help="λ (default: the run's, or 0.1)")
     parser.add_argument(
-        "--generation_batches", metavar="T", type=positive, default=100, help="of the predicted drift (default 100)"
+        "--generation_batches", metavar="T", type=int, default=100, help="of the predicted drift (default 100)"
     )
     parser.add_argument("--seed", metavar="N", type=int, help="of responses and contrast prompts (default: the run's)")
     parser.add_argument("--output_dir", metavar="PATH", help=f"default RUN/{MAPS_FOLDER}, or credit_map")
@@ -65,6 +65,8 @@ def run(args: argparse.Namespace) -> int:
         args.output_dir = args.output_dir or str(Path(args.run) / MAPS_FOLDER)
     elif args.model is None or (args.task is None) == (args.responses is None):
         raise ValueError("give a run directory, or --model and either --task or --responses.")
+    if min(args.max_prompts, args.samples) < 1:
+        raise ValueError("`--max_prompts` and `--samples` must be at least 1.")
     config = measuring_config(args)
     task = None if args.responses is not None else task_of_run(args.run, args.task)
     print(f"λ = {config.contrastive_coef:g}, C = {config.contrastive_count}")

@@ -39,24 +39,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", metavar="N", type=int, default=130, help="optimizer steps (default 130)")
     parser.add_argument("--seed", metavar="N", type=int, default=0)
     parser.add_argument("--contrastive_coef", metavar="L", type=float, default=0.1, help="λ; 0 is SDPO (default 0.1)")
-    parser.add_argument("--distillation_weight", metavar="W", type=float, default=1.0, help="0 is GRPO (default 1)")
 
 
 def run(args: argparse.Namespace) -> int:
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()  # of the libraries
-    weights = {"contrastive_coef": args.contrastive_coef, "distillation_weight": args.distillation_weight}
-    print(run_quickstart(args.output_dir, args.steps, seed=args.seed, **weights))
+    print(run_quickstart(args.output_dir, args.steps, seed=args.seed, contrastive_coef=args.contrastive_coef))
     return 0
 
 
 def run_quickstart(output_dir: str | Path, steps: int = 130, **options: Any) -> str:
-    """Train the embedded base, evaluate it before and after, and return the table of results.
-
-    Args:
-        options: further options of `CreditConfig`, such as `contrastive_coef=0.0`.
-    """
+    """Train the embedded base with options of `CreditConfig`, and return the table of results before and after."""
     import torch
 
     from credit_trl.config import CreditConfig
@@ -114,10 +108,7 @@ def quickstart_trainer(config: CreditConfig) -> CreditTrainer:
 
 
 def token_maps(trainer: CreditTrainer, name: str, responses: Sequence[Rollout] | None = None) -> list[TokenMap]:
-    """Token maps of responses under the current model and teacher, by default of new rollouts.
-
-    Tokens have the classes of the task: words of the input (such as topic, tool, city) and the template.
-    """
+    """Token maps of responses under the current model and teacher, by default of new rollouts."""
     from credit_trl.lab.analysis.checkpoints import Checkpoint
     from credit_trl.lab.analysis.responses import sample_rollouts
     from credit_trl.lab.analysis.token_classes import task_classes
@@ -128,9 +119,7 @@ def token_maps(trainer: CreditTrainer, name: str, responses: Sequence[Rollout] |
 
     tokenizer = trainer.processing_class
     task = load_task(quickstart.TASK)
-    student = Teacher(trainer.model, trainer.accelerator)
-    # GRPO has no teacher. Its student scores itself, as an EMA teacher would at the first step.
-    checkpoint = Checkpoint(name, tokenizer, student, trainer.teacher or student)
+    checkpoint = Checkpoint(name, tokenizer, Teacher(trainer.model, trainer.accelerator), trainer.teacher)
     if responses is None:
         rows = trainer.train_dataset.to_list()[:SCORED_PROMPTS]
         responses = sample_rollouts(checkpoint, task, rows, trainer.args, samples=2)

@@ -10,8 +10,6 @@ from credit_trl.tasks.run_data import task_of_data
 from credit_trl.tasks.task import Task
 from credit_trl.training.run_directory import ROWS_FOLDER, RUN_FILE, read_json
 
-_MODEL_FILES = ("config.json", "adapter_config.json")
-
 
 def read_run(folder: str | Path) -> dict[str, Any]:
     """Content of `run.json`.
@@ -31,11 +29,11 @@ def model_of_run(folder: str | Path) -> Path:
     Raises:
         FileNotFoundError: there is neither.
     """
+    from transformers.trainer_utils import get_last_checkpoint
+
     folder = Path(folder)
-    steps = {path.name.removeprefix("checkpoint-"): path for path in folder.glob("checkpoint-*")}
-    newest_first = [steps[step] for step in sorted(filter(str.isdecimal, steps), key=int, reverse=True)]
-    for place in (folder, folder / "model", *newest_first):
-        if any((place / name).is_file() for name in _MODEL_FILES):
+    for place in (folder, folder / "model", Path(get_last_checkpoint(str(folder)) or folder)):
+        if any((place / name).is_file() for name in ("config.json", "adapter_config.json")):
             return place
     raise FileNotFoundError(f"{folder} holds neither a final model nor a checkpoint. Give `--model`.")
 
