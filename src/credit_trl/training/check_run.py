@@ -194,7 +194,7 @@ def _rollout_block(
 
 
 def _coloured(text: str, value: float) -> str:
-    """A token in the colour of its R_t; with the number where there is no colour."""
+    """A token in the colour of its R_t, with none near 0; with the number where there is no colour."""
     if not sys.stdout.isatty() or "NO_COLOR" in os.environ:
         return f"{text}[{value:+.1f}]"
-    return f"\x1b[{34 if value > 0 else 31}m{text}\x1b[0m"
+    return text if abs(value) < 0.05 else f"\x1b[{34 if value > 0 else 31}m{text}\x1b[0m"
