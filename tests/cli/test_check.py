@@ -30,7 +30,9 @@ def test_check_prints_each_part_and_leaves_nothing(tmp_path, monkeypatch, capsys
     assert re.search(rf"tokens, teacher +{2 * 8 * 206:,}\n", printed)
     for stage in ("rollout", "verdict", "contexts", "scores", "update"):
         assert re.search(rf"{stage} +\d+\.\d+ s", printed)
-    assert re.search(r"the run of 40 steps: 0:.* at the lengths of the first batch, 0:.* 4 checkpoints", printed)
+    assert re.search(
+        r"the run of 40 steps: 0:.* first batch, 0:.* lengths\nits checkpoints: 4 with 0\.\d+ GB", printed
+    )
     # What the step holds: weights and their gradients, the copy of the teacher, and Adam's two averages, in fp32.
     model, _ = load_model()
     size = sum(weight.nbytes for weight in model.parameters()) / 2**30

@@ -31,7 +31,10 @@ def folder(tmp_path_factory):
 
 def test_starter_trains_evaluates_and_writes_its_report(folder):
     run = folder / "runs" / "first"
-    assert (run / "report.html").is_file()
+    page = (run / "report.html").read_text()
+    assert "Correct option: " in page  # feedback of the rollouts
+    assert [path.stem for path in sorted((run / "credit_maps").glob("step-*.json"))] == ["step-000001", "step-000002"]
+    assert '"maps":' in page
     assert model_of_run(run) == run
     history = [json.loads(line) for line in (run / "evaluations.jsonl").read_text().splitlines()]
     assert [row["step"] for row in history] == [0, 2]

@@ -94,6 +94,7 @@ def make_trainer(
     from transformers import AutoConfig
     from trl import get_peft_config, get_quantization_config
 
+    from credit_trl.lab.analysis import CreditMapCallback
     from credit_trl.lab.report import ReportCallback
     from credit_trl.tasks.model_names import model_path, naming_model
     from credit_trl.trainer import CreditTrainer
@@ -133,6 +134,8 @@ def make_trainer(
     trainer.add_callback(SaveOnSigterm(trainer.accelerator))  # before evaluations, which it skips
     if script_args.avg_at_k is not None:
         evaluate_during_training(trainer, script_args)
+    if script_args.map_rollouts > 0 and trainer.credit_step is not None:
+        trainer.add_callback(CreditMapCallback(None, rollouts=script_args.map_rollouts, trainer=trainer))
     trainer.add_callback(ReportCallback())  # last, so that it has the last evaluation
     return trainer
 

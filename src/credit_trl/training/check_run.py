@@ -73,13 +73,13 @@ def check_run(trainer: Any) -> str:
     meter.rows["a checkpoint"] = f"{size:10.3f} GB"
     seconds = [steps * (end - start) / meter.updates for start, end in pairwise(meter.times)]
     usual, longest = (timedelta(seconds=round(one)) for one in seconds)
-    time_and_disk = f"{usual} at the lengths of the first batch, {longest} at the longest; {checkpoints * size:.3f} GB"
     return "\n".join(
         [
             meter.rollout,
             "one step at the longest lengths, on this process",
             *(f"  {name:<22}{value}" for name, value in meter.rows.items()),
-            f"the run of {steps} steps: {time_and_disk} in {checkpoints} checkpoints",
+            f"the run of {steps} steps: {usual} as in the first batch, {longest} at the longest lengths",
+            f"its checkpoints: {checkpoints} with {checkpoints * size:.3f} GB",
         ]
     )
 
@@ -189,7 +189,7 @@ def _rollout_block(
     tokens = [
         _coloured(escape_controls(decode([one])), value) for one, value in zip(ids, advantage.tolist(), strict=False)
     ]
-    title = "--- R_t of the tokens: blue is reinforced, red is punished"
+    title = "--- R_t of the tokens: red is rewarded, blue is punished"
     return "\n".join([text_block(parts), title, "".join(tokens), "---"])
 
 
@@ -197,4 +197,4 @@ def _coloured(text: str, value: float) -> str:
     """A token in the colour of its R_t, with none near 0; with the number where there is no colour."""
     if not sys.stdout.isatty() or "NO_COLOR" in os.environ:
         return f"{text}[{value:+.1f}]"
-    return text if abs(value) < 0.05 else f"\x1b[{34 if value > 0 else 31}m{text}\x1b[0m"
+    return text if abs(value) < 0.05 else f"\x1b[{31 if value > 0 else 34}m{text}\x1b[0m"

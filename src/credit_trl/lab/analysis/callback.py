@@ -33,7 +33,7 @@ class CreditMapCallback(TrainerCallback):
     summarizes all maps.
 
     Args:
-        every: steps between two files.
+        every: steps between two files; None for the first and the last step.
         rollouts: number of rollouts with a teacher, over all processes.
         trainer: a `CreditTrainer`; can be set later as an attribute.
 
@@ -41,7 +41,7 @@ class CreditMapCallback(TrainerCallback):
         RuntimeError: training begins without a trainer.
     """
 
-    def __init__(self, every: int = 50, *, rollouts: int = 4, trainer: Any = None) -> None:
+    def __init__(self, every: int | None = 50, *, rollouts: int = 4, trainer: Any = None) -> None:
         self.every = every
         self.rollouts = rollouts
         self.trainer = trainer
@@ -72,7 +72,7 @@ class CreditMapCallback(TrainerCallback):
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         step = state.global_step + 1
-        self._due = self._due or step == 1 or step % self.every == 0
+        self._due = self._due or step == 1 or step % (self.every or state.max_steps) == 0
         if self._due and self.trainer._generation_batch is not self._evaluation_batch:
             self._due = False
             self._write(step)
