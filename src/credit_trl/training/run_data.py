@@ -10,7 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset
+from datasets import Dataset, are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
 from credit_trl.training.run_directory import ROWS_FOLDER
 
@@ -78,7 +78,11 @@ def store_rows(folder: Path, data: dict[str, Any], rows: Mapping[str, Any]) -> N
         if data["task"] is None and data[name] is None and is_stored:
             path = folder / ROWS_FOLDER / f"{name}.parquet"
             path.parent.mkdir(parents=True, exist_ok=True)
+            shows_bars = not are_progress_bars_disabled()
+            disable_progress_bars()
             dataset.to_parquet(path)
+            if shows_bars:
+                enable_progress_bars()
             data[name] = describe_rows(path)
 
 
