@@ -8,7 +8,7 @@ OPTIONAL_VENV := .venv-optional
 TRL ?= 1.15.0
 TRL_VENV := .venv-trl
 
-.PHONY: quickstart smollm test test-optional test-slow test-faults test-trl test-vllm notebooks docs wheel lint format clean
+.PHONY: quickstart smollm test test-optional test-slow test-faults test-trl test-vllm notebooks docs wheel bench lint format clean
 
 quickstart: $(INSTALLED)  ## Train on the embedded task with CREDIT on this CPU and show the result
 	$(BIN)/credit-trl credit-quickstart
@@ -45,8 +45,11 @@ wheel: $(INSTALLED)  ## Build wheel and sdist into dist/ and test them, the whee
 	$(BIN)/python -m build --no-isolation
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/packaging -m "slow or not slow"
 
-test-faults: $(INSTALLED)  ## Kill a run at each phase of a step and check that it resumes bit for bit
+test-faults: $(INSTALLED)  ## Runs that are killed at each phase of a step, or hit by a hundred random faults, resume bit for bit
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/faults -m "slow or not slow"
+
+bench: $(INSTALLED)  ## Compare counts and ratios of a step with benchmarks/baselines.json, in five minutes
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/bench.py
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

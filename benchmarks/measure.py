@@ -9,7 +9,7 @@ import os
 import re
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -18,8 +18,6 @@ from typing import Any
 
 import torch
 
-# glibc then gives freed memory back at once, so that the peak of a process is that of its live bytes. It costs time.
-RETURNS_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 # Share of the machine used by other processes above which a round counts as disturbed.
 QUIET = 0.1
 
@@ -80,22 +78,15 @@ class Trial:
 
 @contextmanager
 def trials(
-    build: Callable[..., Callable[..., Any]],
-    arguments: dict[str, tuple[Any, ...]],
-    environment: Mapping[str, str] | None = None,
+    build: Callable[..., Callable[..., Any]], arguments: dict[str, tuple[Any, ...]]
 ) -> Iterator[dict[str, Trial]]:
-    """Start one `Trial` per name, with further environment variables, and close all at the end of the block."""
+    """Start one `Trial` per name, and close all at the end of the block."""
     running: dict[str, Trial] = {}
-    before = dict(os.environ)
-    os.environ.update(environment or {})
     try:
         for name, of_trial in arguments.items():
             running[name] = Trial(build, *of_trial)
         yield running
     finally:
-        for name in environment or {}:
-            os.environ.pop(name)
-        os.environ.update(before)
         for trial in running.values():
             trial.close()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
@@ -13,16 +14,32 @@ from trl import GRPOTrainer
 
 from credit_trl import CreditTrainer
 from credit_trl.teacher.causal_lm import backbone, head_input
-from credit_trl.teacher.policy_pass import Sequences
+from credit_trl.teacher.passes import Sequences, chosen_sequences
 from credit_trl.training import micro_batches, step
 
 
-def padded_states(model: nn.Module, sequences: Sequences, **options: Any) -> tuple[Any, int, Any]:
+@dataclass(frozen=True)
+class PaddedSequences(Sequences):
+    """Sequences with TRL's tensors of the micro-batch."""
+
+    batch: dict[str, torch.Tensor]
+
+
+def padded_sequences(batch: dict[str, Any], mask: torch.Tensor) -> PaddedSequences:
+    """`chosen_sequences` with the tensors."""
+    return PaddedSequences(**vars(chosen_sequences(batch, mask)), batch=batch)
+
+
+def padded_states(model: nn.Module, sequences: PaddedSequences, **options: Any) -> tuple[Any, int, Any]:
     """`policy_states` on TRL's tensors as they are, left-padded prompts included."""
-    outputs = backbone(model)(input_ids=sequences.ids, attention_mask=sequences.valid.long(), use_cache=False)
-    hidden = outputs.last_hidden_state[:, sequences.prompt_width - 1 : -1].flatten(0, 1)[sequences.chosen]
+    ids, mask = (
+        torch.cat([sequences.batch[f"{part}_{kind}"] for part in ("prompt", "completion")], dim=1)
+        for kind in ("ids", "mask")
+    )
+    outputs = backbone(model)(input_ids=ids, attention_mask=mask, use_cache=False)
+    hidden = outputs.last_hidden_state[:, -sequences.width - 1 : -1].flatten(0, 1)[sequences.chosen]
     aux_loss = torch.zeros(()) if options.get("router_loss") else None
-    return head_input(model, hidden), sequences.ids.numel(), aux_loss
+    return head_input(model, hidden), ids.numel(), aux_loss
 
 
 @contextmanager
@@ -43,6 +60,7 @@ def keep_padding() -> None:
 def _patches() -> list[Any]:
     method = "_get_per_token_logps_and_entropies"
     return [
+        patch.object(step, "chosen_sequences", padded_sequences),
         patch.object(step, "policy_states", padded_states),
         patch.object(micro_batches, "evened", lambda batches, *_: list(batches)),
         patch.object(micro_batches, "without_padding", lambda batch: batch),

@@ -38,7 +38,7 @@ class Turns(TrainerCallback):
 
     def __init__(self, trainer: Any, device: str) -> None:
         self.trainer, self.device = trainer, device
-        self.asked: queue.Queue[int] = queue.Queue()
+        self.asked: queue.Queue[int | None] = queue.Queue()
         self.answers: queue.Queue[Sample | Exception] = queue.Queue()
 
     def seconds(self) -> dict[str, float]:
@@ -46,8 +46,9 @@ class Turns(TrainerCallback):
         return dict(self.trainer.clock.seconds) if hasattr(self.trainer, "clock") else {}
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        generation = self.trainer.generation_config
-        generation.min_new_tokens = generation.max_new_tokens = self.asked.get()
+        if length := self.asked.get():
+            generation = self.trainer.generation_config
+            generation.min_new_tokens = generation.max_new_tokens = length
         self.before = self.seconds()
         self.measuring = measured(self.device)
         self.sample = self.measuring.__enter__()
@@ -91,8 +92,8 @@ def build(workload: Workload) -> Callable[[int], Sample]:
     return in_training(trainer, workload.device)
 
 
-def in_training(trainer: Any, device: str) -> Callable[[int], Sample]:
-    """Start training; return a function that measures the next step, with completions of a given length."""
+def in_training(trainer: Any, device: str) -> Callable[[int | None], Sample]:
+    """Start training; return a function that measures the next step, with completions of a given or sampled length."""
     turns = Turns(trainer, device)
     trainer.add_callback(turns)
 
@@ -104,7 +105,7 @@ def in_training(trainer: Any, device: str) -> Callable[[int], Sample]:
 
     threading.Thread(target=train, daemon=True).start()
 
-    def answer(completion: int) -> Sample:
+    def answer(completion: int | None) -> Sample:
         turns.asked.put(completion)
         sample = turns.answers.get()
         if isinstance(sample, Exception):

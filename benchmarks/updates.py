@@ -27,7 +27,7 @@ MakeUpdate = Callable[[Workload], tuple[Update, torch.nn.Module]]
 def build(kind: str, workload: Workload) -> Callable[[dict[str, Any]], Sample]:
     """Load the models in the child process; return a function that measures one update of a changed workload."""
     directory = tempfile.mkdtemp()
-    kinds = {"credit": _credit, "sdpo": _sdpo, "grpo": _grpo}
+    kinds = {"credit": make_credit_update, "sdpo": _sdpo, "grpo": _grpo}
     make_update = kinds[kind](workload, directory)
 
     def answer(changes: dict[str, Any]) -> Sample:
@@ -86,7 +86,7 @@ def _dataset() -> Dataset:
     return Dataset.from_dict({"prompt": [[{"role": "user", "content": q}] for q in QUESTIONS]})
 
 
-def _credit(workload: Workload, directory: str) -> MakeUpdate:
+def make_credit_update(workload: Workload, directory: str) -> MakeUpdate:
     from credit_trl import CreditConfig, CreditTrainer
     from credit_trl.contexts.tokens import TokenContexts
 
@@ -97,7 +97,6 @@ def _credit(workload: Workload, directory: str) -> MakeUpdate:
         distillation_tail=workload.tail,
         distillation_kernels=workload.kernels,
         packed=workload.padding == "packed",
-        update_batch_tokens=workload.update_tokens,
     )
     if workload.padding == "kept":
         keep_padding()

@@ -57,7 +57,6 @@ class Workload:
     micro_batches: int = 1
     spread: float = 0.0
     padding: str = "trimmed"
-    update_tokens: int | None = None  # of a forward and backward pass of this project's trainer
     group: int = 1
     common: int = 0
 

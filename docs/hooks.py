@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import html
+import json
 import re
 from dataclasses import MISSING, fields
 from pathlib import Path
@@ -14,6 +15,7 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[1]
 # Page of the site → the file at the repository's root that it shows.
+SOURCES = "source"  # folder of the pages that show files of the repository
 ROOT_PAGES = {"index.md": "README.md", "contributing.md": "CONTRIBUTING.md"}
 # Sections of the API page: a module or a folder of the package each.
 API = {
@@ -36,13 +38,17 @@ INTERNAL = tuple(
     """
     evaluation.generation evaluation.verdicts lab.analysis.formula lab.analysis.token_classes lab.analysis.tokentext
     lab.analysis.vocabulary_logps lab.report.comparison lab.report.page lab.report.runs lab.report.token_maps
-    loss.blocks loss.correction loss.head loss.projection loss.student loss.target loss.triton_rows contexts.prompts
+    loss.blocks loss.head loss.projection loss.triton_rows contexts.prompts
     rollout.deadline tasks.escaping tasks.lcb_ tasks.math_answers tasks.model_names
-    tasks.records tasks.run_data teacher.causal_lm teacher.sharding training.check_logits
+    tasks.records tasks.run_data teacher.causal_lm teacher.sharding training.check_model
     training.trl_compat
     """.split()
 )
 
+# What people type in the search -> symbol on the pages.
+SEARCH_NAMES = {"lambda": "λ", "pi": "π", "delta": "Δ", "alpha": "α", "rho": "ρ", "theta": "θ"}
+
+_UNSEARCHED = "---\nsearch: {exclude: true}\n---\n\n"
 _FORMULA = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>', re.DOTALL)
 _LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(\.\./([^)#\s]+)(?:#[^)\s]*)?\)")
 _ROOT_LINK = re.compile(r"""(\]\(|src="|srcset=")(?!https?://|#|mailto:)([^)\s"]+)(?=[)"])""")
@@ -61,10 +67,56 @@ def on_config(config: Any) -> Any:
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the pages of `ROOT_PAGES`."""
+    """Add the pages of `ROOT_PAGES`, and one for each file of the repository that a page links to."""
     for page, source in ROOT_PAGES.items():
         files.append(File.generated(config, page, content=root_page(source)))
+    texts = [page.content_string for page in files.documentation_pages()]
+    linked = {match[2] for text in texts for match in _LINK.finditer(text)} - {*ROOT_PAGES.values()}
+    for path in sorted(linked):
+        files.append(File.generated(config, f"{SOURCES}/{path}.md", content=_UNSEARCHED + source_page(path)))
     return files
+
+
+def source_page(path: str) -> str:
+    """Page of a file of the repository: a notebook with its outputs, Markdown without its links, or code.
+
+    A folder shows its own files.
+
+    Raises:
+        ValueError: there is no such file.
+    """
+    source = ROOT / path
+    if not source.exists():
+        raise ValueError(f"A page links to ../{path}, which does not exist.")
+    if source.is_dir():
+        shown = [one for one in sorted(source.iterdir()) if one.is_file()]
+        return "\n\n".join([f"# {path}", *(_code(one.name, one.read_text("utf-8")) for one in shown)])
+    text = source.read_text("utf-8")
+    if source.suffix == ".md":
+        return re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", text)
+    if source.suffix != ".ipynb":
+        return f"# {path}\n\n{_code(source.name, text)}"
+    return f"# {path}\n\n" + "\n\n".join(part for cell in json.loads(text)["cells"] for part in _cell_parts(cell))
+
+
+def _cell_parts(cell: dict[str, Any]) -> list[str]:
+    """A cell of a notebook as Markdown, with its outputs of text and pictures."""
+    source = "".join(cell["source"])
+    if cell["cell_type"] == "markdown":
+        return [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", source)]
+    parts = [_code("cell.py", source)]
+    for output in cell["outputs"]:
+        data = output.get("data", {})
+        if "image/png" in data:
+            picture = "".join(data["image/png"]).replace("\n", "")
+            parts.append(f'<img alt="output" src="data:image/png;base64,{picture}">')
+        else:
+            parts.append(_code("output.txt", "".join(output.get("text") or data.get("text/plain", ""))))
+    return parts
+
+
+def _code(name: str, text: str) -> str:
+    return f'````{{.{Path(name).suffix[1:] or "text"} title="{name}"}}\n{text.rstrip()}\n````'
 
 
 def api_markdown() -> str:
@@ -109,6 +161,8 @@ def on_page_markdown(markdown: str, page: Any, **kwargs: Any) -> str:
         markdown = markdown.replace("<!-- options -->", options_markdown())
     if page.file.src_uri == "api.md":
         markdown = markdown.replace("<!-- api -->", api_markdown())
+    if page.file.src_uri.startswith(SOURCES):
+        return markdown
     return _LINK.sub(_repository_link, markdown)
 
 
@@ -117,20 +171,27 @@ def on_page_content(content: str, **kwargs: Any) -> str:
     return _REFERENCE.sub(r"<code>\1</code>", _FORMULA.sub(_formula, content))
 
 
+def on_post_build(config: Any) -> None:
+    """Let the search find symbols by their names, sections of the options page before all others."""
+    path = Path(config.site_dir) / "search" / "search_index.json"
+    index = json.loads(path.read_text("utf-8"))
+    for entry in index["docs"]:
+        names = [name for name, symbol in SEARCH_NAMES.items() if symbol in entry["title"] + entry["text"]]
+        entry["text"] += f"<p>{' '.join(names)}</p>"
+        if entry["location"].startswith("options"):
+            entry["tags"] = names
+    path.write_text(json.dumps(index), encoding="utf-8")
+
+
 def _formula(match: re.Match[str]) -> str:
     display = "block" if match[2] == "[" else "inline"
     return convert(html.unescape(match[3]).strip(), display=display)
 
 
 def _repository_link(match: re.Match[str]) -> str:
-    """A file of the repository that is not a page, as its path or as a link to the page that shows it."""
-    text, path = match[1], match[2]
-    if not (ROOT / path).exists():
-        raise ValueError(f"A page links to ../{path}, which does not exist.")
-    for page, source in ROOT_PAGES.items():
-        if path == source:
-            return f"[{text}]({page})"
-    return f"{text} (`{path}`)" if Path(path).name not in text and path not in text else f"`{path}`"
+    """Link to the page that shows a file of the repository."""
+    pages = {source: page for page, source in ROOT_PAGES.items()}
+    return f"[{match[1]}]({pages.get(match[2], f'{SOURCES}/{match[2]}.md')})"
 
 
 def options_markdown() -> str:
@@ -149,11 +210,13 @@ def options_markdown() -> str:
     lines: list[str] = []
     documented: set[str] = set()
     for title, options in documented_options():
-        lines += ["", f"### {title}", "", "| option | type | default | meaning |", "| --- | --- | --- | --- |"]
+        lines += ["", f"### {title}", "", '<div class="options" markdown>', ""]
+        lines += ["| option | type | default | meaning |", "| --- | --- | --- | --- |"]
         for names, kind, text in options:
             documented |= set(names)
             for name in names:
                 lines.append(f"| `{name}` | {_cell(kind)} | {_default(own[name])} | {_cell(text)} |")
+        lines += ["", "</div>"]
     if missing := sorted(own.keys() - documented):
         raise ValueError(f"CreditConfig's docstring does not document {', '.join(missing)}.")
     return "\n".join(lines)

@@ -12,6 +12,7 @@ its planted thought by step. `learning_curve`: test accuracy by step of a run of
 from __future__ import annotations
 
 import argparse
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -31,19 +32,12 @@ from credit_trl.tasks.quickstart import SHORTCUT_THOUGHT, TEMPLATES
 from credit_trl.tasks.quickstart_model import base_directory
 from credit_trl.training.run_directory import EVALUATIONS_FILE, read_lines
 
+STUDY = Path(__file__).parents[1] / "examples" / "study"
+sys.path.append(str(STUDY))
+from arms import STYLES  # noqa: E402
+
 IMAGES = Path(__file__).parent / "images"
-RESULTS = Path(__file__).parents[1] / "examples" / "study" / "results"
-# Arm in the tables → its name and color, in the order of legends.
-ARMS = {
-    "SDPO": ("SDPO", "#D55E00"),
-    "CREDIT λ=0.05": ("CREDIT, λ = 0.05", "#56B4E9"),
-    "CREDIT λ=0.1": ("CREDIT, λ = 0.1", "#0072B2"),
-    "CREDIT λ=0.2": ("CREDIT, λ = 0.2", "#7A6AE0"),
-    "CREDIT form=guide λ=0.2": ("guide, λ = 0.2", "#009E73"),
-    "temper-only λ=0.1": ("temper-only, λ = 0.1", "#E69F00"),
-    "hint-contrast λ=0.1": ("contrast of feedback, λ = 0.1", "#CC79A7"),
-    "GRPO": ("GRPO", "#7F7F7F"),
-}
+RESULTS = STUDY / "results"
 THEMES = {"light": ("#ffffff", "#1c1e21", "#d7dade"), "dark": ("#16181c", "#e4e6ea", "#3a3e45")}
 
 
@@ -58,16 +52,21 @@ def style(background: str, ink: str, grid: str) -> dict[str, object]:
 
 def draw_predicted() -> Figure:
     rows = pd.read_csv(RESULTS / "predicted.csv").dropna(subset="measured")
-    figure = plt.figure(figsize=(7.4, 4.6))
-    axes = figure.add_axes((0.1, 0.12, 0.56, 0.8), aspect="equal", adjustable="datalim")
-    axes.axline((0, 0), slope=1, lw=0.9, color=mpl.rcParams["text.color"])
-    changes = rows[["predicted", "measured"]].sub(rows["log_odds_0"], axis=0)
-    for arm in (arm for arm in ARMS if arm in set(rows["arm"])):
-        name, color = ARMS[arm]
-        axes.plot(*changes[rows["arm"] == arm].to_numpy().T, "o", color=color, ms=3.5, mew=0, alpha=0.7, label=name)
-    axes.set_title(f"change of the log-odds since step 0: {len(rows)} rows of {rows['world'].nunique()} worlds")
-    axes.set(xlabel="predicted from the base, nats", ylabel="measured, nats")
-    axes.legend(bbox_to_anchor=(1.02, 1), loc="upper left")
+    figure, panels = plt.subplots(1, 2, figsize=(9.6, 2.9), sharex=True, sharey=True, layout="constrained")
+    ink = mpl.rcParams["text.color"]
+    titles = {"predicted": "nothing fitted", "predicted_finite": "one speed of the student, fitted on other bases"}
+    for axes, (column, title) in zip(panels, titles.items(), strict=True):
+        axes.axline((0, 0), slope=1, lw=0.9, color=ink)
+        changes = rows[[column, "measured"]].sub(rows["log_odds_0"], axis=0)
+        for arm in (arm for arm in STYLES if arm in set(rows["arm"])):
+            name, color = STYLES[arm]
+            axes.plot(*changes[rows["arm"] == arm].to_numpy().T, "o", color=color, ms=3, mew=0, alpha=0.6, label=name)
+        unseen = changes[rows["seen"] == "no"].to_numpy().T
+        axes.plot(*unseen, "o", color="none", mec=ink, ms=5, mew=0.8, label="bases predicted before training")
+        axes.set(title=title, xlabel="predicted change of the log-odds, nats", aspect="equal")
+    panels[0].set_ylabel("measured, nats")
+    handles = panels[0].get_legend_handles_labels()
+    figure.legend(*handles, loc="outside right center", title=f"ρ = 0.05, {rows['world'].nunique()} worlds")
     return figure
 
 
@@ -133,21 +132,21 @@ def draw_tokens(axes: Axes, token_map: TokenMap, shade: ScalarMappable) -> None:
 
 
 def draw_rates(axes: Axes) -> None:
-    """Draw means over the bases that have every step, with the law's predictions dashed."""
-    table = pd.read_csv(RESULTS / "weak.csv")
-    bases = table["seed"][table["step"] == table["step"].max()].unique()
-    rates = table[table["seed"].isin(bases)].pivot_table("thought_unknown", "step", "arm") * 100
-    law = pd.read_csv(RESULTS / "predicted.csv").query("world == 'weak' and base in @bases")
+    """Draw means over the bases of the world weak after 60 steps, with the law's predictions dashed."""
+    table = pd.read_csv(RESULTS / "weak.csv").query("step <= 60")
+    rates = table.pivot_table("thought_unknown", "step", "arm") * 100
+    law = pd.read_csv(RESULTS / "predicted.csv").query("world == 'weak' and seen == 'yes' and step <= 60")
     predicted = law.assign(rate=100 / (1 + np.exp(-law["predicted"]))).pivot_table("rate", "step", "arm")
     base = rates.loc[0, "SDPO"]
-    for arm in ("SDPO", "CREDIT λ=0.1", "GRPO"):
-        name, color = ARMS[arm]
+    for arm in ("SDPO", "CREDIT λ=0.05", "CREDIT λ=0.1", "GRPO"):
+        name, color = STYLES[arm]
         axes.plot(rates.index, rates[arm], "o-", color=color, lw=2, ms=4, label=name)
         if arm in predicted:
             axes.plot([0, *predicted.index], [base, *predicted[arm]], "--", color=color, lw=1.3)
-    for name, place, line in (("predicted from the base", np.nan, "--"), ("base", base, ":")):
+    for name, place, line in (("predicted before training", np.nan, "--"), ("base", base, ":")):
         axes.axhline(place, ls=line, lw=1, color=mpl.rcParams["text.color"], label=name)
-    axes.set(ylim=(0, None), title=f"“{SHORTCUT_THOUGHT}” on unknown cues, % ({len(bases)} bases)", xlabel="step")
+    title = f"“{SHORTCUT_THOUGHT}” on unknown cues, % ({table['seed'].nunique()} bases, ρ = 0.05)"
+    axes.set(ylim=(0, None), title=title, xlabel="step")
     axes.legend(loc="upper left")
 
 

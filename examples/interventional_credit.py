@@ -37,7 +37,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-from credit_trl.contexts.privileged import PrivilegedContext
+from credit_trl.contexts.tokens import PrivilegedContext
 from credit_trl.evaluation import SamplingConfig
 from credit_trl.lab.analysis import interventional as iv
 from credit_trl.lab.analysis.checkpoints import Checkpoint

@@ -13,8 +13,7 @@ from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
 
 from credit_trl import CreditConfig, CreditTrainer
 from credit_trl.cli.training import CreditScriptArguments, evaluate_during_training, first_rows, model_init_kwargs
-from credit_trl.sandbox import open_sandbox
-from credit_trl.tasks import livecodebench, load_task
+from credit_trl.tasks import load_task
 
 DEFAULTS = {
     "task": "livecodebench:v6",
@@ -42,21 +41,18 @@ def main(script: CreditScriptArguments, config: CreditConfig, model: ModelConfig
     task = load_task(script.task)
     config.model_init_kwargs = model_init_kwargs(model, config)
     rows = task.build("train", script.dataset_path)
-    with open_sandbox() as sandbox:
-        livecodebench.use_sandbox(sandbox)
-        trainer = CreditTrainer(
-            model=model.model_name_or_path,
-            reward_funcs=task.reward,
-            args=config,
-            train_dataset=first_rows(rows, script.max_train_rows),
-            quantization_config=get_quantization_config(model),
-            peft_config=get_peft_config(model),
-        )
-        evaluation = evaluate_during_training(trainer, script)
-        trainer.train(resume_from_checkpoint=config.resume_from_checkpoint)
+    trainer = CreditTrainer(
+        model=model.model_name_or_path,
+        reward_funcs=task.reward,
+        args=config,
+        train_dataset=first_rows(rows, script.max_train_rows),
+        quantization_config=get_quantization_config(model),
+        peft_config=get_peft_config(model),
+    )
+    evaluation = evaluate_during_training(trainer, script)
+    trainer.train(resume_from_checkpoint=config.resume_from_checkpoint)
     trainer.save_model(f"{config.output_dir}/final")
-    for row in evaluation.history:
-        print(f"step {row['step']:4}: avg@{row['k']} {row['score']:.3f} [{row['low']:.3f}, {row['high']:.3f}]")
+    print(evaluation)
 
 
 if __name__ == "__main__":

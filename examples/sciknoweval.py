@@ -49,8 +49,7 @@ def main(script: CreditScriptArguments, config: CreditConfig, model: ModelConfig
     evaluation = evaluate_during_training(trainer, script)  # avg@k every five steps; keeps the best model
     trainer.train(resume_from_checkpoint=config.resume_from_checkpoint)
     trainer.save_model(f"{config.output_dir}/final")
-    for row in evaluation.history:
-        print(f"step {row['step']:4}: avg@{row['k']} {row['score']:.3f} [{row['low']:.3f}, {row['high']:.3f}]")
+    print(evaluation)
 
 
 if __name__ == "__main__":

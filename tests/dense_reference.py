@@ -40,7 +40,7 @@ def chunks_of(size: int | None) -> Iterator[None]:
         return
     with ExitStack() as patches:
         patches.enter_context(patch.object(blocks, "_CPU_PASSING_CHUNK", size))
-        for name in ("credit_loss", "scores", "student"):
+        for name in ("credit_loss", "scores"):
             module = sys.modules[f"credit_trl.loss.{name}"]
             patches.enter_context(patch.object(module, "chunk_size", lambda *_, **__: size))
         yield
@@ -126,13 +126,12 @@ def ours(
     is_clip=None,
     chunk_size=None,
     form: Form = "subtract",
-    adds_to_grad: bool = False,
 ) -> CreditLoss:
     chosen = SupportConfig(support, topk, tail)
     head = case.head(case.reference_weight, case.reference_bias)
     with chunks_of(chunk_size):
         scores = score_tokens(TeacherStates(case.teacher, case.contrasts, head), case.token_ids, chosen)
-        config = LossConfig(chosen, form, alpha, is_clip, adds_to_grad=adds_to_grad)
+        config = LossConfig(chosen, form, alpha, is_clip)
         return credit_loss(case.hidden, case.head(case.weight, case.bias), case.tokens(), scores, config)
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
 import yaml
@@ -14,69 +16,9 @@ from trl.experimental.sdpo import SDPOConfig
 from credit_trl import CreditConfig
 from credit_trl.config import OTHER_NAMES
 from credit_trl.contexts.builder import ContextBuilder
-from credit_trl.contexts.privileged import PrivilegedContext
+from credit_trl.contexts.tokens import PrivilegedContext
 
 OWN = {f.name for f in dataclasses.fields(CreditConfig)} - {f.name for f in dataclasses.fields(GRPOConfig)}
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"contrastive_coef": 2.0}, r"`contrastive_coef` must be in \[0, 1\], got 2.0.*`contrastive_form='guide'`"),
-        ({"contrastive_coef": "0.1"}, "must be finite and at least 0, got '0.1'"),
-        ({"contrastive_form": "divide"}, "must be one of subtract, guide; got 'divide'"),
-        ({"contrastive_count": 0}, "`contrastive_count` must be at least 1"),
-        ({"distillation_weight": 1.5}, r"`distillation_weight` must be in \[0, 1\]"),
-        ({"distillation_topk": 0}, "`distillation_topk` must be at least 1 or None"),
-        ({"distillation_is_clip": 0.0}, "`distillation_is_clip` must be positive or None"),
-        ({"distillation_kernels": "cuda"}, "must be one of auto, torch, triton"),
-        ({"distillation_support": "sampled", "distillation_alpha": 0.5}, "set `distillation_alpha=1`"),
-        ({"distillation_topk": 1, "distillation_tail": "renormalize"}, "a loss of 0. Increase `distillation_topk`"),
-        ({"teacher_update_rate": None}, r"`teacher_update_rate` must be in \(0, 1\], got None"),
-        ({"teacher_model_kind": "trust_region"}, "must be one of ema, live, base, model"),
-        ({"teacher_model_kind": "model"}, "need each other: set both or neither"),
-        (
-            {"teacher_prompt": "student", "teacher_model_kind": "live", "contrastive_coef": 0.0},
-            "makes the policy its own target",
-        ),
-        ({"update_batch_tokens": 0}, "`update_batch_tokens` must be at least 1 or None"),
-        ({"per_device_train_batch_size": 4}, "holds one prompt.*contrastive_source='dataset'"),
-        (
-            {"use_successful_as_teacher": False, "include_environment_feedback": False},
-            "would have no privileged context",
-        ),
-        ({"num_generations": 1, "include_environment_feedback": False}, "gives no other rollout to demonstrate with"),
-        (
-            {"reprompt_template": "{prompt}{solution}"},
-            "`reprompt_template` must have each of {prompt}, {solution}, {f",
-        ),
-        ({"feedback_template": "{feedback_raw}{other}"}, "no other placeholder"),
-        ({"feedback_template": "{feedback_raw} {"}, "literal braces as {{ and }}"),
-        ({"on_nonfinite": "ignore"}, "must be one of raise, skip"),
-        ({"verifier_timeout": 0.0}, "`verifier_timeout` must be positive or None"),
-        ({"temperature": "0.7"}, "`temperature` must be above 0, got '0.7'"),
-        ({"learning_rate": -1e-6}, "`learning_rate` must be finite and at least 0"),
-        ({"generation_kwargs": {"temperature": 0.2}}, "has the temperature 0.2.* Set `temperature` instead"),
-        ({"enable_jit_checkpoint": True}, "saves inside a step.*save_steps"),
-        ({"use_transformers_continuous_batching": True}, "casts the teacher's adapter.*Set `use_vllm=True`"),
-        ({"torch_compile": True}, "forward pass of the whole model.*Set `torch_compile=False`"),
-        ({"torch_compile_backend": "eager"}, "Set `torch_compile=False`, without a backend"),
-        *(
-            ({name: value}, f"`{name}` is an option of GRPO's loss")
-            for name, value in {
-                "beta": 0.1,
-                "entropy_coef": 0.1,
-                "importance_sampling_level": "sequence",
-                "delta": 1.01,
-                "epsilon_high": 0.28,
-                "off_policy_mask_threshold": 0.5,
-            }.items()
-        ),
-    ],
-)
-def test_bad_options_raise_at_construction_and_name_the_fix(make_config, options, message):
-    with pytest.raises(ValueError, match=message):
-        make_config(**options)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +28,7 @@ def test_bad_options_raise_at_construction_and_name_the_fix(make_config, options
         {"per_device_train_batch_size": 4, "contrastive_source": "dataset"},
         {"per_device_train_batch_size": 4, "contrastive_source": "my_module:function"},
         {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2},
-        {"per_device_train_batch_size": 4, "distillation_weight": 0.0},
+        {"per_device_train_batch_size": 4, "distillation_weight": 0.0, "max_completion_length": None},
         {"contrastive_form": "guide", "contrastive_coef": 3.0},
         {"beta": 0.1, "distillation_weight": 0.5},
         {"loss_type": "luspo", "importance_sampling_level": "sequence"},
@@ -133,6 +75,16 @@ def test_paper_equals_the_recipes_and_the_fidelity_page(tmp_path, benchmark):
             assert recipe.get(option, default) == getattr(config, option), (name, option)
         rollouts = 8 * recipe["per_device_train_batch_size"] * recipe["gradient_accumulation_steps"]
         assert recipe["generation_batch_size"] // rollouts == updates
+
+
+def test_places_that_the_fidelity_page_names_exist():
+    text = (ROOT / "docs" / "fidelity.md").read_text("utf-8").partition("## Algorithm 1")[2]
+    cells = [line.split("|")[2] for line in text.splitlines() if "|" in line]
+    places = [place for cell in cells for place in re.findall(r"`([\w.]+)`", cell)]
+    assert len(places) >= 20
+    known = {f.name for f in dataclasses.fields(CreditConfig)} | {"GRPOTrainer", "toolalpaca", "accelerate_config"}
+    for place in set(places) - known:
+        resolve_name(f"credit_trl.{place}")
 
 
 def test_paper_takes_overrides_and_processes(tmp_path, monkeypatch):
@@ -212,34 +164,14 @@ def test_json_options_are_parsed(make_config):
     assert config.chat_template_kwargs == {"enable_thinking": False}
 
 
-@pytest.mark.parametrize(
-    ("name", "advice"),
-    {
-        "contrastive_coeff": "Did you mean `contrastive_coef`",
-        "lambda": "Set `contrastive_coef`",
-        "distillation_mode": "Set `distillation_support`",
-        "max_new_tokens": "Set `max_completion_length`",
-        "ema_decay": "Set `teacher_update_rate` to 1",
-        "topk": "Set `distillation_topk`",
-        "tokenizer": "`processing_class`, an argument of `CreditTrainer`",
-        "lmbda": "sampled from the policy",
-    }.items(),
-)
-def test_unknown_options_name_their_counterpart(name, advice):
-    with pytest.raises(TypeError, match=rf"`CreditConfig` has no option `{name}`.*{advice}"):
-        CreditConfig("run", **{name: 1})
-
-
 def test_names_of_other_trainers_are_not_ours():
     assert not {f.name for f in dataclasses.fields(CreditConfig)} & OTHER_NAMES.keys()
 
 
-def test_one_rollout_per_prompt_needs_feedback_and_weight_one(make_config):
+def test_one_rollout_per_prompt_is_a_group(make_config):
     config = make_config(num_generations=1, per_device_train_batch_size=3)
     assert (config.num_generations, config.generation_batch_size) == (1, 3)
     assert type(config.num_generations) is int
-    with pytest.raises(ValueError, match="at least 2 generations"):
-        make_config(num_generations=1, distillation_weight=0.5)
 
 
 def test_none_is_a_value_of_optional_numbers_after_parsing(make_config, tmp_path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from datasets import IterableDataset
 from peft import LoraConfig
 from trl.chat_template_utils import qwen3_chat_template
 
-from credit_trl import CreditConfig, CreditTrainer, Verdict
+from credit_trl import CreditTrainer, Verdict
 from tiny import length_verdicts
 
 
@@ -177,22 +176,6 @@ def test_embeddings_of_chosen_tokens_train(train):
         for name in ("default", "teacher")
     )
     assert not torch.equal(trained, average)
-
-
-@dataclass
-class CpuConfig(CreditConfig):
-    use_cpu: bool = True
-    bf16: bool | None = False
-
-
-def test_default_arguments_train_eight_problems_a_step(make_model, tokenizer, dataset, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("credit_trl.trainer.CreditConfig", CpuConfig)
-    make_model().save_pretrained("model")
-    tokenizer.save_pretrained("model")
-    trainer = CreditTrainer("model", length_verdicts, train_dataset=dataset)
-    assert trainer.args.output_dir == "model-CREDIT"
-    assert trainer.args.generation_batch_size // trainer.num_generations == 8
 
 
 class GuessingGame:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from credit_trl.contexts.contrast import Contrast, ContrastBatch, shuffled
-from credit_trl.contexts.privileged import PrivilegedContext
+from credit_trl.contexts.tokens import PrivilegedContext
 
 
 def wrong_feedback(batch: ContrastBatch, sample: int, rng: np.random.Generator) -> Iterator[Contrast]:

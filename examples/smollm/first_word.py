@@ -1,7 +1,7 @@
 """A case that nobody planted: SmolLM2-135M-Instruct learns to begin a sentence with a given word.
 
     python examples/smollm/first_word.py          # `make smollm`: SDPO and guide with λ = 1.5, ten steps each
-    python examples/smollm/first_word.py --arms GRPO SDPO "λ=0.1" --seeds 0 1 2 --steps 20 --csv first_word.csv
+    python examples/smollm/first_word.py --arms GRPO SDPO "CREDIT λ=0.1" --seeds 0 1 2 --steps 20 --csv first_word.csv
 
 The model is not warmed up. A prompt asks for a sentence about a noun that begins with a word; the verdict wants the
 word first, the noun, and five words or more; the feedback names the broken rule only. With that feedback in its prompt
@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import importlib
 import random
 import re
 import subprocess
@@ -31,24 +30,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from credit_trl.contexts.privileged import PrivilegedContext
 from datasets import Dataset
 from filelock import FileLock
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
 
-from credit_trl import CreditConfig, CreditTrainer, Verdict
+from credit_trl import CreditTrainer, Verdict
+from credit_trl.lab.analysis import Checkpoint, analysis_config, map_response
+from credit_trl.lab.analysis.responses import Rollout
+from credit_trl.tasks.quickstart import TEMPLATES
 
-FAMILY = Path(__file__).parents[1] / "family"
-ARMS: dict[str, dict[str, Any]] = {
-    "GRPO": {"distillation_weight": 0.0},
-    "SDPO": {"contrastive_coef": 0.0},
-    "λ=0.1": {"contrastive_coef": 0.1},
-    "λ=0.2": {"contrastive_coef": 0.2},
-    "λ=0.5": {"contrastive_coef": 0.5},
-    "guide 1": {"contrastive_coef": 1.0, "contrastive_form": "guide"},
-    "guide 1.5": {"contrastive_coef": 1.5, "contrastive_form": "guide"},
-    "temper-only": {"contrastive_coef": 0.1},
-}
-SHOWN = ("SDPO", "guide 1.5")  # arms of the demonstration
+sys.path.append(str(Path(__file__).parents[1] / "study"))
+from arms import ARMS, STYLES, make_trainer
+
+SHOWN = ("SDPO", "CREDIT form=guide λ=1.5")  # arms of the demonstration
 OPTIONS: dict[str, Any] = {
     "per_device_train_batch_size": 16,  # 4 prompts × 4 rollouts
     "num_generations": 4,
@@ -60,8 +55,7 @@ OPTIONS: dict[str, Any] = {
     "distillation_topk": 20,
     "use_successful_as_teacher": False,
     "packed": True,
-    "reprompt_template": "{prompt}{solution}{feedback}\n\nCorrectly solve the original question.\n",
-    "feedback_template": ("\nThe following is feedback from your unsuccessful earlier attempt:\n\n{feedback_raw}\n\n"),
+    **TEMPLATES,  # SDPO's wording
     "use_cpu": not torch.accelerator.is_available(),
     "bf16": torch.accelerator.is_available(),
     "gradient_checkpointing": False,
@@ -214,7 +208,8 @@ class Measurements(TrainerCallback):
         was_training = model.training
         model.eval()
         self.curve.append(first_word_probability(model, self.tokenizer, self.rows))
-        print(f"{self.arm:12} step {step:3}  p(required first word) {self.curve[-1]:.3f}", flush=True)
+        name = STYLES[self.arm][0]
+        print(f"{name:20} step {step:3}  p(required first word) {self.curve[-1]:.3f}", flush=True)
         if self.every is not None and step % self.every == 0:
             self.table.append({"step": step} | self._columns(model, step))
         model.train(was_training)
@@ -245,24 +240,13 @@ def train(
         prompts: number of prompts with held-out words that are measured.
         **options: options of `CreditConfig` in place of `OPTIONS`.
     """
-    trainer = make_trainer(arm, OPTIONS | ARMS[arm] | options | {"seed": seed}, model, tokenizer)
+    rows = Dataset.from_list(make_rows(WORDS))
+    trainer = make_trainer(arm, OPTIONS | ARMS[arm] | options | {"seed": seed}, model, reward, rows, tokenizer)
     trainer.remove_callback(PrinterCallback)
     measurements = Measurements(trainer, arm, every, prompts)
     trainer.add_callback(measurements)
     trainer.train()
     return measurements
-
-
-def make_trainer(arm: str, options: dict[str, Any], model: Any, tokenizer: Any) -> CreditTrainer:
-    """The trainer of an arm. Temper-only, of examples/family, has the target (1 − λ) f in place of f − λ Ĝ."""
-    is_tempered = arm == "temper-only"
-    config = CreditConfig(**options | ({"contrastive_coef": 0.0} if is_tempered else {}))
-    rows = Dataset.from_list(make_rows(WORDS))
-    trainer = CreditTrainer(model, reward, config, rows, processing_class=tokenizer)
-    if is_tempered:
-        sys.path.append(str(FAMILY))
-        importlib.import_module("temper_only").temper(trainer.credit_step, options["contrastive_coef"])
-    return trainer
 
 
 def run_study(args: argparse.Namespace, load: Any) -> None:
@@ -303,46 +287,68 @@ def demonstrate(args: argparse.Namespace, load: Any) -> Path:
     curves = {}
     model, tokenizer = load()
     rows = make_rows(HELD_OUT)[:5]
-    answers = {"before": answer(model, tokenizer, rows)}
+    before = answer(model, tokenizer, rows)
+    checkpoint = Checkpoint.from_model(model.eval(), tokenizer, name="base")
+    columns = {
+        f"before, R_t of {STYLES[arm][0]}": [colored(checkpoint, arm, rows, i, before[i]) for i in range(len(rows))]
+        for arm in args.arms
+    }
     for arm in args.arms:
         model, tokenizer = load()
         folder = args.output_dir / arm
         measured = train(model, tokenizer, arm, args.seeds[0], None, max_steps=args.steps, output_dir=str(folder))
         curves[arm] = measured.curve
-        answers[arm] = answer(measured.trainer.model.eval(), tokenizer, rows)
-    texts = {name: [tokenizer.decode(ids, skip_special_tokens=True) for ids in of] for name, of in answers.items()}
+        after = answer(measured.trainer.model.eval(), tokenizer, rows)
+        texts = [escape(tokenizer.decode(ids, skip_special_tokens=True)) for ids in after]
+        columns[f"after {args.steps} steps of {STYLES[arm][0]}"] = texts
     args.output_dir.mkdir(parents=True, exist_ok=True)
     file = args.output_dir / "first_word.html"
-    file.write_text(page(curves, rows, texts), encoding="utf-8")
+    file.write_text(page(curves, rows, columns), encoding="utf-8")
     return file
 
 
-def page(curves: dict[str, list[float]], rows: Sequence[dict[str, Any]], texts: dict[str, list[str]]) -> str:
-    """HTML with the curve of every arm and the answers beside each other."""
-    colors = ("#c0392b", "#2471a3", "#7d3c98", "#1e8449")
+def colored(checkpoint: Checkpoint, arm: str, rows: Sequence[dict[str, Any]], i: int, ids: list[int]) -> str:
+    """HTML of an answer to row i, each token colored by R_t minus the policy's mean: a step raises red ones."""
+    row = rows[i]
+    text = checkpoint.tokenizer.decode(ids, skip_special_tokens=True)
+    z = PrivilegedContext(feedback=verify(text, row["word"], row["noun"]).feedback)
+    others = tuple(other["prompt"] for other in rows if other is not row)
+    config = analysis_config(**ARMS[arm], **TEMPLATES, distillation_topk=OPTIONS["distillation_topk"])
+    token_map = map_response(checkpoint, Rollout(str(i), row["prompt"], tuple(ids), z, others), config)
+    spans = []
+    for token, value in zip(token_map.tokens, token_map.scores.centred.tolist(), strict=True):
+        color = f"rgba({'214,47,39' if value > 0 else '33,102,190'},{min(1.0, abs(value) / 3.0):.2f})"
+        spans.append(f'<span style="background:{color}" title="{value:+.2f}">{escape(token.text)}</span>')
+    return "".join(spans)
+
+
+def page(curves: dict[str, list[float]], rows: Sequence[dict[str, Any]], columns: dict[str, list[str]]) -> str:
+    """HTML with the curve of every arm and the answers beside each other; the columns are HTML."""
     lines, legend = [], []
-    for (arm, curve), color in zip(curves.items(), colors * len(curves), strict=False):
+    for arm, curve in curves.items():
+        name, color = STYLES[arm]
         width = 560 / max(len(curve) - 1, 1)
         points = " ".join(f"{40 + width * step:.0f},{220 - 200 * p:.0f}" for step, p in enumerate(curve))
         lines.append(f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="2"/>')
-        legend.append(f'<span style="color:{color}">{escape(arm)}: {curve[0]:.3f} → {curve[-1]:.3f}</span>')
+        legend.append(f'<span style="color:{color}">{escape(name)}: {curve[0]:.3f} → {curve[-1]:.3f}</span>')
     axes = (
         '<path d="M40 20V220H600" fill="none" stroke="gray"/><text x="2" y="26">1</text><text x="2" y="224">0</text>'
     )
-    head = "".join(f"<th>{escape(name)}</th>" for name in ("prompt", *texts))
+    head = "".join(f"<th>{escape(name)}</th>" for name in ("prompt", *columns))
     body = "".join(
         f"<tr><td>{escape(row['prompt'][0]['content'])}</td>"
-        + "".join(f"<td>{escape(of[number])}</td>" for of in texts.values())
+        + "".join(f"<td>{of[number]}</td>" for of in columns.values())
         + "</tr>"
         for number, row in enumerate(rows)
     )
     return (
-        '<!doctype html><meta charset="utf-8"><title>First word</title>'
-        "<style>body{font:16px sans-serif;max-width:60em;margin:2em auto}"
-        "td,th{text-align:left;vertical-align:top;padding:.4em;border-top:1px solid #ccc}</style>"
+        '<!doctype html><meta charset="utf-8"><title>First word</title><style>:root{color-scheme:light dark}'
+        "body{font:16px sans-serif;max-width:75em;margin:2em auto;padding:0 1em}text{fill:currentColor}"
+        "td,th{text-align:left;vertical-align:top;padding:.4em;border-top:1px solid gray}</style>"
         "<h1>Begin with the given word</h1><p>Probability of the required first word, by step, on words that are not "
         f'trained. {" · ".join(legend)}</p><svg viewBox="0 0 620 240">{axes}{"".join(lines)}</svg>'
-        f"<h2>Greedy answers before training and after</h2><table><tr>{head}</tr>{body}</table>\n"
+        "<h2>Greedy answers</h2><p>Tokens before training are colored by R_t minus its mean under the policy: a step "
+        f"raises red ones and lowers blue ones.</p><table><tr>{head}</tr>{body}</table>\n"
     )
 
 

@@ -1,4 +1,4 @@
-"""Arms of the study: options of `CreditConfig`, by the name that stands in the tables."""
+"""Arms of the studies: options of `CreditConfig`, by the name in the tables, and their colors in figures."""
 
 from __future__ import annotations
 
@@ -11,17 +11,32 @@ from credit_trl import CreditConfig, CreditTrainer
 
 ARMS: dict[str, dict[str, Any]] = {
     "SDPO": {"contrastive_coef": 0.0},
-    "CREDIT λ=0.1": {"contrastive_coef": 0.1},
     "CREDIT λ=0.05": {"contrastive_coef": 0.05},
+    "CREDIT λ=0.1": {"contrastive_coef": 0.1},
     "CREDIT λ=0.2": {"contrastive_coef": 0.2},
     "CREDIT λ=0.5": {"contrastive_coef": 0.5},
     "CREDIT form=guide λ=0.2": {"contrastive_coef": 0.2, "contrastive_form": "guide"},
+    "CREDIT form=guide λ=1": {"contrastive_coef": 1.0, "contrastive_form": "guide"},
     "CREDIT form=guide λ=1.5": {"contrastive_coef": 1.5, "contrastive_form": "guide"},
     "temper-only λ=0.1": {"contrastive_coef": 0.1},
     "GRPO": {"distillation_weight": 0.0},
     "RLSD": {"distillation_weight": 0.0, "contrastive_coef": 0.0},
     "RLCSD": {"distillation_weight": 0.0, "contrastive_source": "wrong_feedback:wrong_feedback"},
     "SRPO": {"distillation_weight": 0.5, "contrastive_coef": 0.0},
+}
+# Name and color in figures, in the order of legends and tables.
+STYLES = {
+    "SDPO": ("SDPO", "#D55E00"),
+    "CREDIT λ=0.05": ("CREDIT, λ = 0.05", "#56B4E9"),
+    "CREDIT λ=0.1": ("CREDIT, λ = 0.1", "#0072B2"),
+    "CREDIT λ=0.2": ("CREDIT, λ = 0.2", "#7A6AE0"),
+    "CREDIT λ=0.5": ("CREDIT, λ = 0.5", "#B07AA1"),
+    "CREDIT form=guide λ=0.2": ("guide, λ = 0.2", "#009E73"),
+    "CREDIT form=guide λ=1": ("guide, λ = 1", "#009E73"),
+    "CREDIT form=guide λ=1.5": ("guide, λ = 1.5", "#009E73"),
+    "temper-only λ=0.1": ("temper-only, λ = 0.1", "#E69F00"),
+    "hint-contrast λ=0.1": ("contrast of feedback, λ = 0.1", "#CC79A7"),  # version 0.3.0
+    "GRPO": ("GRPO", "#7F7F7F"),
 }
 # Arms of examples/family, which weight the tokens of a loss: `module:function`.
 WEIGHTS = {"RLSD": "rlsd:ratio_weight", "RLCSD": "rlcsd:residual_weight", "SRPO": "srpo:route"}

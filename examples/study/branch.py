@@ -1,22 +1,19 @@
-"""The branch between a planted text and a specific one: measured on a base, with the rate that it predicts.
+"""The branch between a planted text and a specific one, measured on a base; `law.py` predicts from it.
 
 At one position of the response, A is the planted text and B that of the prompt. Log-odds are log p(A) − log p(B):
 ℓ of the policy without z, δ how much z raises the teacher's, s how much a contrast raises them above the teacher's,
-since B loses under x'. `docs/theory.md` derives the fixed points.
+since B loses under x'.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from embedded_base.curriculum import Message, teacher_prompt
-from scipy import stats
-from scipy.special import expit
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from credit_trl.tasks.registry import Task
@@ -57,16 +54,6 @@ class Branch:
     log_odds: np.ndarray
     delta: np.ndarray
     s: np.ndarray
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """Fixed point ℓ* (infinite where the log-odds drift without bound), its rate, and a 95 % band of the rate."""
-
-    log_odds: float
-    rate: float
-    low: float
-    high: float
 
 
 @dataclass(frozen=True)
@@ -145,34 +132,3 @@ def model_log_odds(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, p
         return torch.cat(found).double().numpy()
 
     return log_odds
-
-
-def predict(branch: Branch, options: Mapping[str, Any], has_contrast: bool = True) -> Prediction | None:
-    """Prediction for an arm with these options of `CreditConfig`; None for GRPO, which has no teacher.
-
-    Args:
-        branch: what was measured on the base.
-        options: options of the arm.
-        has_contrast: whether Ĝ has another prompt; otherwise it equals f, so s is 0.
-    """
-    if options.get("distillation_weight") == 0.0:
-        return None
-    coef = options["contrastive_coef"]
-    s = branch.s if has_contrast else np.zeros_like(branch.s)
-    if coef > 0.0 and options.get("contrastive_form", "subtract") == "subtract":
-        mean, low, high = _interval(branch.delta * (1.0 - coef) / coef - s)
-    else:  # the sign of the drift decides
-        mean, low, high = (np.inf * np.sign(value) for value in _interval(branch.delta - coef * s))
-    return Prediction(float(mean), *(float(expit(value)) for value in (mean, low, high)))
-
-
-def critical_coef(branch: Branch, form: str = "subtract") -> float:
-    """λ_c, above which A loses."""
-    delta, s = branch.delta.mean(), branch.s.mean()
-    return float(delta / s if form == "guide" else delta / (delta + s))
-
-
-def _interval(values: np.ndarray) -> tuple[float, float, float]:
-    """Mean over texts B with its 95 % t interval."""
-    half = stats.t.ppf(0.975, len(values) - 1) * stats.sem(values)
-    return values.mean(), values.mean() - half, values.mean() + half

@@ -1,11 +1,12 @@
 """Predicted against measured drift of a planted phrase: `results/predicted.csv` from the rows of the worlds.
 
-    python law.py            # writes predicted.csv and prints R², mean error and rows in the band
+    python law.py            # writes predicted.csv and prints R², mean error, rows in the band, and signs
 
-A prediction rests on ℓ_0, δ and s, which were measured on the base before training, on the teacher's rate and the
-warm-up of the learning rate, and on nothing fitted (`credit_trl.lab.analysis.drift`). The band of a row is the
-prediction ± the 95 % t interval of the errors of the same world and arm over other bases that were seen when the law
-was written (`SEEN`).
+`predicted` rests on ℓ_0, δ and s, which were measured on the base before training, on the teacher's rate and the
+warm-up of the learning rate, and on nothing fitted (`credit_trl.lab.analysis.drift`). `predicted_finite` has a student
+of finite speed: one constant κ, fitted on the runs of SDPO in the world `weak` on other bases than the row's own, and
+the exponent `SLOWING`. The band of a row is `predicted` ± the 95 % t interval of the errors of the same world and arm
+over other bases that were seen when the law was written (`SEEN`).
 """
 
 from __future__ import annotations
@@ -15,18 +16,23 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from functools import cache
+from itertools import product
 from pathlib import Path
 
 import numpy as np
-from scipy import stats
+from scipy import optimize, stats
 
-from credit_trl.lab.analysis.drift import BranchDrift
+from credit_trl.lab.analysis.drift import BranchDrift, holding_coef
 
 RESULTS = Path(__file__).parent / "results"
-SOURCES = [f"{world}.csv" for world in ("weak", "tables", "skip", "filler", "useful", "unseen")]
+WORLDS = ("weak", "tables", "skip", "filler", "useful")
+SOURCES = [*(f"{world}.csv" for world in WORLDS), *(f"unseen/{world}.csv" for world in WORLDS)]
 SEEN = range(12)  # bases whose runs the law was written from
+UNSEEN_STEPS = (30, 60)  # of the bases that were predicted before their first step
 RATE = 0.05  # of the teacher's average, where an arm does not name another
 WARMUP = 10  # optimizer steps over which the learning rate of every arm rises
+SLOWING = 0.25  # of 0, ¼, ½ and 1 the best for the rows of all seen bases
 LEVEL = 0.95
 COLLAPSED = 0.9  # share of answers in the format, below which a run has no branch any more
 
@@ -45,6 +51,7 @@ class Row:
     measured: float | None = None
     in_band: bool | None = None
     seen: bool = True
+    predicted_finite: float | None = None
 
 
 def read_rows(files: Iterable[Path]) -> list[dict[str, str]]:
@@ -63,17 +70,12 @@ def rate_of(arm: str) -> float:
     return 0.0 if words.get("teacher_model_kind") == "base" else float(words.get("teacher_update_rate", RATE))
 
 
-def predict(row: dict[str, str], steps: Sequence[int]) -> list[Row]:
-    """Predictions for the steps of an arm, from its row of step 0."""
+def path_of(row: dict[str, str], steps: int, speed: float = 1.0, slowing: float = 0.0) -> list[float]:
+    """Log-odds after every step of an arm, from its row of step 0."""
     form = "guide" if "guide" in row["arm"] else "subtract"
-    rate = rate_of(row["arm"])
-    start = float(row["log_odds"])
-    branch = BranchDrift(start, float(row["delta"]), float(row["s"]), float(row["lambda"] or 0.0), rate, form)
-    path = branch.path([min(1.0, (step + 1) / WARMUP) for step in range(max(steps))])
-    base = int(row["seed"])
-    return [
-        Row(row["world"], base, row["arm"], rate, step, start, path[step - 1], seen=base in SEEN) for step in steps
-    ]
+    start, delta, s, coef = (float(row[name] or 0.0) for name in ("log_odds", "delta", "s", "lambda"))
+    branch = BranchDrift(start, delta, s, coef, rate_of(row["arm"]), form)
+    return branch.path([speed * min(1.0, (step + 1) / WARMUP) for step in range(steps)], slowing)
 
 
 def predictions(rows: Sequence[dict[str, str]], steps: dict[str, Sequence[int]]) -> list[Row]:
@@ -87,12 +89,46 @@ def predictions(rows: Sequence[dict[str, str]], steps: dict[str, Sequence[int]])
         for row in rows
         if row["log_odds"] and float(row["format"]) >= COLLAPSED
     }
+    starts = [row for row in rows if row["step"] == "0" and row["arm"] != "GRPO"]
+    fits = {
+        int(row["seed"]): [(row, step, value) for step in steps["weak"] if (value := measured.get(key_of(row, step)))]
+        for row in starts
+        if (row["world"], row["arm"]) == ("weak", "SDPO") and int(row["seed"]) in SEEN
+    }
+
+    @cache
+    def speed_without(base: int) -> float:
+        return fitted_speed([one for other, own in fits.items() if other != base for one in own])
+
     found = []
-    for row in rows:
-        if row["step"] == "0" and row["arm"] != "GRPO":
-            for one in predict(row, steps[row["world"]]):
-                found.append(replace(one, measured=measured.get((one.world, one.base, one.arm, one.step))))
+    for row in starts:
+        base = int(row["seed"])
+        wanted = steps[row["world"]] if base in SEEN else UNSEEN_STEPS
+        path = path_of(row, max(wanted))
+        finite = path_of(row, max(wanted), speed_without(base if row["world"] == "weak" else -1), SLOWING)
+        found += [
+            Row(
+                *(row["world"], base, row["arm"], rate_of(row["arm"]), step, float(row["log_odds"]), path[step - 1]),
+                measured=measured.get(key_of(row, step)),
+                seen=base in SEEN,
+                predicted_finite=finite[step - 1],
+            )
+            for step in wanted
+        ]
     return with_bands(found)
+
+
+def key_of(row: dict[str, str], step: int) -> tuple[str, int, str, int]:
+    return row["world"], int(row["seed"]), row["arm"], step
+
+
+def fitted_speed(rows: Sequence[tuple[dict[str, str], int, float]]) -> float:
+    """κ with the least squared error over rows of step 0, later steps, and the log-odds measured there."""
+
+    def error(speed: float) -> float:
+        return sum((value - path_of(row, step, speed, SLOWING)[-1]) ** 2 for row, step, value in rows)
+
+    return float(optimize.minimize_scalar(error, bounds=(0.01, 1.0), method="bounded").x)
 
 
 def with_bands(rows: Sequence[Row]) -> list[Row]:
@@ -129,31 +165,54 @@ def _text(value: object) -> str:
     return f"{value:.4f}" if isinstance(value, float) else str(value)
 
 
-def explained(rows: Sequence[Row]) -> tuple[float, float, int]:
+def explained(rows: Sequence[Row], column: str = "predicted") -> tuple[float, float, int]:
     """R² of the change of the log-odds, mean absolute error in nats, and number of measured rows."""
     measured = [row for row in rows if row.measured is not None]
     change = np.array([row.measured - row.log_odds_0 for row in measured])
-    error = np.array([row.measured - row.predicted for row in measured])
+    error = np.array([row.measured - getattr(row, column) for row in measured])
     r_squared = 1.0 - np.sum(error**2) / np.sum((change - change.mean()) ** 2)
     return float(r_squared), float(np.abs(error).mean()), len(measured)
+
+
+def right_signs(rows: Sequence[dict[str, str]]) -> tuple[int, int]:
+    """Number of runs of subtract without a collapse, and of those whose phrase rose exactly if λ was below λ_hold."""
+    starts = {key_of(row, 0): row for row in rows if row["step"] == "0"}
+    right = []
+    for row in rows:
+        is_last = row["step"] == ("50" if row["world"] == "filler" else "60")
+        if is_last and row["arm"].startswith("CREDIT λ") and float(row["format"]) >= COLLAPSED:
+            start = starts[key_of(row, 0)]
+            hold = holding_coef(*(float(start[name]) for name in ("log_odds", "delta", "s")))
+            right.append((float(start["lambda"]) < hold) == (float(row["log_odds"]) > float(start["log_odds"])))
+    return len(right), sum(right)
 
 
 def main() -> None:
     rows = read_rows(RESULTS / name for name in SOURCES)
     steps: dict[str, list[int]] = {}
     for row in rows:
-        if int(row["step"]) > 0:
+        if int(row["step"]) > 0 and int(row["seed"]) in SEEN:
             steps[row["world"]] = sorted({*steps.get(row["world"], []), int(row["step"])})
     found = predictions(rows, steps)
     write_rows(RESULTS / "predicted.csv", found)
-    for world in sorted({row.world for row in found}):
-        for seen in (True, False):
-            own = [row for row in found if row.world == world and row.seen == seen and row.measured is not None]
-            if len(own) > 2:
-                r_squared, error, count = explained(own)
-                inside = sum(row.in_band is True for row in own)
-                print(f"{world:7} seen={_text(seen):3} rows {count:4}  R² {r_squared:.3f}  error {error:.2f} nats"
-                      f"  in band {inside}")  # fmt: skip
+    print("runs of subtract {}, sign of the change right in {}".format(*right_signs(rows)))
+    for seen, is_guide in product((True, False), (False, True)):
+        for world in (*WORLDS, ""):
+            own = [row for row in found if (world or row.world) == row.world and row.seen == seen]
+            print_fit(f"{world or 'all':7}", [row for row in own if ("guide" in row.arm) == is_guide])
+
+
+def print_fit(name: str, rows: Sequence[Row]) -> None:
+    measured = [row for row in rows if row.measured is not None]
+    if len(measured) > 2:
+        seen = "seen  " if measured[0].seen else "unseen"
+        arms = "guide " if "guide" in measured[0].arm else "others"
+        banded = [row.in_band for row in measured if row.in_band is not None]
+        fits = "".join(
+            " {} R² {:6.3f}, error {:.2f} nats;".format(column, *explained(measured, column)[:2])
+            for column in ("predicted", "predicted_finite")
+        )
+        print(f"{name} {seen} {arms} rows {len(measured):4} {fits} in band {sum(banded)} of {len(banded)}")
 
 
 if __name__ == "__main__":

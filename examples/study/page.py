@@ -3,7 +3,9 @@
     python page.py weak                            # the last step that every arm has
     python page.py tables --step 60 --baseline SDPO --measure accuracy_unknown
 
-A run has collapsed if less than 90 % of its responses are in the format. Collapsed runs count in the means.
+A run has collapsed if less than 90 % of its responses are in the format. Collapsed runs count in the means; where an
+arm has some, the mean of its other runs follows in parentheses. p is that of a paired t test, with Holm's adjustment
+over the arms of the table.
 """
 
 from __future__ import annotations
@@ -13,8 +15,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+from arms import STYLES
 from run import HERE, Row, read_rows
 from scipy import stats
+
+from credit_trl.evaluation.statistics import holm
 
 MEASURES = ("thought_known", "thought_unknown", "accuracy_known", "accuracy_unknown", "accuracy_holdout")
 COLLAPSED = 0.9  # share of responses in the format
@@ -33,7 +38,7 @@ def main() -> None:
     if not rows:
         parser.error(f"{file} has no rows.")
     step = common_step(rows) if args.step is None else args.step
-    print("\n".join(table([row for row in rows if row["step"] == step], step, args.baseline, args.measure)))
+    print("\n".join(table(rows, step, args.baseline, args.measure)))
 
 
 def common_step(rows: Sequence[Row]) -> int:
@@ -43,21 +48,34 @@ def common_step(rows: Sequence[Row]) -> int:
 
 
 def arms_of(rows: Sequence[Row]) -> list[str]:
-    return list(dict.fromkeys(row["arm"] for row in rows))
+    order = list(STYLES)
+    return sorted({row["arm"] for row in rows}, key=lambda arm: (order.index(arm) if arm in STYLES else 99, arm))
 
 
 def table(rows: Sequence[Row], step: int, baseline: str, measure: str) -> list[str]:
-    """Lines of the Markdown table of the rows of one step, in percent."""
-    columns = ("arm", "bases", "collapsed", *MEASURES, f"{measure}, minus {baseline}")
+    """Lines of the Markdown table of the rows of step 0 and one other step, in percent."""
+    columns = ("arm", "bases", "collapsed", *MEASURES, f"{measure}, minus {baseline}", "p (Holm)")
     lines = [f"After {step} steps, in %:", "", f"| {' | '.join(columns)} |", "| --- " * len(columns) + "|"]
+    started = [row for row in rows if row["step"] == 0 and row["arm"] == baseline]
+    rows = [row for row in rows if row["step"] == step]
     reference = {row["seed"]: row[measure] for row in rows if row["arm"] == baseline}
-    for arm in arms_of(rows):
-        own = [row for row in rows if row["arm"] == arm]
-        collapsed = sum(row["format"] < COLLAPSED for row in own)
-        differences = [row[measure] - reference[row["seed"]] for row in own if row["seed"] in reference]
+    arms = {"base": started} | {arm: [row for row in rows if row["arm"] == arm] for arm in arms_of(rows)}
+    differences = {
+        arm: [row[measure] - reference[row["seed"]] for row in own if row["seed"] in reference]
+        for arm, own in arms.items()
+        if arm != baseline
+    }
+    tested = [arm for arm, values in differences.items() if len(values) > 1]
+    adjusted = dict(zip(tested, holm([stats.ttest_1samp(differences[a], 0.0).pvalue for a in tested]), strict=True))
+    for arm, own in arms.items():
+        left = [row for row in own if row["format"] >= COLLAPSED]
         cells = [mean_text([row[name] for row in own]) for name in MEASURES]
-        paired = "" if arm == baseline else mean_text(differences)
-        lines.append(f"| {' | '.join([arm, str(len(own)), str(collapsed), *cells, paired])} |")
+        if 0 < len(left) < len(own):
+            others = [f" ({100 * np.mean([row[name] for row in left]):.1f})" for name in MEASURES]
+            cells = [cell + other for cell, other in zip(cells, others, strict=True)]
+        p = f"{adjusted[arm]:.3f}" if arm in adjusted else ""
+        counts = [arm, str(len(own)), str(len(own) - len(left))]
+        lines.append(f"| {' | '.join([*counts, *cells, mean_text(differences.get(arm, ())), p])} |")
     return lines
 
 

@@ -3,10 +3,11 @@
     python run.py weak                                          # five bases, the arms of the table
     python run.py weak tables --seeds 12 --arms SDPO "CREDIT λ=0.1"
     python run.py weak --arms SDPO --set teacher_update_rate=0.01 max_steps=60
+    python run.py weak --first_seed 300 --seeds 12 --measure    # only the rows of step 0, to predict before training
 
-For every base the file gets a row of step 0 an arm, with the prediction, before the arm is trained, then a row per
-evaluated step. Runs that are in the file are skipped: start the command again to continue it, and several times to
-share the work.
+For every base the file gets a row of step 0 an arm, with the δ and s that `law.py` predicts from, before the arm is
+trained, then a row per evaluated step. Runs that are in the file are skipped: start the command again to continue it,
+and several times to share the work.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # one thread a process is fastest
 import torch
 import yaml
 from arms import ARMS, DEFAULT_ARMS, make_trainer, with_options
-from branch import Branch, branch_rows, measure_branch, model_log_odds, predict
+from branch import branch_rows, measure_branch, model_log_odds
 from filelock import FileLock, Timeout
 from transformers import PrinterCallback, TrainerCallback
 from worlds import COMMON, WORLDS, World, pretrain
@@ -38,14 +39,14 @@ from credit_trl.tasks.quickstart_model import read_base
 
 HERE = Path(__file__).parent
 KEY = ("world", "seed", "arm", "step")
-PREDICTION = ("predicted_log_odds", "predicted_rate", "predicted_low", "predicted_high", "delta", "s")
+BRANCH = ("delta", "s")  # of the base, which the prediction rests on
 PROVENANCE = ("version", "commit", "torch", "transformers", "trl")
 COLUMNS = (
     *("world", "seed", "arm", "lambda", "step", "teacher_fidelity"),
     *(f"{measure}_{group}" for measure in ("thought", "accuracy") for group in GROUPS),
-    *("format", "log_odds", *PREDICTION, "log_odds_given", "length", *PROVENANCE),
+    *("format", "log_odds", *BRANCH, "log_odds_given", "length", *PROVENANCE),
 )
-# Predicted rates are those of the policy itself, so nothing is cut from its distribution.
+# Rates are those of the policy itself, so nothing is cut from its distribution.
 EVALUATION = {"k": 4, "temperature": 1.0, "top_p": 1.0, "batch_size": 288, "group_by": "group"}
 Row = dict[str, Any]
 
@@ -55,7 +56,7 @@ def main() -> None:
     torch.set_num_threads(1)
     changes = dict(yaml.safe_load(one.replace("=", ": ", 1)).popitem() for one in args.set)
     for world, seed, arm in product(args.worlds, range(args.first_seed, args.first_seed + args.seeds), args.arms):
-        run_arm(WORLDS[world], seed, arm, changes, args.output_dir, args.results)
+        run_arm(WORLDS[world], seed, arm, changes, args.output_dir, args.results, args.measure)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -65,12 +66,15 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--first_seed", type=int, default=0, help="seed of the first base (default 0)")
     parser.add_argument("--arms", nargs="+", choices=sorted(ARMS), default=list(DEFAULT_ARMS), metavar="ARM")
     parser.add_argument("--set", nargs="+", default=[], metavar="OPTION=VALUE", help="options of every arm")
+    parser.add_argument("--measure", action="store_true", help="write the rows of step 0 and train nothing")
     parser.add_argument("--output_dir", type=Path, default=Path("runs/study"), help="bases and runs")
     parser.add_argument("--results", type=Path, default=HERE / "results", help="folder of the tables")
     return parser.parse_args()
 
 
-def run_arm(world: World, seed: int, arm: str, changes: Row, output_dir: Path, results: Path) -> bool:
+def run_arm(
+    world: World, seed: int, arm: str, changes: Row, output_dir: Path, results: Path, measure_only: bool = False
+) -> bool:
     """Train one arm on one base and append its rows; False if they are there or another process trains it."""
     name, options = with_options(arm, changes)
     options = COMMON | world.options | options
@@ -88,19 +92,24 @@ def run_arm(world: World, seed: int, arm: str, changes: Row, output_dir: Path, r
                     pretrain(world, seed, base)
             start = rows.get((world.name, seed, name, 0))
             if start is None:
-                start = first_row(world, base, arm, options)
-                append_rows(file, [row_of(world, seed, name, 0, options) | start])
-            predicted = {column: start[column] for column in PREDICTION}
+                same_base = (row for key, row in rows.items() if key[:2] == (world.name, seed) and key[3] == 0)
+                start = next((row for row in same_base if row["s"]), None) or first_row(world, base, options)
+                if arm.startswith("temper-only"):
+                    start = start | {"s": 0.0}  # its target has no contrast
+                append_rows(file, [start | row_of(world, seed, name, 0, options)])
+            if measure_only:
+                return True
+            branch = {column: start[column] for column in BRANCH}
             trained = train(world, seed, arm, options, base, folder)
-            append_rows(file, [row_of(world, seed, name, step, options) | predicted | row for step, row in trained])
+            append_rows(file, [row_of(world, seed, name, step, options) | branch | row for step, row in trained])
     except Timeout:
         return False
     print(f"{world.name}, base {seed}: {name}", flush=True)
     return True
 
 
-def first_row(world: World, base: Path, arm: str, options: Row) -> Row:
-    """Rates of the base, and the prediction for an arm."""
+def first_row(world: World, base: Path, options: Row) -> Row:
+    """Rates of the base, and its branch."""
     model, tokenizer = read_base(base)
     branch = measure_branch(model_log_odds(model, tokenizer, world.point), branch_rows(world.task, world.point))
     length = options["max_completion_length"]
@@ -111,18 +120,10 @@ def first_row(world: World, base: Path, arm: str, options: Row) -> Row:
         "teacher_fidelity": world.fidelity(model, tokenizer),
         "log_odds": branch.log_odds.mean(),
         "log_odds_given": (branch.log_odds + branch.delta).mean(),
+        "delta": branch.delta.mean(),
+        "s": branch.s.mean(),
         **rates(result.to_dict()),
-        **prediction(branch, arm, options),
     }
-
-
-def prediction(branch: Branch, arm: str, options: Row) -> Row:
-    """Columns of the prediction, with the δ and s that it rests on."""
-    has_contrast = not arm.startswith("temper-only")
-    found = predict(branch, options, has_contrast)
-    values = (None,) * 4 if found is None else (found.log_odds, found.rate, found.low, found.high)
-    s = branch.s.mean() if has_contrast else 0.0
-    return dict(zip(PREDICTION, (*values, branch.delta.mean(), s), strict=True))
 
 
 def train(world: World, seed: int, arm: str, options: Row, base: Path, folder: Path) -> Iterator[tuple[int, Row]]:

@@ -10,9 +10,9 @@ import os
 import re
 import string
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import InitVar, dataclass
+from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 import torch
 from trl import GRPOConfig
@@ -58,9 +58,9 @@ class CreditConfig(GRPOConfig):
         contrastive_count (`int`, *optional*, defaults to `1`):
             C ≥ 1: contrast prompts per sample. Each costs one forward pass of the teacher.
         contrastive_source (`str`, *optional*, defaults to `"batch"`):
-            Source of the contrast prompts: the global generation batch (`"batch"`, the paper), the whole `"dataset"`,
-            for batches with few prompts, or a function of your own, `"module:function"`
-            (`contexts.contrast.sources` lists the registered names).
+            Source of the contrast prompts: the global generation batch (`"batch"`, the paper), drawn for each sample
+            or once for a group (`"batch_per_group"`), the whole `"dataset"`, for batches with few prompts, or a
+            function of your own, `"module:function"`.
 
         > The distillation loss
 
@@ -70,7 +70,8 @@ class CreditConfig(GRPOConfig):
             α in [0, 1]: 1 reverse KL (Algorithm 1), 0 forward KL, 0.5 Jensen-Shannon.
         distillation_support (`str`, *optional*, defaults to `"teacher_topk"`):
             Tokens of the vocabulary that carry the loss: the teacher's K most likely (the paper), or the sampled token
-            only (`"sampled"`, α = 1).
+            only (`"sampled"`, α = 1). In Python SDPO's `distillation_mode` is taken too: `"topk_logits"`,
+            `"sampled_token"`, or `"full_logits"` for K = `None`.
         distillation_topk (`int`, *optional*, defaults to `20`):
             K_v. The paper uses 20 on LiveCodeBench, 100 elsewhere. `None`: the whole vocabulary.
         distillation_tail (`"bucket"` or `"renormalize"`, *optional*, defaults to `"bucket"`):
@@ -151,6 +152,7 @@ class CreditConfig(GRPOConfig):
         ValueError: at construction, where a value is out of range or a combination cannot train.
     """
 
+    is_sized: ClassVar[bool] = False  # whether a batch size was given; set at construction
     _VALID_DICT_FIELDS = [*GRPOConfig._VALID_DICT_FIELDS, "teacher_model_init_kwargs"]  # noqa: RUF012, as in TRL
 
     per_device_train_batch_size: int | None = None  # resolved to TRL's 8, as the next two to the values above
@@ -195,7 +197,13 @@ class CreditConfig(GRPOConfig):
     verifier_timeout: float | None = None
     on_nonfinite: Literal["raise", "skip"] = "raise"
 
-    def __post_init__(self) -> None:
+    distillation_mode: InitVar[Literal["sampled_token", "topk_logits", "full_logits"] | None] = None  # of `SDPOConfig`
+
+    def __post_init__(self, distillation_mode: str | None) -> None:
+        if distillation_mode is not None:
+            modes = {"sampled_token": "sampled", "topk_logits": "teacher_topk", "full_logits": "teacher_topk"}
+            self.distillation_support = modes.get(distillation_mode, distillation_mode)
+            self.distillation_topk = None if distillation_mode == "full_logits" else self.distillation_topk
         _check_values(self)  # own options first: TRL checks the machine, and its error would hide theirs
         if self.num_generations == 1 and self.distillation_weight == 1.0:
             self.num_generations = _OneRollout(1)
@@ -270,22 +278,36 @@ def _processes() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def _accumulation(config: CreditConfig, prompts: int) -> int:
+    """Fewest accumulation steps with whole groups and at least this many prompts."""
+    rollouts = config.per_device_train_batch_size * _processes()
+    fewest = math.ceil(prompts * config.num_generations / rollouts)
+    return next(n for n in itertools.count(fewest) if n * rollouts % config.num_generations == 0)
+
+
+def fit_batch(config: CreditConfig, rows: int) -> None:
+    """Lower the number of prompts in a generation batch to that of the rows, where no batch size is set."""
+    if config.distillation_weight > 0.0 and not config.is_sized and rows < _DEFAULT_PROMPTS:
+        config.gradient_accumulation_steps = config.steps_per_generation = _accumulation(config, rows)
+        rollouts = config.per_device_train_batch_size * config.world_size
+        config.generation_batch_size = rollouts * config.steps_per_generation
+
+
 def _resolve_defaults(config: CreditConfig) -> None:
     """Set options whose default depends on others or on the machine."""
     distills = config.distillation_weight > 0.0
-    is_sized = any(getattr(config, name) is not None for name in _BATCH_SIZES)
+    config.is_sized = any(getattr(config, name) is not None for name in _BATCH_SIZES)
     for name in _BATCH_SIZES[:2]:
         if getattr(config, name) is None:
             setattr(config, name, getattr(GRPOConfig, name))
-    if distills and not is_sized:
-        rollouts = config.per_device_train_batch_size * _processes()
-        fewest = math.ceil(_DEFAULT_PROMPTS * config.num_generations / rollouts)
-        whole = (n for n in itertools.count(fewest) if n * rollouts % config.num_generations == 0)
-        config.gradient_accumulation_steps = next(whole)
+    if distills and not config.is_sized:
+        config.gradient_accumulation_steps = _accumulation(config, _DEFAULT_PROMPTS)
     if config.vllm_importance_sampling_mode is None:
         config.vllm_importance_sampling_mode = "token_truncate" if distills else "sequence_mask"
         if distills and config.vllm_importance_sampling_clip_max == GRPOConfig.vllm_importance_sampling_clip_max:
             config.vllm_importance_sampling_clip_max = 2.0
+    if config.report_to is None:  # `null` in YAML
+        config.report_to = "none"
     if config.bf16 is None and (config.use_cpu or not torch.accelerator.is_available()):
         config.bf16 = False
 
@@ -299,9 +321,6 @@ class _OneRollout(int):
 
 # Options of other trainers, and other names of ours -> what to set here.
 OTHER_NAMES = {
-    "distillation_mode": "Set `distillation_support`: 'teacher_topk' or 'sampled'.",
-    "remove_thinking_from_demonstration": "Set `teacher_context`: 'solution' or 'think+solution'.",
-    "teacher_model_revision": "Set `teacher_model_init_kwargs={'revision': ...}`.",
     "topk": "Set `distillation_topk`.",
     "alpha": "Set `distillation_alpha`.",
     "lam": "Set `contrastive_coef`.",
@@ -322,30 +341,39 @@ OTHER_NAMES = {
 }
 
 
-def _refuse_unknown(init: Callable[..., None]) -> Callable[..., None]:
-    """An initializer that refuses all unknown options at once, with their counterpart or the most similar name."""
+def refuse_unknown(owner: str, kind: str, names: Iterable[str], known: Collection[str]) -> None:
+    """Refuse all unknown names at once, with their counterpart in `OTHER_NAMES` or the most similar known name.
+
+    Raises:
+        TypeError: a name is not known; the message begins with the owner and what the names are.
+    """
+    advice = []
+    for name in [name for name in names if name not in known]:
+        close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+        similar = f"Did you mean `{close[0]}`?" if close else ""
+        advice.append(f"`{name}`. {OTHER_NAMES.get(name, similar)}".strip())
+    if advice:
+        raise TypeError(f"`{owner}` has no {kind} {' '.join(advice)}")
+
+
+def _checked(init: Callable[..., None]) -> Callable[..., None]:
+    """An initializer that refuses unknown options."""
 
     @functools.wraps(init)
     def checked(self: CreditConfig, *args: Any, **options: Any) -> None:
         known = [one.name for one in self.__dataclass_fields__.values() if one.init]
-        advice = []
-        for name in [name for name in options if name not in known]:
-            close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-            similar = f"Did you mean `{close[0]}`?" if close else ""
-            advice.append(f"`{name}`. {OTHER_NAMES.get(name, similar)}".strip())
-        if advice:
-            raise TypeError(f"`{type(self).__name__}` has no option {' '.join(advice)}")
+        refuse_unknown(type(self).__name__, "option", options, known)
         init(self, *args, **options)
 
     return checked
 
 
-CreditConfig.__init__ = _refuse_unknown(CreditConfig.__init__)
+CreditConfig.__init__ = _checked(CreditConfig.__init__)
 
-TEMPLATE_PLACEHOLDERS = {
-    "reprompt_template": ("prompt", "solution", "feedback"),
-    "solution_template": ("successful_previous_attempt",),
-    "feedback_template": ("feedback_raw",),
+_PLACEHOLDERS = {
+    "reprompt_template": ["prompt", "solution", "feedback"],
+    "solution_template": ["successful_previous_attempt"],
+    "feedback_template": ["feedback_raw"],
 }
 
 # Range in words -> its test, and the options that are in it.
@@ -405,8 +433,17 @@ def _check_values(config: CreditConfig) -> None:
             "`torch_compile` compiles the forward pass of the whole model, and the distillation loss calls the layers "
             "inside it. Set `torch_compile=False`, without a backend or mode."
         )
-    for name, placeholders in TEMPLATE_PLACEHOLDERS.items():
-        check_template(name, getattr(config, name), placeholders)
+    for name, placeholders in _PLACEHOLDERS.items():
+        template = getattr(config, name)
+        try:
+            found = [field for _, field, _, _ in string.Formatter().parse(template) if field is not None]
+        except ValueError:  # no format string
+            found = []
+        if sorted(found) != sorted(placeholders):
+            raise ValueError(
+                f"`{name}` must have each of {', '.join('{' + p + '}' for p in placeholders)} once, no other "
+                f"placeholder, and literal braces as {{{{ and }}}}; got {template!r}."
+            )
 
 
 def _check_combinations(config: CreditConfig) -> None:
@@ -426,11 +463,6 @@ def _check_combinations(config: CreditConfig) -> None:
         )
 
 
-def _changes_temperature(config: CreditConfig) -> bool:
-    kwargs = config.generation_kwargs if isinstance(config.generation_kwargs, dict) else {}
-    return kwargs.get("temperature", config.temperature) != config.temperature
-
-
 # Whether a combination fails -> message, with the configuration as `c`.
 _COMBINATIONS: tuple[tuple[Callable[[CreditConfig], bool], str], ...] = (
     (
@@ -448,7 +480,9 @@ _COMBINATIONS: tuple[tuple[Callable[[CreditConfig], bool], str], ...] = (
         "learned. Set `teacher_prompt='privileged'` or another teacher.",
     ),
     (
-        lambda c: c.contrasts and c.contrastive_source == "batch" and c.generation_batch_size < 2 * c.num_generations,
+        lambda c: (
+            c.contrasts and c.contrastive_source[:5] == "batch" and c.generation_batch_size < 2 * c.num_generations
+        ),
         "A generation batch of {c.generation_batch_size} rollouts with `num_generations={c.num_generations}` holds "
         "one prompt, so there is no contrast prompt. Increase `per_device_train_batch_size`, "
         "`gradient_accumulation_steps` or `generation_batch_size`, set `contrastive_source='dataset'`, or set "
@@ -467,12 +501,17 @@ _COMBINATIONS: tuple[tuple[Callable[[CreditConfig], bool], str], ...] = (
         "more generations.",
     ),
     (
+        lambda c: c.max_completion_length is None,
+        "`max_completion_length=None` generates up to the default length of the model, 20 tokens with the prompt "
+        "where its `generation_config` has none. Set a number.",
+    ),
+    (
         lambda c: c.enable_jit_checkpoint,
         "`enable_jit_checkpoint=True` saves inside a step, where weights, teacher and generation batch do not match. "
         "Save often (`save_steps`) instead.",
     ),
     (
-        _changes_temperature,
+        lambda c: (c.generation_kwargs or {}).get("temperature", c.temperature) != c.temperature,
         "`generation_kwargs` has the temperature {c.generation_kwargs[temperature]}, and the loss uses `temperature="
         "{c.temperature}`. Set `temperature` instead.",
     ),
@@ -486,20 +525,3 @@ _COMBINATIONS: tuple[tuple[Callable[[CreditConfig], bool], str], ...] = (
         "or set `distillation_tail='bucket'`.",
     ),
 )
-
-
-def check_template(name: str, template: str, placeholders: tuple[str, ...]) -> None:
-    """Check that a template, an option called `name`, has each of its placeholders once and no other.
-
-    Raises:
-        ValueError: it has not, or it is no format string.
-    """
-    try:
-        found = [field_name for _, field_name, _, _ in string.Formatter().parse(template) if field_name is not None]
-    except ValueError:
-        found = []
-    if sorted(found) != sorted(placeholders):
-        raise ValueError(
-            f"`{name}` must have each of {', '.join('{' + p + '}' for p in placeholders)} once, no other placeholder, "
-            f"and literal braces as {{{{ and }}}}; got {template!r}."
-        )

@@ -23,7 +23,7 @@ from trl.trainer.utils import pad
 from credit_trl.config import CreditConfig
 from credit_trl.contexts.builder import ContextBuilder
 from credit_trl.contexts.contrast import Contrast, ContrastBatch, Source, draw_contrasts
-from credit_trl.contexts.privileged import PrivilegedContext
+from credit_trl.contexts.tokens import PrivilegedContext
 from credit_trl.loss.token_weight import TokenCredit, TokenWeight, weigh_tokens
 from credit_trl.rollout.batch import GenerationBatch
 from credit_trl.rollout.verdict import Verdict, as_verdicts

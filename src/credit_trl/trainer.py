@@ -8,6 +8,7 @@ This module wires the stages and computes nothing itself:
 
 from __future__ import annotations
 
+import inspect
 import textwrap
 from importlib.resources import files
 from typing import Any, ClassVar
@@ -16,9 +17,10 @@ import torch
 from accelerate.utils import gather_object
 from datasets import Dataset, IterableDataset
 from torch import Tensor, nn
+from trl import GRPOTrainer
 from trl.trainer.utils import get_config_model_id
 
-from credit_trl.config import CreditConfig
+from credit_trl.config import CreditConfig, fit_batch, refuse_unknown
 from credit_trl.contexts.build import ignored_feedback
 from credit_trl.contexts.builder import ContextBuilder
 from credit_trl.contexts.prompts import chat_renderer
@@ -40,15 +42,16 @@ from credit_trl.teacher import causal_lm
 from credit_trl.teacher.external import build_teacher
 from credit_trl.teacher.models import TeacherUpdate
 from credit_trl.teacher.packing import cannot_pack
-from credit_trl.training import check_logits, checks, micro_batches, reporting
+from credit_trl.training import checks, micro_batches, reporting
+from credit_trl.training.check_model import check_logits, check_model
 from credit_trl.training.check_run import check_run
 from credit_trl.training.checkpoints import ResumableTrainer
 from credit_trl.training.drift import DriftAlarms
+from credit_trl.training.gradient_reduction import reduce_gradients_in_fp32
 from credit_trl.training.metrics import Alarms, TokenMetrics, context_metrics, drop_undefined, teacher_success_weights
 from credit_trl.training.run_data import describe_data
-from credit_trl.training.run_log import RunLog
 from credit_trl.training.step import CreditStep
-from credit_trl.training.weight_change import WeightChange
+from credit_trl.training.weights import WeightChange
 
 
 class CreditTrainer(ResumableTrainer):
@@ -114,10 +117,10 @@ class CreditTrainer(ResumableTrainer):
     ) -> None:
         if args is None:
             name = model if isinstance(model, str) else get_config_model_id(model.config)
-            # A process's 8 x 8 rollouts are 8 problems, the paper's mini-batch on LiveCodeBench.
-            args = CreditConfig(f"{name.split('/')[-1]}-CREDIT", gradient_accumulation_steps=8)
+            args = CreditConfig(f"{name.split('/')[-1]}-CREDIT")
         if not isinstance(args, CreditConfig):
             raise TypeError(f"`args` must be a `CreditConfig` (it extends `GRPOConfig`), got {type(args).__name__}.")
+        refuse_unknown("CreditTrainer", "argument", kwargs, inspect.signature(GRPOTrainer).parameters)
         if model == "quickstart":  # as on the command line; `credit_trl.tasks` is not part of the core
             model = str(files("credit_trl.tasks.quickstart_model") / "plain")
         self._verdicts = VerdictLog(VerifierPolicy(args.on_verifier_error, args.verifier_timeout))
@@ -129,6 +132,9 @@ class CreditTrainer(ResumableTrainer):
         checks.check_datasets(
             args, datasets, reward_funcs, kwargs.get("environment_factory"), kwargs.get("rollout_func")
         )
+        checks.check_teacher(args)
+        if isinstance(train_dataset, Dataset):
+            fit_batch(args, len(train_dataset))
         await_engine(args)
         super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, **kwargs)
         self._set_signature_columns_if_needed()
@@ -147,11 +153,13 @@ class CreditTrainer(ResumableTrainer):
         self._init_reports()
         self.run_log.facts["data"] = describe_data(reward_funcs or [], args.reward_weights)
         self.run_log.rows = {"train": train_dataset, "test": eval_dataset}
+        checks.check_ends(self._tokenizer, self.eos_token_ids, self.alarms.raise_once)
         if not has_environments and kwargs.get("rollout_func") is None:
+            encode = None if self._is_vlm else self.context_builder.student_text
             checks.check_prompts(
                 args,
                 datasets,
-                lambda prompt: self._tokenize_prompts([prompt])[0][0],
+                lambda prompt: (encode and encode(prompt), self._tokenize_prompts([prompt])[0][0]),
                 self.eos_token_ids,
                 self.alarms.raise_once,
             )
@@ -160,11 +168,10 @@ class CreditTrainer(ResumableTrainer):
 
     def _init_reports(self) -> None:
         self.alarms = Alarms(self.accelerator.is_main_process)
-        self._token_metrics = TokenMetrics(self.args, self._sum_over_processes, self.accelerator.gather)
+        self._token_metrics = TokenMetrics(self.args, self._sum_over_processes)
         self.drift_alarms = DriftAlarms(self.alarms, frozen_teacher=self.args.teacher_is_frozen)
-        self.run_log = RunLog()
+        self.run_log = reporting.RunLog(self.drift_alarms, self.clock)
         self.add_callback(self.run_log)
-        self.add_callback(reporting.ContinueReports(self.drift_alarms, self.clock))
         self.add_callback(WeightChange(self.alarms, self.model))
         reporting.print_lines(self.callback_handler)
         self.num_completions_to_print = 0  # of TRL's table, see `print_completions`
@@ -172,10 +179,11 @@ class CreditTrainer(ResumableTrainer):
     def _init_credit(self, token_weight: TokenWeight | None) -> None:
         args = self.args
         checks.check_machine(args, self.accelerator, self.aux_loss_enabled)
+        reduce_gradients_in_fp32(self.accelerator)
         self.teacher = build_teacher(args, self.model, self.accelerator, self._tokenizer)
-        check_logits.check_model(self.model, self.accelerator)
+        check_model(self.model, self.accelerator)
         if args.teacher_model_kind == "model":
-            check_logits.check_logits(self.teacher.models()[0], self.accelerator)
+            check_logits(self.teacher.models()[0], self.accelerator)
         reason = cannot_pack(self.model) if args.packed else None
         self.credit_step = CreditStep(
             args,
@@ -191,7 +199,7 @@ class CreditTrainer(ResumableTrainer):
                 f"`packed=True` has no effect: {reason}. Micro-batches are padded to their longest sample "
                 "(`credit/padding_factor`).",
             )
-        if self.credit_step.corrects_for_engine:
+        if self.credit_step.engine_role == "correction":
             self.vllm_importance_sampling_correction = False  # TRL's, which costs a forward pass
         if args.teacher_model_kind == "ema":
             self.add_callback(TeacherUpdate(self))
@@ -279,7 +287,13 @@ class CreditTrainer(ResumableTrainer):
         batch = self._rollouts.with_turns(loss_mask(output))
         self._generation_batch = batch
         metrics = self._metrics[self._mode]
-        self.alarms.check_engine(metrics)
+        if self.model.training:
+            marks = self._tokenizer, self.context_builder.render, self.eos_token_ids
+            checks.check_truncated(metrics["completions/clipped_ratio"][-1], *marks, self.alarms.raise_once)
+        if "importance_sampling_ratio" in output:  # TRL's, of which it logs the other moments
+            ratio = output["importance_sampling_ratio"].expand_as(output["completion_mask"])
+            median = self.accelerator.gather(ratio[loss_mask(output)].median())
+            self._log_values({"sampling/importance_sampling_ratio/median": median.nanmean().item()})
         if self.model.training and self.num_generations > 1:
             self.alarms.check_rewards(metrics["frac_reward_zero_std"][-1] == 1.0, metrics["reward"][-1])
         contexts = None
@@ -290,9 +304,8 @@ class CreditTrainer(ResumableTrainer):
                 output["success_weights"] = self._weigh_successes(batch, contexts, loss_mask(output))
             with self.clock.stage("scores"):
                 output.update(self.credit_step.prepare(batch, output, contexts))
-        if self.args.log_completions:
-            decode = self.processing_class.batch_decode
-            reporting.add_completion_columns(self._logs["extra"], output, batch, contexts, decode)
+        decode = self.processing_class.batch_decode
+        reporting.add_completion_columns(self._logs["extra"], output, batch, contexts, decode)
         return output
 
     def _build_contexts(self, batch: GenerationBatch) -> list[TokenContexts]:
@@ -302,18 +315,23 @@ class CreditTrainer(ResumableTrainer):
         self._log_values(shares)
         self.alarms.check_contexts(shares, self._metrics[self._mode].get("credit/frac_verifier_skipped", [0.0])[-1])
         longest = longest_sequence(contexts, batch.completion_ids)
-        self.alarms.check_positions(longest, causal_lm.position_embeddings(self.model))
-        self.alarms.check_ignored_feedback(*ignored_feedback(batch, self.args))
+        positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        exceeds = positions is not None and longest > positions
+        self.alarms.raise_if(exceeds, "positions", longest=longest, positions=positions)
+        is_ignored, missing_turns = ignored_feedback(batch, self.args)
+        self.alarms.raise_if(is_ignored, "feedback_off")
+        self.alarms.raise_if(bool(missing_turns), "lost_turns", turn=min(missing_turns, default=None))
         return contexts
 
     def _weigh_successes(self, batch: GenerationBatch, contexts: list[TokenContexts], mask: Tensor) -> Tensor:
-        """(B,) weights of the teacher's fidelity, so that its mean over the logged micro-batches is the fidelity."""
+        """(B,) weights of the teacher's fidelity, which is then its mean over the micro-batches of all processes."""
         steps = self.args.steps_per_generation if self.model.training else 1
         weights, mixed, scored = teacher_success_weights(batch, contexts, mask, self.args.success_reward_threshold)
         if self.model.training:
-            self.alarms.check_loss_tokens(any(c.teacher is not None for c in contexts), scored)
+            has_teacher = any(c.teacher is not None for c in contexts)
+            self.alarms.raise_if(has_teacher and not scored, "no_tokens")
         self._log_values({"credit/fidelity_groups": mixed})
-        return weights * steps
+        return weights * steps * self.accelerator.num_processes
 
     # ------------------------------------------------------------------ micro-batches, loss
 
@@ -349,12 +367,15 @@ class CreditTrainer(ResumableTrainer):
                 model, input_ids, attention_mask, logits_to_keep, batch_size, **kwargs
             )
         corrects = self.use_vllm and self.vllm_importance_sampling_correction
-        if self.args.distillation_weight == 1.0 and self.args.distillation_is_clip is None and not corrects:
+        has_ratio = self.args.distillation_is_clip is not None and self.credit_step.engine_role != "old"
+        if self.args.distillation_weight == 1.0 and not has_ratio and not corrects:
             return None, None, None  # nothing reads them
+        parts = {}
+        for kind, values in (("ids", input_ids), ("mask", attention_mask)):
+            parts[f"prompt_{kind}"] = values[:, :-logits_to_keep]
+            parts[f"completion_{kind}"] = values[:, -logits_to_keep:]
         with self.clock.stage("old_logps"):
-            logps = micro_batches.rollout_logps(
-                self.credit_step, model, input_ids, attention_mask, logits_to_keep, batch_size or len(input_ids)
-            )
+            logps = self.credit_step.policy_logps(model, parts, batch_size)
         return logps, None, None
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
@@ -371,13 +392,15 @@ class CreditTrainer(ResumableTrainer):
         if result.aux_loss is not None:
             loss = loss + self.router_aux_loss_coef * result.aux_loss / accumulation
             self._log_values({"aux_loss": self.accelerator.gather_for_metrics(result.aux_loss).mean().item()})
-        metrics = self._token_metrics.add(self._mode, result)
-        self._log_values(metrics)
-        self.alarms.check_engine(self._metrics[self._mode])
-        self.alarms.check_tokens(metrics, self.teacher.vocabulary_size)
+        self._token_metrics.add(self._mode, result)
         return loss
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        metrics, last = self._token_metrics.read(self._mode)
+        self._metrics[self._mode].update({name: [value] for name, value in metrics.items()})
+        self.alarms.check_engine(self._metrics[self._mode])
+        if metrics:
+            self.alarms.check_tokens(metrics, self.teacher.vocabulary_size)
         if self.model.training:
             self.drift_alarms.observe(self._metrics["train"])
             step_times = self._metrics["train"].get("step_time")
@@ -385,10 +408,8 @@ class CreditTrainer(ResumableTrainer):
                 self.clock.seconds["update"] = sum(step_times) - sum(self.clock.seconds.values())
             self._log_values(self.clock.report(self.state.global_step))
             if self.credit_step is not None:
-                lost = self.alarms.check_gradient(logs, self._metrics["train"])
+                lost = self.alarms.check_gradient(logs, last)
                 self._log_values({"credit/frac_lost_gradient": lost, "credit/teacher_drift": self.teacher.drift()})
-        means = self._token_metrics.mean(self._mode)
-        self._metrics[self._mode].update({name: [value] for name, value in means.items()})
         self._eval_batches = 0  # so that every evaluation draws the same contrast prompts
         drop_undefined(self._metrics[self._mode])
         super().log(logs, start_time)

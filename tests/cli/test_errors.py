@@ -11,7 +11,7 @@ import pytest
 from credit_trl import cli
 from credit_trl.cli import errors, training
 from credit_trl.cli.options_file import load_yaml
-from credit_trl.training.run_lock import run_lock
+from credit_trl.training.run_directory import run_lock
 
 ON_CPU = ["--use_cpu", "true", "--bf16", "false", "--max_steps", "1", "--report_to", "none"]
 SMALL = ["--per_device_train_batch_size", "4", "--num_generations", "2", "--max_completion_length", "4"]
@@ -96,7 +96,7 @@ LINES = [
     ("credit-eval data", "data is not a run directory: it has no run.json"),
     ("credit-eval bare", "bare holds neither a final model nor a checkpoint"),
     ("credit-eval bare --model quickstart", "bare: run.json does not describe data and verifier. Give `--task`."),
-    ("credit-map --model quickstart", "--task or --responses"),
+    ("credit-map --model quickstart", "--model and --task"),
     ("credit-map --model quickstart --task quickstart --samples ten", "--samples: invalid int value: 'ten'"),
     ("credit-map --model quickstart --task quickstart --samples 0", "`--samples` must be at least 1"),
     ("credit-report nowhere", "holds no run"),

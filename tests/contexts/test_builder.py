@@ -9,12 +9,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tokenizers import decoders, models, pre_tokenizers
 
-from credit_trl.contexts.build import gather_contrast_batch
+from credit_trl.contexts.build import build_contexts, gather_contrast_batch, place_turns
 from credit_trl.contexts.builder import ContextBuilder
 from credit_trl.contexts.contrast import Contrast
-from credit_trl.contexts.privileged import PrivilegedContext, demonstration_text
-from credit_trl.contexts.turns import place_turns
+from credit_trl.contexts.prompts import chat_renderer
+from credit_trl.contexts.tokens import PrivilegedContext, demonstration_text
 from credit_trl.rollout.batch import GenerationBatch, is_successful, total_rewards
 from tiny import build_tokenizer, context_ids
 
@@ -96,13 +97,29 @@ def test_a_split_control_token_across_two_pieces_of_z_stays_text(tokenizer, make
     assert "<|im_end|>" in tokenizer.decode(ids[10:-30])
 
 
+@pytest.mark.parametrize("prepend", ["first", "always", "never"])
+@pytest.mark.parametrize("text", ["4", "\n4\n", " 4", ""])
+def test_no_space_is_added_around_z(make_config, prepend, text):
+    """A tokenizer of SentencePiece's kind begins each text with a space."""
+    tokenizer = build_tokenizer()
+    backend = tokenizer.backend_tokenizer
+    backend.model = models.BPE(vocab={chr(c): c for c in (*range(32, 127), 10, 9601)}, merges=[], unk_token="?")
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=prepend)
+    backend.decoder = decoders.Metaspace(prepend_scheme=prepend)
+    builder = ContextBuilder(tokenizer, make_config())
+    ids = builder.encode("2+2?", PrivilegedContext(text, "Not 5."))
+    expected = f"Correct solution:\n{text}\n\nPrevious assessment:\nNot 5.\n\n2+2?"
+    assert tokenizer.decode(ids) == expected
+    assert ids == tokenizer(expected)["input_ids"]
+
+
 def test_a_contrast_may_exchange_z(tokenizer, make_config):
     builder = ContextBuilder(tokenizer, make_config(contrastive_count=2, max_reprompt_len=200))
     z, other, long = (PrivilegedContext(feedback=text) for text in ("Not 5.", "Not 7.", "n" * 500))
     built = builder.build(PROMPT, z, [Contrast(PROMPT, other), Contrast(PROMPT, long)])
     texts = [tokenizer.decode(ids) for ids in context_ids(built)]
     assert texts[1] == texts[0].replace("Not 5.", "Not 7.")
-    assert "characters cut" in texts[2]  # z' is fitted by itself
+    assert "… cut …" in texts[2]  # z' is fitted by itself
     assert not built.cut
     with pytest.raises(ValueError, match=r"exchanges the whole privileged context.*'batch'"):
         builder.build(PROMPT, PrivilegedContext(turns={0: "x"}), [Contrast(PROMPT, other)])
@@ -125,7 +142,7 @@ def test_over_budget_feedback_is_cut_before_the_demonstration(tokenizer, make_co
     assert texts[0].endswith("<|im_end|>\n<|im_start|>assistant\n")
     if built.cut and built.privileged.feedback is not None:
         assert built.privileged.demonstration == privileged.demonstration
-        assert "characters cut" in texts[0]
+        assert "… cut …" in texts[0]
         assert built.privileged.feedback.startswith("f")
         assert built.privileged.feedback.endswith("f")
 
@@ -154,7 +171,7 @@ def test_z_is_fitted_to_the_own_prompt_alone(tokenizer, make_config):
         ([long, short, long, other, long], expected),
         ([long, short], expected[:1] * 2),
         ([long], []),
-        ([long] * 33 + [short], []),  # a source without end does not hang
+        ([long] * 99 + [short], []),  # a source without end does not hang
         ([], []),
     ):
         built = builder.build(PROMPT, z, contrasts)
@@ -213,6 +230,49 @@ def test_success_threshold_tolerates_fp32_rounding(rewards, weights, threshold):
     totals = total_rewards(torch.tensor([rewards, missed]), torch.tensor(weights))
     assert totals[0] < threshold
     assert is_successful([*totals, float("nan")], threshold) == [True, False, False]
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_the_chat_template_renders_a_prompt_once_for_all_samples_that_share_it(tokenizer, make_config, count):
+    """Siblings and contrasts: once alone, and once for each choice of parts of z, of which this batch has two."""
+    rendered = []
+    config = make_config(contrastive_count=count)
+    counting = ContextBuilder(
+        tokenizer, config, render=lambda m, **kw: rendered.append(m) or chat_renderer(tokenizer)(m, **kw)
+    )
+    prompts = [ask(f"{row}+1?") for row in range(4) for _ in range(8)]
+    ids = [tokenizer(f"Answer {i}")["input_ids"] for i in range(32)]
+    rewards = [float(i % 8 == 0) for i in range(32)]
+    rows = [{"prompt": prompt} for prompt in prompts]
+    batch = GenerationBatch(rows, prompts, ids, rewards, [f"On {i}." for i in range(32)], 0, group_size=8)
+    built = build_contexts(batch, counting)
+    assert len(rendered) <= 4 * 3
+    fresh = [ContextBuilder(tokenizer, config).encode(prompts[i], built[i].privileged) for i in range(32)]
+    assert [own.teacher for own in built] == fresh
+    build_contexts(batch, counting)
+    assert len(rendered) <= 4 * 3  # the next batches, too
+
+
+def test_tools_that_differ_are_rendered_apart(tokenizer, make_config):
+    def add(number: int) -> int:
+        """Add a number.
+
+        Args:
+            number: what to add.
+        """
+
+    def render(messages, tools=None):
+        return f"{[tool['function']['description'] for tool in tools or []]} {messages[-1]['content']}"
+
+    builder = ContextBuilder(tokenizer, make_config(), render=render)
+    texts = [builder.student_text(PROMPT, tools) for tools in (None, [add], None)]
+    add.__doc__ = add.__doc__.replace("Add a", "Subtract a")
+    assert [*texts, builder.student_text(PROMPT, [add])] == [
+        "[] 2+2?",
+        "['Add a number.'] 2+2?",
+        "[] 2+2?",
+        "['Subtract a number.'] 2+2?",
+    ]
 
 
 def test_a_prompt_without_a_user_turn_is_named(builder):

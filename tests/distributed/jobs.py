@@ -157,6 +157,7 @@ class LocalLosses(CreditTrainer):
         self.longest: list[int] = []
         self.dtypes: set[str] = set()
         self.parts: list[int] = []
+        self.gradients: list[dict[str, Any]] = []
         parts_of = micro_batches._parts
 
         def counted(*args: Any) -> list[list[int]]:
@@ -185,9 +186,35 @@ class LocalLosses(CreditTrainer):
         return loss
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        loss = super().training_step(*args, **kwargs)
+        reduce, reduced = dist.reduce_scatter_single, []
+
+        def record(**kwargs: Any) -> Any:
+            reduced.append(str(kwargs["input"].dtype))
+            return reduce(**kwargs)
+
+        with patch.object(dist, "reduce_scatter_single", record):
+            loss = super().training_step(*args, **kwargs)
         self.losses.append(loss.item())
+        self.gradients.append(gradients(self.model, reduced))
         return loss
+
+
+def gradients(model: torch.nn.Module, reduced: list[str]) -> dict[str, Any]:
+    """Gradients after a micro-batch: dtypes, share of them on this process, and dtypes of the reductions."""
+    held = [p.grad for p in model.parameters() if p.grad is not None]
+    unsharded = [
+        parameter.unsharded_accumulated_grad
+        for module in model.modules()
+        if isinstance(module, FSDPModule) and module._get_fsdp_state()._fsdp_param_group
+        for parameter in module._get_fsdp_state()._fsdp_param_group.fsdp_params
+        if parameter.unsharded_accumulated_grad is not None
+    ]
+    return {
+        "dtypes": sorted({str(one.dtype) for one in held}),
+        "share": share_held(held),
+        "unsharded": len(unsharded),
+        "reduced": reduced,
+    }
 
 
 class StopAt(TrainerCallback):
@@ -352,6 +379,7 @@ def facts(made: LocalLosses) -> dict[str, Any]:
         "longest": made.longest,
         "dtypes": sorted(made.dtypes),
         "parts": made.parts,
+        "gradients": made.gradients,
         "alarms": sorted(made.alarms.raised),
         "synchronised": made.vllm_generation.llm.times if made.use_vllm else 0,
         "step": made.state.global_step,

@@ -23,6 +23,25 @@ def test_fsdp2_in_bf16_keeps_targets_and_loss_in_fp32(tmp_path):
         assert f["teacher_computes_in"] == "torch.bfloat16"
 
 
+@pytest.mark.parametrize("sync_each_batch", [True, False], ids=["recipes", "accelerate's default"])
+def test_fsdp2_gradients_are_reduced_in_fp32(tmp_path, sync_each_batch):
+    """The recipes reduce each micro-batch, so that no process holds whole gradients between micro-batches."""
+    config = {"gradient_accumulation_kwargs": {"sync_each_batch": sync_each_batch}}
+    options = {"bf16": True, "max_steps": 1, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
+    facts = finished(launch(tmp_path, 2, wrapper="fsdp2", accelerator_config=config, **options))
+    assert_wrapped(facts, "fsdp2")
+    for fact in facts:
+        assert len(fact["gradients"]) == 4
+        reductions = fact["gradients"][-1]["reduced"]
+        assert len(reductions) >= 4
+        for number, found in enumerate(fact["gradients"]):
+            is_reduced = sync_each_batch or number == 3
+            assert found["reduced"] == ["torch.float32"] * len(reductions) * is_reduced
+            assert found["dtypes"] == ["torch.float32"] * is_reduced
+            assert found["share"] == pytest.approx(0.5 * is_reduced, abs=0.05)
+            assert (found["unsharded"] == 0) == is_reduced
+
+
 @pytest.mark.slow
 def test_fsdp2_adapter_trains_after_first_pass_of_scoring(tmp_path):
     """With given rollouts, FSDP2 reads the trainable parameters while the teacher's adapter is active."""

@@ -16,21 +16,8 @@ import credit_trl
 from credit_trl.cli import COMPANIONS
 from credit_trl.cli.credit import launch_arguments, one_config, own_options
 from credit_trl.config import CreditConfig
-from tiny import length_verdicts, save_model
+from tiny import SMALL, length_verdicts, save_model
 
-SMALL = {
-    "use_cpu": True,
-    "bf16": False,
-    "gradient_checkpointing": False,
-    "per_device_train_batch_size": 4,
-    "gradient_accumulation_steps": 1,
-    "num_generations": 2,
-    "max_completion_length": 4,
-    "max_steps": 1,
-    "report_to": "none",
-    "save_strategy": "no",
-    "disable_tqdm": True,
-}
 NEEDS_TRAINER = ("evaluation.md", "token_maps.md")
 PROGRAMS = {"trl", "credit-trl", "make", "pip", "python", "sbatch", "accelerate", "vllm", "echo", "credit-report"}
 

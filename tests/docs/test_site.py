@@ -8,12 +8,16 @@ import re
 import runpy
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 from dataclasses import fields
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from pages import ROOT
+from pages import PAGES, ROOT
 from trl import GRPOConfig
 
 from credit_trl import CreditConfig
@@ -72,9 +76,58 @@ def test_no_link_between_pages_is_dead(pages, site):
                 assert not anchor or anchor in pages[target or name].anchors, f"{name}: {link}"
 
 
+def test_files_of_the_repository_are_pages(site):
+    shown = [*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+    link = re.compile(r"\]\((?:\.\./)?((?:examples|notebooks)/[^)#]+)")
+    linked = {path for page in shown for path in link.findall(page.read_text("utf-8"))}
+    assert len(linked) > 10
+    assert [path for path in linked if not (site / "source" / f"{path}.html").is_file()] == []
+    notebook = (site / "source" / "notebooks" / "03_see_the_credit.ipynb.html").read_text("utf-8")
+    assert "data:image/png;base64," in notebook  # with its outputs
+
+
 def test_formulae_are_mathml(site):
     texts = [(site / f"{name}.html").read_text("utf-8") for name in ("method", "glossary", "options")]
     assert all("<math" in text and "arithmatex" not in text for text in texts)
+
+
+@pytest.fixture(scope="module")
+def address(site) -> Iterator[str]:
+    """The site by HTTP, which its search needs."""
+    handler = partial(SimpleHTTPRequestHandler, directory=str(site))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.mark.parametrize("words", ["lambda", "alpha", "pi", "delta"])
+def test_search_for_the_name_of_a_symbol_finds_the_options_first(browser, address, words):
+    page = browser.new_page()
+    page.goto(f"{address}/index.html?q={words}")
+    first = page.locator(".md-search-result__link").first
+    first.wait_for(state="attached")
+    assert first.get_attribute("href").partition("?")[0].endswith("options.html")
+    page.close()
+
+
+def test_option_tables_fit_a_phone(browser, address):
+    page = browser.new_page(viewport={"width": 390, "height": 844})
+    page.goto(f"{address}/options.html")
+    meanings = page.locator(".options td:nth-child(4)")
+    boxes = meanings.evaluate_all("cells => cells.map(cell => cell.getBoundingClientRect())")
+    assert len(boxes) >= 30
+    assert all(box["left"] >= 0 and box["right"] <= 390 and box["width"] > 300 for box in boxes)
+    page.close()
+
+
+@pytest.mark.parametrize("name", ["learning_curve", "hero", "predicted"])
+def test_figures_have_a_dark_twin_that_a_page_shows(name):
+    images = ROOT / "docs" / "images"
+    assert (images / f"{name}-light.png").read_bytes() != (images / f"{name}-dark.png").read_bytes()
+    shown = [page for page in PAGES if f"images/{name}-light.png" in page.read_text("utf-8")]
+    assert shown
+    assert all("(prefers-color-scheme: dark)" in page.read_text("utf-8") for page in shown)
 
 
 def test_every_own_option_has_a_row(site):

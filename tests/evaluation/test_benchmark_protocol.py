@@ -23,7 +23,7 @@ from credit_trl.evaluation.protocol import (
 )
 from credit_trl.evaluation.verdicts import task_verdicts
 from credit_trl.tasks.registry import Task, batch_of
-from credit_trl.training.run_lock import RunLockedError
+from credit_trl.training.run_directory import RunLockedError
 
 LETTERS = "ABCD"
 
@@ -105,7 +105,7 @@ def test_scores_follow_from_the_samples(tmp_path):
     rewards = [float(f"<answer>{golds[s['prompt']]}</answer>" in s["text"]) for s in samples]
     assert [s["reward"] for s in samples] == rewards
     by_prompt = [rewards[i : i + 5] for i in range(0, 30, 5)]
-    assert result.per_prompt_scores == pytest.approx([sum(r) / 5 for r in by_prompt])
+    assert [one.score for one in result.prompts] == pytest.approx([sum(r) / 5 for r in by_prompt])
     assert result.score == pytest.approx(sum(rewards) / 30)
     assert result.pass_at[5] == pytest.approx(sum(any(r) for r in by_prompt) / 6)
     assert result.pass_at[1] == pytest.approx(result.score)

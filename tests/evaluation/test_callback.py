@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from datasets import Dataset
+from transformers import TrainerCallback
 
 from credit_trl import CreditTrainer, Verdict
 from credit_trl.evaluation import EvaluationCallback, engines, evaluate
@@ -136,6 +137,35 @@ def test_resumed_run_ends_with_the_same_files(train, tmp_path, lost):
         (samples.parent / "result.json").unlink()
     train(killed, resume=str(killed / "checkpoint-3"), max_steps=6, save_strategy="steps", save_steps=3)
     assert results(killed) == results(tmp_path / "whole")
+
+
+def test_evaluations_count_generation_batches(train, tmp_path):
+    """A generation batch is two optimizer steps here."""
+    train(tmp_path, max_steps=8, per_device_train_batch_size=4, steps_per_generation=2)
+    assert [row["step"] for row in read_lines(tmp_path / "evaluations.jsonl")] == [0, 4, 8]
+
+
+def test_last_evaluation_is_logged_before_dashboards_close(make_model, make_config, tokenizer, dataset):
+    logged = []
+
+    class Dashboard(TrainerCallback):
+        def on_log(self, args, state, control, logs=None, **kwargs):
+            logged.extend(name for name in logs if name.startswith("eval_avg"))
+
+        def on_train_end(self, args, state, control, **kwargs):
+            logged.append("closed")
+
+    options = {"processing_class": tokenizer, "callbacks": [Dashboard()]}
+    trainer = CreditTrainer(make_model(), TASK.reward, make_config(max_steps=1), dataset, **options)
+    evaluation = EvaluationCallback(trainer, TASK, 2, temperature=0.0, max_prompts=1)
+    trainer.add_callback(evaluation)
+    trainer.train()
+    assert logged == ["eval_avg@2", "eval_avg@2", "closed"]
+    # one prompt has no interval, and greedy decoding is said beside avg@k
+    lines = str(evaluation).splitlines()
+    assert [line[:18] for line in lines] == ["step    0  avg@2  ", "step    1  avg@2  "]
+    assert all(line.endswith("%  greedy  95 % CI needs at least two prompts") for line in lines)
+    assert "nan" not in str(trainer.state.log_history)
 
 
 @pytest.mark.parametrize("failing", [2, 4])  # a middle step and the last

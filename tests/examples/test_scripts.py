@@ -11,20 +11,9 @@ from pathlib import Path
 import pytest
 from trl.chat_template_utils import qwen3_chat_template
 
-from tiny import save_model
+from tiny import SMALL, save_model
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-SMALL = {
-    "use_cpu": True,
-    "bf16": False,
-    "gradient_checkpointing": False,
-    "per_device_train_batch_size": 4,
-    "gradient_accumulation_steps": 1,
-    "num_generations": 2,
-    "max_completion_length": 8,
-    "max_steps": 1,
-    "disable_tqdm": True,
-}
 EVALUATED = {"avg_at_k": 1, "avg_at_k_steps": 1, "max_eval_rows": 1}
 
 
@@ -80,7 +69,7 @@ def test_sciknoweval_trains_and_evaluates(run, tiny_model, tmp_path, capsys):
     options = {"task": "sciknoweval:physics", "dataset_path": train, "eval_dataset_path": test, **EVALUATED}
     output = run("sciknoweval", model_name_or_path=tiny_model, **options)
     assert (output / "final" / "model.safetensors").is_file()
-    steps = re.findall(r"^step +(\d+): avg@1", capsys.readouterr().out, flags=re.MULTILINE)
+    steps = re.findall(r"^step +(\d+)  avg@1", capsys.readouterr().out, flags=re.MULTILINE)
     assert steps == ["0", "1"]  # before the first and after the last step
 
 
@@ -114,15 +103,6 @@ def test_custom_verifier_trains_and_its_feedback_names_the_error(run):
     assert "3 digits, the sum has 2" in grade("421", "42").feedback
     assert "place 2 should be 2" in grade("47", "42").feedback
     assert "no number" in grade("I do not know", "42").feedback
-
-
-def test_lora_trains_and_saves_adapters_only(run, tiny_model, tmp_path):
-    rows = science_rows(tmp_path / "chemistry-train.jsonl", 4)
-    options = {"dataset_path": rows, "dtype": "float32", "lora_r": 4, "warmup_steps": 0}
-    output = run("lora_single_gpu", model_name_or_path=tiny_model, **options)
-    saved = {path.name for path in (output / "adapter").iterdir()}
-    assert "adapter_model.safetensors" in saved
-    assert "model.safetensors" not in saved
 
 
 def test_multi_turn_tools_gives_feedback_for_wrong_turns(run, tiny_model):

@@ -45,7 +45,7 @@ def test_page_prints_means_and_paired_differences(study, monkeypatch, capsys):
     assert f"| {100 * (rates['CREDIT λ=0.1'] - rates['SDPO']).mean():.1f} [" in line
 
 
-def test_runner_appends_rows_once_with_the_prediction(study, tmp_path):
+def test_runner_appends_rows_once_with_the_branch_of_the_base(study, tmp_path):
     torch.set_num_threads(1)
     run = study("run")
     world = study("worlds").WORLDS["weak"]
@@ -61,13 +61,40 @@ def test_runner_appends_rows_once_with_the_prediction(study, tmp_path):
     assert list(rows) == [("weak", 0, name, step) for name in names for step in (0, 1)]
     grpo, _, credit, trained, tempered, _ = rows.values()
     assert grpo["accuracy_known"] == credit["accuracy_known"] > 0.8
-    assert grpo["predicted_rate"] is None
-    expected = credit["delta"] * 0.9 / 0.1 - credit["s"]
-    assert credit["predicted_log_odds"] == pytest.approx(expected, abs=2e-3)
-    assert tempered["predicted_log_odds"] == pytest.approx(credit["delta"] * 0.9 / 0.1, abs=2e-3)
+    assert credit["s"] > 5.0
+    assert tempered["s"] == 0.0
+    assert tempered["delta"] == credit["delta"] == trained["delta"] == grpo["delta"]
+    assert credit["log_odds_given"] == pytest.approx(credit["log_odds"] + credit["delta"], abs=2e-3)
     assert trained["teacher_fidelity"] > 0.9
     assert trained["trl"]
     assert trained["commit"]
+
+
+def test_measured_rows_are_predicted_before_training(study, tmp_path):
+    run = study("run")
+    world = study("worlds").WORLDS["weak"]
+    shutil.copytree(SHIPPED, tmp_path / "bases" / "weak-seed300")
+    assert run.run_arm(world, 300, "SDPO", {"max_steps": 60}, tmp_path, tmp_path, measure_only=True)
+    law = study("law")
+    seen = law.read_rows([RESULTS / "weak.csv"])
+    found = law.predictions(seen + law.read_rows([tmp_path / "weak.csv"]), {"weak": [60]})
+    start, middle, end = [row for row in found if row.base in (0, 300) and row.arm == "SDPO"]
+    assert start.seen
+    assert [middle.step, end.step, middle.seen, end.measured, end.in_band] == [30, 60, False, None, None]
+    changes = (middle.predicted_finite, middle.predicted, end.predicted)
+    assert np.all(np.diff(np.abs(np.array([0.0, *changes]) - [0.0, *[end.log_odds_0] * 3])) > 0)
+
+
+def test_committed_predictions_are_those_of_the_law(study):
+    (row,) = [r for r in table("weak") if (r["seed"], r["arm"], r["step"]) == ("3", "CREDIT λ=0.1", "0")]
+    key = ("weak", "3", row["arm"], "60")
+    (committed,) = [r for r in table("predicted") if tuple(r[n] for n in ("world", "base", "arm", "step")) == key]
+    assert float(committed["predicted"]) == pytest.approx(study("law").path_of(row, 60)[-1], abs=1e-3)
+
+
+def test_sign_of_the_change_is_right_in_the_number_of_runs_that_the_findings_name(study):
+    law = study("law")
+    assert law.right_signs(law.read_rows(RESULTS / f"{world}.csv" for world in WORLDS)) == (174, 168)
 
 
 @pytest.mark.parametrize("name", ["tables", "skip", "useful", "filler"])
@@ -81,3 +108,32 @@ def test_planted_worlds_draw_their_text_and_keep_the_splits_apart(study, name):
     curriculum = study("planted.base").CURRICULA[name]
     planted = sum(world.point.planted.rstrip(".") in str(curriculum.draw(rng)[1]) for _ in range(400))
     assert 0 < planted < 300
+
+
+def test_direction_of_the_gradient_is_that_of_enumerated_success(study, tmp_path):
+    direction = study("direction")
+    base = tmp_path / "weak-seed0"
+    shutil.copytree(SHIPPED, base)
+    rows = {
+        row["quantity"]: row
+        for row in direction.measure(study("worlds").WORLDS["weak"], base, 1)
+        if row["group"] == "unknown"
+    }
+    assert set(rows) == set(direction.QUANTITIES)
+    assert 0.0 < rows["S"]["success"] < 1.0
+    assert rows["ΔV"]["cosine"] > 0.9  # the teacher reads the letter
+    assert rows["ΔV"]["commit"]
+
+
+def test_success_of_a_prefix_is_the_mean_over_its_tokens(study):
+    direction = study("direction")
+    world = study("worlds").WORLDS["weak"]
+    checkpoint = direction.Checkpoint.load(str(SHIPPED), name="base")
+    row = world.task.build("test")[0]
+    tree = direction.enumerate_responses(checkpoint, checkpoint.encode(row["prompt"]))
+    values = direction.success_of(checkpoint, world, row, tree)
+    leaves = [leaf for leaf in values if leaf not in tree]
+    assert sum(tree[leaf[:-1]][0] * tree[leaf[:-1]][1][leaf[-1]] for leaf in leaves) == pytest.approx(1.0)
+    weighted = [tree[leaf[:-1]][0] * tree[leaf[:-1]][1][leaf[-1]] * values[leaf] for leaf in leaves]
+    assert values[()] == pytest.approx(sum(weighted))
+    assert all(leaf[-1] in checkpoint.end_ids() for leaf in leaves)

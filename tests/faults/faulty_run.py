@@ -8,16 +8,19 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import math
 import os
 import resource
 import signal
 import socket
-import sys
 import threading
+import time
+import tomllib
 import urllib.request
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import requests
@@ -25,68 +28,29 @@ import torch
 import torch.distributed as dist
 from datasets import Dataset
 from peft import LoraConfig
-from trl import GRPOTrainer
 from trl.generation.vllm_client import VLLMClient
 
 import tiny
 from credit_trl import CreditConfig, CreditTrainer
-from credit_trl.contexts import build
-from credit_trl.rollout import vllm_client
+from credit_trl.rollout import vllm
 from credit_trl.rollout.verdict import Verdict
-from credit_trl.teacher import passes
-from credit_trl.teacher.models import Teacher
-from credit_trl.training import checkpoints, step
 from credit_trl.training.preemption import SaveOnSigterm
 from distributed import cpu_fsdp2
 
 STEPS = 5
 FINAL = "final.json"
 
-# Name -> (owner, function, when, number of the call in its step). The process dies before or after the call, or
-# half-way through the file that the call writes.
-POINTS: dict[str, tuple[Any, str, str, int]] = {
-    "rollout, before": (GRPOTrainer, "_generate_single_turn", "before", 1),
-    "rollout, after": (GRPOTrainer, "_generate_single_turn", "after", 1),
-    "verdict, before": (GRPOTrainer, "_calculate_rewards", "before", 1),
-    "verdict, inside": (sys.modules[__name__], "grade", "before", 3),
-    "verdict, after": (GRPOTrainer, "_calculate_rewards", "after", 1),
-    "contexts": (build, "gather_contrast_batch", "after", 1),
-    "contrast draw": (build, "draw_contrasts", "after", 1),
-    "scores, before": (step, "score_completions", "before", 1),
-    "scores, first pass": (passes, "run_in_wrapped_forward", "before", 1),
-    "scores, second pass": (passes, "run_in_wrapped_forward", "after", 2),
-    "scores, after": (step, "score_completions", "after", 1),
-    "update, before the loss": (CreditTrainer, "_compute_loss", "before", 1),
-    "update, inside the loss": (step, "credit_loss", "after", 1),
-    "update, before the backward pass": (CreditTrainer, "_compute_loss", "after", 1),
-    "update, inside the optimizer": (torch.optim.AdamW, "step", "before", 1),
-    "update, after the optimizer": (torch.optim.AdamW, "step", "after", 1),
-    "teacher, before": (Teacher, "update", "before", 1),
-    "teacher, after": (Teacher, "update", "after", 1),
-    "checkpoint, before": (CreditTrainer, "_save_checkpoint", "before", 1),
-    "checkpoint, after the weights": (CreditTrainer, "save_model", "after", 1),
-    "checkpoint, half the optimizer": (torch, "save", "half", 1),
-    "checkpoint, after the optimizer": (CreditTrainer, "_save_optimizer_and_scheduler", "after", 1),
-    "checkpoint, after the random state": (CreditTrainer, "_save_rng_state", "after", 1),
-    "checkpoint, before the teacher": (checkpoints, "save_progress", "before", 1),
-    "checkpoint, after the progress": (checkpoints, "save_progress", "after", 1),
-    "checkpoint, before it is on disk": (checkpoints, "sync_to_disk", "before", 1),
-    "checkpoint, before its manifest": (checkpoints, "write_manifest", "before", 1),
-    "checkpoint, after its manifest": (checkpoints, "write_manifest", "after", 1),
-    "checkpoint, before its name": (checkpoints, "rename_atomically", "before", 1),
-    "checkpoint, after its name": (checkpoints, "rename_atomically", "after", 1),
-    "checkpoint, before the old ones go": (checkpoints, "rotate_checkpoints", "before", 1),
-    "checkpoint, while an old one goes": (checkpoints, "rotate_checkpoints", "half", 1),
-    "checkpoint, after": (CreditTrainer, "_save_checkpoint", "after", 1),
-}
+FAULTS = tomllib.loads(Path(__file__).with_name("faults.toml").read_text("utf-8"))
+SIGNALS = {"kill": signal.SIGKILL, "terminate": signal.SIGTERM, "interrupt": signal.SIGINT}
 
 
 @dataclass(frozen=True)
 class Fault:
     """Fault of one process at one point, when `step` optimizer steps are done: a kill, unless `kind` says otherwise.
 
-    Kinds: `"kill"` (SIGKILL), `"terminate"` (SIGTERM), `"disk"` (files may not grow beyond 64 kB, as on a full disk),
-    `"service"` (the verifier's service dies) and `"engine"` (a vLLM server stops answering).
+    Kinds: `"kill"` (SIGKILL), `"terminate"` (SIGTERM), `"interrupt"` (SIGINT), `"disk"` (files may not grow beyond
+    64 kB, as on a full disk), `"service"` (the verifier's service dies), `"engine"` (a vLLM server stops answering),
+    `"second"` (waits while another trainer starts), and `"nan gradient"`, `"nan loss"` and `"nan teacher"`.
 
     The checkpoint of step n is written when n steps are done; the rest of step n happens when n - 1 are.
     """
@@ -129,36 +93,32 @@ def verdicts(completions, answer, **kwargs):
     return [Verdict(grade(c[-1]["content"]), f"The answer is {a}.") for c, a in zip(completions, answer, strict=True)]
 
 
-def schedule(fault: Fault, done: Any) -> None:
-    """Patch the function at the fault's point so that the process is killed there.
-
-    Args:
-        fault: the fault.
-        done: returns the number of optimizer steps done.
-    """
-    owner, name, when, count = POINTS[fault.point]
+def schedule(fault: Fault, made: CreditTrainer) -> None:
+    """Patch the function at the fault's point so that the fault of a run happens there."""
+    path, name, when, count = FAULTS["points"][fault.point]
+    owner = resolve_name(path)
     original, calls = getattr(owner, name), []
 
     @functools.wraps(original)
     def call(*args, **kwargs):
-        if done() != fault.step:
+        if made.state.global_step != fault.step:
             return original(*args, **kwargs)
         calls.append(None)
         if len(calls) == count and when == "half":
             halve(original, *args, **kwargs)
         if len(calls) == count and when in ("before", "half"):
-            happen(fault.kind)
+            happen(fault.kind, made)
         result = original(*args, **kwargs)
         if len(calls) == count and when == "after":
-            happen(fault.kind)
+            happen(fault.kind, made)
         return result
 
     setattr(owner, name, call)
 
 
-def happen(kind: str) -> None:
-    if kind in ("kill", "terminate"):
-        os.kill(os.getpid(), {"kill": signal.SIGKILL, "terminate": signal.SIGTERM}[kind])
+def happen(kind: str, made: CreditTrainer) -> None:
+    if kind in SIGNALS:
+        os.kill(os.getpid(), SIGNALS[kind])
     elif kind == "disk":
         resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))
     elif kind == "service":
@@ -166,16 +126,29 @@ def happen(kind: str) -> None:
         SERVICE[0].server_close()
     elif kind == "engine":
         wait_for_silent_engine()
+    elif kind == "second":
+        out = Path(made.args.output_dir)
+        (out / "waits").touch()
+        while not (out / "continues").exists():
+            time.sleep(0.02)
+    elif kind == "nan teacher":
+        next(iter(made.teacher.named_weights().values())).data.view(-1)[0] = math.nan
+    elif kind == "nan gradient":
+        weight = next(p for p in made.model.parameters() if p.requires_grad)
+        weight.register_hook(lambda grad: grad * math.nan)
+    elif kind == "nan loss":
+        compute = made._compute_loss
+        made._compute_loss = lambda *args: compute(*args) * math.nan
 
 
 def wait_for_silent_engine() -> None:
     """Ask a vLLM server that accepts connections and never answers, through the client of a run."""
-    vllm_client.POLL_SECONDS = 0.05
+    vllm.POLL_SECONDS = 0.05
     silent = socket.create_server(("127.0.0.1", 0))
     client = VLLMClient.__new__(VLLMClient)  # its constructor needs vLLM
     client.session, client.base_url = requests.Session(), f"http://127.0.0.1:{silent.getsockname()[1]}"
     client.model, client.communicator, client._updating_weights = "tiny", None, False
-    vllm_client.WatchedClient.adopt(client, patience=0.5).generate([[1]])
+    vllm.WatchedClient.adopt(client, patience=0.5).generate([[1]])
 
 
 def halve(write: Any, *args: Any, **kwargs: Any) -> None:
@@ -204,11 +177,12 @@ def run(folder: str, variant: str, fault: Fault | None, rank: int, processes: in
         cpu_fsdp2.install()
     if "service" in variant:
         start_service()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     made = make_trainer(out, variant, processes)
-    made.add_callback(SaveOnSigterm(made.accelerator))
+    made.add_callback(SaveOnSigterm())
     assert made.accelerator.num_processes == processes
     if fault is not None and fault.rank == rank:
-        schedule(fault, lambda: made.state.global_step)
+        schedule(fault, made)
     made.train(resume_from_checkpoint="latest")
     finals = digests(made)
     if rank == 0:
@@ -242,7 +216,7 @@ def make_trainer(out: Path, variant: str, processes: int) -> CreditTrainer:
         logging_steps=1,
         save_strategy="steps",
         save_steps=100 if "rarely" in variant else 1,
-        save_total_limit=1,
+        save_total_limit=3 if "keeps" in variant else 1,
         report_to="none",
         gradient_checkpointing=False,
         disable_tqdm=True,

@@ -14,83 +14,25 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from credit_trl.training.preemption import REQUEUE
 from faults import launching
-from faults.faulty_run import POINTS, STEPS, Fault
-
-# After 2 steps a generation batch begins; after 3 steps the run is inside one.
-INSIDE = ("update", "teacher", "checkpoint")
+from faults.faulty_run import FAULTS, STEPS, Fault
 
 
-def at(point: str) -> int:
-    return 3 if point.startswith(INSIDE) else 2
+def cases(table: dict, kind: str) -> list:
+    """Parameters (variant, processes, fault) of the rows of a table of `faults.toml`."""
+    rows = [(row, ()) for row in table["fast"]] + [(row, pytest.mark.slow) for row in table["slow"]]
+    return [
+        pytest.param(
+            variant,
+            processes,
+            Fault(point, step, rank, kind),
+            id=f"{variant or 'full'}-{processes}-{point}-step{step}-rank{rank}",
+            marks=marks,
+        )
+        for (variant, processes, point, step, rank), marks in rows
+    ]
 
 
-SINGLE = [Fault(point, at(point)) for point in POINTS]
-SINGLE += [
-    Fault("scores, second pass", 0),
-    Fault("update, after the optimizer", 0),
-    Fault("checkpoint, after the optimizer", 1),
-    Fault("checkpoint, half the optimizer", 4),
-    Fault("checkpoint, before its name", STEPS),
-]
-TWO = [
-    Fault(point, at(point), rank)
-    for point in (
-        "rollout, after",
-        "verdict, inside",
-        "scores, second pass",
-        "update, before the backward pass",
-        "update, after the optimizer",
-        "checkpoint, after the random state",
-    )
-    for rank in (0, 1)
-]
-TWO += [Fault("checkpoint, half the optimizer", 3), Fault("checkpoint, before its name", 4)]
-SHARDED = [
-    Fault("scores, first pass", 2, 1),
-    Fault("teacher, after", 3, 0),
-    Fault("checkpoint, after the progress", 3, 1),
-]
-LORA = [Fault("scores, second pass", 2), Fault("teacher, after", 3), Fault("checkpoint, after the progress", 3)]
-
-CASES = [("", 1, fault) for fault in SINGLE] + [("lora", 1, fault) for fault in LORA]
-CASES += [("", 2, fault) for fault in TWO] + [("fsdp2", 2, fault) for fault in SHARDED]
-# The fast tests have one fault of each phase, one of them with two processes.
-FAST = [
-    ("", 1, Fault("verdict, inside", 2)),
-    ("", 1, Fault("checkpoint, half the optimizer", 3)),
-    ("", 1, Fault("checkpoint, while an old one goes", 3)),
-    ("", 2, Fault("update, after the optimizer", 3, 1)),
-]
-
-
-def case(variant, processes, fault):
-    name = f"{variant or 'full'}-{processes}-{fault.point}-step{fault.step}-rank{fault.rank}"
-    slow = () if (variant, processes, fault) in FAST else pytest.mark.slow
-    return pytest.param(variant, processes, fault, id=name, marks=slow)
-
-
-@pytest.fixture(scope="session")
-def context():
-    return launching.server()
-
-
-@pytest.fixture(scope="session")
-def uninterrupted(context, tmp_path_factory):
-    """(variant, processes) -> result of an uninterrupted run."""
-    known = {}
-
-    def get(variant, processes):
-        if (variant, processes) not in known:
-            folder = tmp_path_factory.mktemp("uninterrupted")
-            codes = launching.launch(context, folder, variant, processes=processes)
-            assert codes == [0] * processes, launching.log(folder)
-            known[variant, processes] = launching.result(folder)
-        return known[variant, processes]
-
-    return get
-
-
-@pytest.mark.parametrize(("variant", "processes", "fault"), [case(*c) for c in CASES])
+@pytest.mark.parametrize(("variant", "processes", "fault"), cases(FAULTS["kills"], "kill"))
 def test_killed_run_resumes_bitwise(context, uninterrupted, tmp_path, variant, processes, fault):
     expected = uninterrupted(variant, processes)
     codes = launching.launch(context, tmp_path, variant, fault, processes)
@@ -124,16 +66,7 @@ def test_run_whose_surroundings_fail_resumes_bitwise(context, uninterrupted, tmp
     assert launching.result(tmp_path) == uninterrupted("", 1)
 
 
-TERMINATED = [
-    ("rarely", 1, Fault("update, inside the loss", 3, kind="terminate")),
-    pytest.param("rarely", 1, Fault("rollout, after", 2, kind="terminate"), marks=pytest.mark.slow),
-    pytest.param("", 1, Fault("checkpoint, half the optimizer", 3, kind="terminate"), marks=pytest.mark.slow),
-    pytest.param("rarely-lora", 1, Fault("scores, second pass", 2, kind="terminate"), marks=pytest.mark.slow),
-    pytest.param("rarely", 2, Fault("update, after the optimizer", 3, 1, kind="terminate"), marks=pytest.mark.slow),
-]
-
-
-@pytest.mark.parametrize(("variant", "processes", "fault"), TERMINATED)
+@pytest.mark.parametrize(("variant", "processes", "fault"), cases(FAULTS["terms"], "terminate"))
 def test_sigterm_loses_no_step(context, uninterrupted, tmp_path, variant, processes, fault):
     """One process receives the signal; all finish the step, save it, and end with the code for requeuing."""
     codes = launching.launch(context, tmp_path, variant, fault, processes)
@@ -167,10 +100,9 @@ def check_last_checkpoint(folder: Path, fault: Fault) -> None:
 
 
 def test_fault_points_cover_each_phase():
-    assert len(CASES) >= 30
-    assert len(set(CASES)) == len(CASES)
-    assert {fault.point for _, processes, fault in CASES if processes == 1} == set(POINTS)
-    assert all(c in CASES for c in FAST)
+    kills = [tuple(row) for rows in FAULTS["kills"].values() for row in rows]
+    assert len(kills) == len(set(kills)) >= 30
+    assert {point for _, processes, point, _, _ in kills if processes == 1} == set(FAULTS["points"])
 
 
 def test_control_other_run_has_other_digests(uninterrupted):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from credit_trl import objective
-from credit_trl.contexts.privileged import PrivilegedContext
+from credit_trl.contexts.tokens import PrivilegedContext
 from credit_trl.lab.analysis.formula import CreditFormula
 from credit_trl.lab.analysis.responses import Rollout
 from credit_trl.lab.analysis.tokenmap import ScoredTokens, TokenMap, TokenScores

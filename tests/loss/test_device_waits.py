@@ -35,27 +35,40 @@ class Waits(TorchDispatchMode):
 
 @contextmanager
 def device_waits():
-    """`Waits`, with `tolist`, which does not dispatch on a CPU."""
+    """`Waits`, with what does not dispatch on a CPU."""
     with pytest.MonkeyPatch.context() as patched, Waits() as waits:
-        original = torch.Tensor.tolist
-
-        @functools.wraps(original)
-        def tolist(tensor):
-            waits.found.append("tolist")
-            return original(tensor)
-
-        patched.setattr(torch.Tensor, "tolist", tolist)
+        for name in ("tolist", "cpu", "numpy"):
+            patched.setattr(torch.Tensor, name, counted(waits.found, getattr(torch.Tensor, name)))
         yield waits
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_a_micro_batch_waits_three_times_for_the_device(make_model, make_config, tokenizer, dataset, packed):
-    config = make_config(packed=packed, contrastive_count=2)
+def counted(found, method):
+    @functools.wraps(method)
+    def call(tensor, *args, **kwargs):
+        found.append(method.__name__)
+        return method(tensor, *args, **kwargs)
+
+    return call
+
+
+CASES = {
+    "padded": {},
+    "packed": {"packed": True},
+    "renormalize": {"distillation_tail": "renormalize", "packed": True},
+    "whole vocabulary": {"distillation_topk": None},
+    "sampled": {"distillation_support": "sampled", "packed": True},
+    "ratio": {"num_iterations": 2, "distillation_tail": "renormalize"},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_micro_batch_waits_three_times_for_the_device(make_model, make_config, tokenizer, dataset, case):
+    config = make_config(contrastive_count=2, **CASES[case])
     trainer = CreditTrainer(make_model(), length_verdicts, config, dataset, processing_class=tokenizer)
     trainer.current_gradient_accumulation_steps = 1
     trainer.model.train()
     rows = [row for row in dataset.select(range(2)) for _ in range(4)]
     inputs = trainer._prepare_inputs(rows)
     with device_waits() as waits:
-        trainer._compute_loss(trainer.model, inputs).backward()
+        trainer.compute_loss(trainer.model, inputs).backward()
     assert 1 <= len(waits.found) <= 3, waits.found

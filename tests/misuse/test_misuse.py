@@ -1,99 +1,196 @@
-"""Mistakes in the trainer's arguments are one clear error with the value and the fix, before anything is generated.
-
-Mistakes in options stand in tests/test_config.py, in command lines in tests/cli/test_errors.py, in what reward
-functions return in tests/rollout/test_verdict.py.
-"""
+"""Mistakes are one clear error, or warning, with the value and the remedy; the table is `mistakes.yaml`."""
 
 from __future__ import annotations
 
+import json
 import re
+import warnings
+from pathlib import Path
 
 import pytest
-from datasets import Dataset
+import torch
+import transformers
+import yaml
+from datasets import Dataset, DatasetDict
+from peft import AdaLoraConfig, PromptTuningConfig
 
-from credit_trl import CreditTrainer
-from tiny import build_model, length_verdicts
+from credit_trl import CreditTrainer, Verdict, cli
+from credit_trl.cli import training
+from credit_trl.training.metrics import CreditWarning
+from tiny import build_model, build_tokenizer, length_verdicts
+
+TABLE = yaml.safe_load(Path(__file__).with_name("mistakes.yaml").read_text("utf-8"))
+OWN_MODULE = "def exact(completions, answer, **columns):\n    return [1.0 for _ in completions]\n"
 
 
-def questions(**columns) -> Dataset:
-    rows = {"prompt": [[{"role": "user", "content": f"{i}+1="}] for i in range(12)], "answer": ["1"] * 12}
-    return Dataset.from_dict({**rows, **{name: [value] * 12 for name, value in columns.items()}})
+def questions(prompt=None, **columns) -> Dataset:
+    prompts = [prompt or [{"role": "user", "content": f"{i}+1="}] for i in range(12)]
+    return Dataset.from_dict({"prompt": prompts, "answer": ["1"] * 12, **{n: [v] * 12 for n, v in columns.items()}})
 
 
-# Arguments -> a part of the error with the value, and one with the fix.
-TRAINERS = {
-    "columns without a question": (
-        lambda: {"train_dataset": questions().remove_columns("prompt")},
-        "its columns are answer",
-        "dataset.rename_column(..., 'prompt')",
-    ),
-    "messages without a role": (
-        lambda: {"train_dataset": questions(prompt=[{"content": "x"}])},
-        "[None]",
-        "role 'user'",
-    ),
-    "images": (lambda: {"train_dataset": questions(image="x")}, "images", "`distillation_weight=0`"),
-    "images in messages": (
-        lambda: {"train_dataset": questions(prompt=[{"role": "user", "content": [{"type": "image", "text": None}]}])},
-        "images",
-        "`distillation_weight=0`",
-    ),
-    "contrasts of a stream": (
-        lambda: {"train_dataset": questions().to_iterable_dataset(), "options": {"contrastive_source": "dataset"}},
-        "contrastive_source='dataset'",
-        "contrastive_source='batch'",
-    ),
-    "evaluation without a question": (
-        lambda: {"eval_dataset": {"harder": questions().remove_columns("prompt")}},
-        "`eval_dataset['harder']`",
-        "rename_column",
-    ),
-    "column of another argument": (
-        lambda: {"train_dataset": questions(completions="x")},
-        "`completions`",
-        "rename_column",
-    ),
-    "evaluation without the answer": (
-        lambda: {"eval_dataset": questions().remove_columns("answer")},
-        "`eval_dataset`",
-        "Add the column",
-    ),
-    "reward of a column that is missing": (
-        lambda: {"reward_funcs": lambda completions, solution, **kwargs: [1.0]},
-        "`solution`",
-        "Add the column",
-    ),
-    "no reward": (lambda: {"reward_funcs": None}, "No reward source", "reward_funcs"),
-    "misspelt source": (lambda: {"options": {"contrastive_source": "bacth"}}, "'bacth'", "'module:function'"),
-    "support above the vocabulary": (
-        lambda: {"options": {"distillation_topk": 10**6}},
-        "got 1000000",
-        "vocabulary size",
-    ),
+def user(content) -> list:
+    return [{"role": "user", "content": content}]
+
+
+def tokenizer_ending(token: str) -> transformers.PreTrainedTokenizerFast:
+    """The tiny tokenizer with another EOS; its template ends turns with <|im_end|>."""
+    tokenizer = build_tokenizer()
+    tokenizer.eos_token = token
+    return tokenizer
+
+
+def t5() -> torch.nn.Module:
+    sizes = {"vocab_size": 259, "d_model": 32, "d_ff": 48, "num_layers": 1, "num_heads": 2, "d_kv": 16}
+    return transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, decoder_start_token_id=0))
+
+
+def text_verifier(completions, **columns):
+    return [float(c.strip() == "1") for c in completions]
+
+
+def solution_verifier(completions, solution, **columns):
+    return [1.0 for _ in completions]
+
+
+def wrong_feedback(completions, **columns):
+    return [Verdict(0.0, {"expected": "1"}) for _ in completions]
+
+
+OBJECTS = {
+    "rows without a prompt": lambda: questions().remove_columns("prompt"),
+    "rows without an answer": lambda: questions().remove_columns("answer"),
+    "splits": lambda: DatasetDict(train=questions()),
+    "list of rows": lambda: questions().to_list(),
+    "messages without a role": lambda: questions([{"content": "x"}]),
+    "rows with images": lambda: questions(image="x"),
+    "messages with images": lambda: questions(user([{"type": "image", "text": None}])),
+    "content parts": lambda: questions(user([{"type": "text", "text": "1+1="}])),
+    "stream": lambda: questions().to_iterable_dataset(),
+    "column of another argument": lambda: questions(completions="x"),
+    "evaluation without a prompt": lambda: {"harder": questions().remove_columns("prompt")},
+    "prompts that end": lambda: questions("1+1=<|im_end|>"),
+    "reward of a missing column": lambda: solution_verifier,
+    "verifier of text": lambda: text_verifier,
+    "search in text": lambda: lambda completions, **_: [float(bool(re.search("1", c))) for c in completions],
+    "no return": lambda: lambda completions, **_: None,
+    "one reward": lambda: lambda completions, **_: [1.0],
+    "text as reward": lambda: lambda completions, **_: ["1"] * len(completions),
+    "reward that is not finite": lambda: lambda completions, **_: [float("nan")] * len(completions),
+    "feedback that is no text": lambda: wrong_feedback,
+    "no feedback": lambda: lambda completions, **_: [0.0] * len(completions),
+    "encoder-decoder": t5,
+    "cut": lambda: build_model(build_tokenizer()),
+    "bf16": lambda: build_model(build_tokenizer(), dtype=torch.bfloat16),
+    "other end": lambda: tokenizer_ending("<|endoftext|>"),
+    "other end of the model": lambda: build_model(tokenizer_ending("<|endoftext|>")),
+    "ordinary end": lambda: tokenizer_ending("a"),
+    "AdaLoRA": lambda: AdaLoraConfig(r=4, target_modules=["q_proj"], total_step=10, task_type="CAUSAL_LM"),
+    "prompt tuning": lambda: PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
 }
 
 
+def rows(section: str) -> pytest.MarkDecorator:
+    ids = [str({k: v for k, v in row.items() if k != "says"}) for row in TABLE[section]]
+    return pytest.mark.parametrize("row", TABLE[section], ids=ids)
+
+
 @pytest.fixture
-def build(make_config, tokenizer, monkeypatch):
-    """A function that builds a trainer with a mistake; a rollout fails the test."""
+def build(make_config, tokenizer):
+    """A function that builds the trainer of a row."""
 
-    def generate(self, prompts):
-        pytest.fail("a completion was generated")
-
-    monkeypatch.setattr(CreditTrainer, "_generate", generate)
-
-    def make(options=(), model=None, reward_funcs=length_verdicts, **arguments):
-        config = make_config(**dict(options))
-        arguments = {"processing_class": tokenizer, "train_dataset": questions(), **arguments}
-        return CreditTrainer(model or build_model(tokenizer), reward_funcs, config, **arguments)
+    def make(row) -> CreditTrainer:
+        given = {name: OBJECTS.get(value, lambda v=value: v)() for name, value in row.get("arguments", {}).items()}
+        own = {"args": make_config(**row.get("options", {})), "reward_funcs": length_verdicts}
+        own |= {"train_dataset": questions(), "processing_class": tokenizer}
+        return CreditTrainer(**{"model": build_model(tokenizer), **own, **given})
 
     return make
 
 
-@pytest.mark.parametrize("mistake", TRAINERS)
-def test_mistake_in_data_model_or_reward_is_refused(build, mistake):
-    arguments, value, fix = TRAINERS[mistake]
-    with pytest.raises((ValueError, TypeError)) as error:
-        build(**arguments())
-    assert re.search("|".join(map(re.escape, value.split("|"))), str(error.value))
-    assert fix in str(error.value)
+def refuses(row):
+    kinds = {"ValueError": ValueError, "TypeError": TypeError, "OSError": OSError}
+    return pytest.raises(kinds[row["error"]], match=".*".join(map(re.escape, row["says"][:1])))
+
+
+def assert_says(row, text: str) -> None:
+    assert [part for part in row["says"] if part not in text] == [], text
+
+
+def test_table_has_sixty_mistakes():
+    assert sum(map(len, TABLE.values())) >= 60
+    assert all(row["says"] for section in TABLE.values() for row in section)
+
+
+@rows("config")
+def test_option_is_refused_at_construction(make_config, row):
+    with refuses(row) as error:
+        make_config(**row["options"])
+    assert_says(row, str(error.value))
+
+
+@rows("trainer")
+def test_argument_is_refused_before_a_completion_is_generated(build, row):
+    with refuses(row) as error:
+        build(row)
+    assert_says(row, str(error.value))
+
+
+@rows("step")
+def test_mistake_of_a_run_ends_its_first_step(build, row):
+    with refuses(row) as error:
+        build(row).train(resume_from_checkpoint=row.get("resume"))
+    assert_says(row, str(error.value))
+
+
+@rows("warning")
+def test_first_step_warns(build, row):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = build({**row, "options": {"max_steps": 1}})
+        if row.get("trains", True):
+            trainer.train()
+    texts = [str(one.message) for one in caught if one.category is CreditWarning]
+    assert any(all(part in text for part in row["says"]) for text in texts), texts
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    """A working directory with rows and a module."""
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in questions()))
+    (tmp_path / "rows.txt").write_text("1+1=\n")
+    (tmp_path / "own_module.py").write_text(OWN_MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
+def run(command, line: list[str], capsys) -> str:
+    """The error output of a command that fails."""
+    try:
+        code = command(line)
+    except SystemExit as ended:  # by a parser
+        code = ended.code
+    printed = capsys.readouterr().err
+    assert code in (1, 2)
+    assert "Traceback" not in printed
+    return printed
+
+
+@pytest.mark.usefixtures("folder")
+@rows("command")
+def test_command_line_is_refused_in_one_line(capsys, row):
+    assert_says(row, run(cli.main, row["line"].split(), capsys))
+
+
+@rows("file")
+def test_options_file_is_refused_in_one_line(folder, capsys, row):
+    (folder / "run.yaml").write_text(row["text"])
+    assert_says(row, run(cli.main, ["credit", "--config", "run.yaml"], capsys))
+
+
+@pytest.mark.usefixtures("folder")
+@rows("train")
+def test_training_process_refuses_its_arguments_in_one_line(capsys, row):
+    on_cpu = "--use_cpu true --bf16 false --max_steps 1 --per_device_train_batch_size 4 --num_generations 2".split()
+    own = [*row.get("model", ["--model_name_or_path", "quickstart"]), "--output_dir", "run"]
+    assert_says(row, run(training.run, [*row["line"].split(), *own, *on_cpu], capsys))

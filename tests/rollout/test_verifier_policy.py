@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
+import time
 
 import pytest
 import torch
@@ -54,6 +56,28 @@ def test_a_hanging_verifier_is_abandoned_after_the_timeout(func):
     with pytest.raises(VerifierTimeout, match=r"'f' has not returned within 0\.2 s.*on_verifier_error='skip'"):
         call(VerifierPolicy("raise", 0.2), func)
     assert call(VerifierPolicy("skip", 0.2), func) is FAILED
+
+
+def one_long_call():
+    """Keeps the interpreter lock, so that the thread which waits cannot run when the timeout comes."""
+    return [float(sum(itertools.repeat(1, 60_000_000)))]
+
+
+async def blocking_async():
+    time.sleep(0.5)
+    return [1.0]
+
+
+def yields_forever():
+    forever()
+    yield 1.0
+
+
+@pytest.mark.parametrize("func", [one_long_call, blocking_async, yields_forever])
+def test_a_late_result_is_rejected(func):
+    with pytest.raises(VerifierTimeout, match="has not returned within"):
+        call(VerifierPolicy("raise", 0.1), func)
+    assert call(VerifierPolicy("skip", 0.1), func) is FAILED
 
 
 def test_late_coroutine_is_cancelled():

@@ -1,19 +1,38 @@
-"""Weights, options and seeds of a vLLM engine, and the importance ratio in the loss."""
+"""vLLM: weights and seeds of an engine, a server that is dead, hangs or refuses, and the ratio in the loss."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import json
+import threading
+import time
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
 import pytest
+import requests
 import torch
 import transformers
 from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
+from trl.generation import vllm_client, vllm_generation
+from trl.generation.vllm_client import VLLMClient
 
-from credit_trl.rollout.vllm import PolicyGeneration, merged_weights, seeded
+from credit_trl import CreditTrainer
+from credit_trl.rollout import vllm
+from credit_trl.rollout.vllm import (
+    PolicyGeneration,
+    VLLMServerError,
+    WatchedClient,
+    await_engine,
+    merged_weights,
+    seeded,
+)
 from credit_trl.teacher.models import make_teacher
-from dense import LENGTHS, naive_token_losses, scoring_model, step_problem
+from dense import LENGTHS, logps, naive_token_losses, scoring_model, step_problem
+from tiny import length_verdicts
 
 ADAPTERS = {
     "lora": {"target_modules": "all-linear"},
@@ -127,3 +146,237 @@ def test_importance_ratio_scales_distillation_per_token(tokenizer, make_config, 
         "dr_grpo": len(mask) * config.max_completion_length,
     }
     torch.testing.assert_close(loss, (ratio * losses * mask / divisors[loss_type]).sum(), rtol=1e-12, atol=1e-12)
+
+
+# ------------------------------------------------------------------ a server
+
+PATIENCE = 0.6
+CHOICE = {"prompt_token_ids": [1], "token_ids": [2, 3], "logprobs": None}
+
+
+class FakeServer(ThreadingHTTPServer):
+    """HTTP server with canned answers: path -> (status, body), or seconds to wait before a completion."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.answers = {"/health": (200, {})}
+        self.url = f"http://127.0.0.1:{self.server_port}"
+        threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+
+    def die(self) -> None:
+        self.shutdown()
+        self.server_close()
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        answer = self.server.answers.get(self.path, (200, {}))
+        if not isinstance(answer, tuple):
+            time.sleep(answer)
+            answer = (200, {"choices": [CHOICE]})
+        body = json.dumps(answer[1]).encode()
+        self.send_response(answer[0])
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    do_POST = do_GET
+
+    def log_message(self, *_: object) -> None:
+        """Log nothing."""
+
+    def handle(self) -> None:
+        with contextlib.suppress(ConnectionError):  # the client has disconnected
+            super().handle()
+
+
+@pytest.fixture
+def server(monkeypatch):
+    monkeypatch.setattr(vllm, "POLL_SECONDS", 0.05)
+    running = FakeServer()
+    yield running
+    running.die()
+
+
+@pytest.fixture
+def client(server) -> WatchedClient:
+    connected = VLLMClient.__new__(VLLMClient)  # its constructor needs vLLM
+    connected.session, connected.base_url, connected.model = requests.Session(), server.url, "tiny"
+    connected.communicator, connected._updating_weights = None, False
+    return WatchedClient.adopt(connected, patience=PATIENCE)
+
+
+def error_message(server: FakeServer, call) -> str:
+    with pytest.raises(VLLMServerError) as caught:
+        call()
+    assert server.url in str(caught.value)
+    assert "resume_from_checkpoint=True" in str(caught.value)
+    return str(caught.value)
+
+
+def test_client_waits_for_healthy_server_beyond_timeout(server, client):
+    server.answers["/v1/completions"] = 3 * PATIENCE
+    assert client.generate([[1]])["completion_ids"] == [[2, 3]]
+
+
+@pytest.mark.parametrize("health", ["dies", 30.0, (503, {}), (500, {"error": "EngineDeadError"})])
+def test_client_raises_after_the_timeout(server, client, health):
+    server.answers["/v1/completions"] = 30.0
+    if health == "dies":
+        threading.Timer(0.3, server.die).start()
+    else:
+        server.answers["/health"] = health
+    started = time.monotonic()
+    message = error_message(server, lambda: client.generate([[1]]))
+    assert f"has not answered for {PATIENCE:g} s" in message
+    assert "while generating" in message
+    assert time.monotonic() - started >= PATIENCE
+
+
+@pytest.mark.parametrize(
+    ("status", "reason"), [(400, "This model's maximum context length is 512 tokens."), (500, "out of memory")]
+)
+def test_client_error_quotes_server_response(server, client, status, reason):
+    server.answers["/v1/completions"] = (status, {"error": {"message": reason}})
+    message = error_message(server, lambda: client.generate([[1]]))
+    assert str(status) in message
+    assert reason in message
+
+
+@pytest.mark.parametrize("answer", [(500, {"error": "not initialized"}), 30.0])
+def test_refused_weight_update_ends_blocked_broadcast(server, client, monkeypatch, answer):
+    finished = threading.Event()
+    monkeypatch.setattr(vllm_client, "_HAS_STATEFUL_TRAINER_ENGINE", True)
+    monkeypatch.setattr(
+        vllm_client, "packed_nccl_broadcast_producer", lambda **_: finished.wait(timeout=60), raising=False
+    )
+    server.answers["/update_weights"] = answer
+    metadata = [("weight", "float32", [1])]
+    try:
+        message = error_message(server, lambda: client.update_named_params(metadata, iter([])))
+    finally:
+        finished.set()
+    assert "failed at /update_weights" in message
+
+
+@pytest.fixture
+def configured(server, monkeypatch):
+    """The configuration of a run with the server, by its timeout."""
+    monkeypatch.setattr(vllm, "is_vllm_available", lambda: True)
+    address = {"vllm_server_base_url": f"{server.url}/", "process_index": 0}
+    return lambda timeout: SimpleNamespace(use_vllm=True, vllm_mode="server", vllm_server_timeout=timeout, **address)
+
+
+def test_await_engine_waits_until_healthy(server, configured):
+    server.answers["/health"] = (503, {})
+    threading.Timer(0.4, server.answers.update, [{"/health": (200, {})}]).start()
+    started = time.monotonic()
+    await_engine(configured(10.0))
+    assert time.monotonic() - started > 0.3
+
+
+@pytest.mark.parametrize("health", [30.0, (503, {})])
+def test_await_engine_names_the_start_command(server, configured, health):
+    server.answers["/health"] = health
+    with pytest.raises(VLLMServerError, match=rf"{server.url} did not answer within 0.5 s.*vllm serve"):
+        await_engine(configured(0.5))
+
+
+# ------------------------------------------------------------------ an engine with noise, in the trainer
+
+
+class Engine:
+    """Stand-in for vLLM's engine, which a `rollout_func` does not use."""
+
+    def __init__(self, **options) -> None:
+        pass
+
+
+LENGTH, NOISE = 128, 0.08  # as .02 nats a token over 2,048 tokens: the ratio of a completion spreads by .9 nats
+
+
+def noisy_rollouts(prompts, trainer, spread=NOISE):
+    """Long completions with log-probabilities of an engine whose mean ratio is 1."""
+    generator = torch.Generator().manual_seed(0)
+    completions = torch.randint(97, 122, (len(prompts), LENGTH), generator=generator).tolist()
+    ids = [trainer.processing_class(prompt[-1]["content"])["input_ids"] for prompt in prompts]
+    logprobs = []
+    for own, completion in zip(ids, completions, strict=True):
+        noise = spread * torch.randn(LENGTH, generator=generator) + spread**2 / 2
+        logprobs.append((logps(trainer.model.eval(), own, completion)[range(LENGTH), completion] + noise).tolist())
+    trainer.model.train()
+    return {"prompt_ids": ids, "completion_ids": completions, "logprobs": logprobs}
+
+
+@pytest.fixture
+def trained(make_model, make_config, tokenizer, dataset, monkeypatch):
+    """Trains with `noisy_rollouts` and returns the trainer."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "0")  # TRL sets them; monkeypatch restores them
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(vllm_generation, "is_vllm_available", lambda: True)
+    monkeypatch.setattr(vllm_generation, "LLM", Engine, raising=False)
+
+    def train(rollouts=noisy_rollouts, **options):
+        sizes = {"max_steps": 1, "per_device_train_batch_size": 32, "max_completion_length": LENGTH}
+        config = make_config(**{"use_vllm": True, **sizes, **options})
+        trainer = CreditTrainer(
+            make_model(), length_verdicts, config, dataset, processing_class=tokenizer, rollout_func=rollouts
+        )
+        trainer.vllm_generation.sync_weights = lambda: None
+        trainer.train()
+        return trainer
+
+    return train
+
+
+@pytest.mark.parametrize(
+    ("mode", "lowest", "highest"),
+    [
+        (None, 0.98, 1.02),  # the default, token by token
+        ("token_mask", 0.98, 1.02),
+        ("sequence_truncate", 0.4, 0.85),  # exp(−.9² / 2) = .66
+        ("sequence_mask", 0.3, 0.8),  # .58: the largest are masked
+    ],
+)
+def test_median_weight_of_a_token_under_an_engine_with_noise(trained, mode, lowest, highest):
+    options = {} if mode is None else {"vllm_importance_sampling_mode": mode}
+    history = trained(**options).state.log_history
+    assert lowest < history[0]["sampling/importance_sampling_ratio/median"] < highest
+
+
+UPDATES = {
+    "per_device_train_batch_size": 16,
+    "steps_per_generation": 2,
+    "gradient_accumulation_steps": 1,
+    "max_steps": 2,
+}
+
+
+def test_the_engines_log_probabilities_serve_as_the_old_ones(trained):
+    """Without noise the loss of both updates is that of a pass of the policy, which is not run."""
+    exact = partial(noisy_rollouts, spread=0.0)
+    losses, passes = {}, {}
+    for corrects in (True, False):
+        trainer = trained(exact, vllm_importance_sampling_correction=corrects, **UPDATES)
+        rows = [row for row in trainer.state.log_history if "loss" in row]
+        losses[corrects] = [(row["loss"], row["grad_norm"]) for row in rows]
+        passes[corrects] = "credit/seconds_old_logps" in rows[0]
+    torch.testing.assert_close(torch.tensor(losses[False]), torch.tensor(losses[True]), rtol=1e-5, atol=1e-6)
+    assert passes == {True: True, False: False}
+
+
+def test_the_ratio_to_the_engine_is_bounded_and_1_where_it_reported_nothing(trained):
+    def rollouts(prompts, trainer):
+        generated = noisy_rollouts(prompts, trainer, spread=0.5)
+        for logprobs in generated["logprobs"]:
+            logprobs[0] = None
+        return generated
+
+    trainer = trained(rollouts, vllm_importance_sampling_correction=False, **UPDATES)
+    row = next(row for row in trainer.state.log_history if "loss" in row)
+    assert 0.8 < row["sampling/importance_sampling_ratio/median"] < 0.97  # exp(−.5² / 2) = .88
+    assert row["sampling/importance_sampling_ratio/mean"] < 1.0  # above 2 it is cut
+    assert row["sampling/frac_missing_logps"] == pytest.approx(1 / LENGTH)

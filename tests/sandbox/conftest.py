@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+from observing import PROTECTED
 
 if not sys.platform.startswith("linux"):
     collect_ignore_glob = ["test_*.py"]
@@ -14,12 +15,10 @@ if not sys.platform.startswith("linux"):
 ORDINARY_USER = 60799
 _SYSTEM_PYTHON = "/usr/bin/python3"
 
-TIERS = (
-    "bubblewrap",
-    "landlock",
-    pytest.param("bubblewrap as an ordinary user", marks=pytest.mark.slow),
-    pytest.param("landlock as an ordinary user", marks=pytest.mark.slow),
-)
+TIERS = [
+    *PROTECTED,
+    *(pytest.param(f"{tier} as an ordinary user", marks=pytest.mark.slow) for tier in PROTECTED),
+]
 
 
 def start_as_ordinary_user(patch: pytest.MonkeyPatch) -> None:
@@ -65,14 +64,14 @@ def _package() -> str:
     return os.path.dirname(os.path.abspath(credit_trl.__file__))
 
 
-@pytest.fixture(scope="module", params=["bubblewrap", "landlock"])
+@pytest.fixture(scope="module", params=PROTECTED)
 def sandbox(request: pytest.FixtureRequest) -> Iterator[object]:
     """A probed sandbox of each protecting tier that this machine has."""
     with open_tier(request.param) as opened:
         yield opened
 
 
-@pytest.fixture(scope="module", params=["bubblewrap", "landlock", "remote"])
+@pytest.fixture(scope="module", params=[*PROTECTED, "remote"])
 def any_sandbox(request: pytest.FixtureRequest) -> Iterator[object]:
     """A sandbox of each protecting tier that this machine has, and a remote one."""
     from service import running_service

@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+import shutil
 import textwrap
 import time
+import tomllib
+from pathlib import Path
 
-from credit_trl.sandbox import Outcome, Program, Sandbox
+from credit_trl.sandbox import Limits, Outcome, Program, Sandbox
+
+# Without bubblewrap its tests are not collected, and the summary has one line on it.
+PROTECTED = [tier for tier in ("bubblewrap", "landlock") if tier != "bubblewrap" or shutil.which("bwrap")]
+PROGRAMS = tomllib.loads(Path(__file__).with_name("programs.toml").read_text("utf-8"))["program"]
 
 
 def run_one(sandbox: Sandbox, source: str, **fields: object) -> Outcome:
     [outcome] = sandbox.run([Program(textwrap.dedent(source), **fields)], deadline=60)
     return outcome
+
+
+def check_outcome(sandbox: Sandbox, row: dict) -> None:
+    """Run a program of the table `programs.toml` and compare the fields that the row has."""
+    given = {key: row[key] for key in ("source", "stdin", "fn_name", "arguments", "prelude") if key in row}
+    outcome = run_one(sandbox, **given, limits=Limits(**row.get("limits", {})))
+    found = vars(outcome) | {"printed": len(outcome.stdout)}
+    expected = {"status": "ok"} | {key: value for key, value in row.items() if key in found}
+    assert {key: found[key] for key in expected} == expected, row["name"]
 
 
 def gone(pid: int, within: float = 5.0) -> bool:

@@ -15,6 +15,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from observing import PROTECTED
 
 from credit_trl import sandbox as package
 from credit_trl.sandbox import bubblewrap, choose_sandbox, interpreter, landlock, launch, open_sandbox, pool
@@ -162,17 +163,20 @@ NO_PROCESS_NAMESPACE = (
 UNFILTERED = ("made a network socket", "made uncounted shared memory", "made a memory file")
 
 
-@pytest.mark.parametrize(
-    ("tier", "change", "escapes"),
-    [
-        ("unprotected", "", ("read a file outside", "wrote a file outside", "connected to a local port", *UNFILTERED)),
-        ("bubblewrap", ALLOW_ALL, UNFILTERED),
-        ("landlock", ALLOW_ALL, UNFILTERED),
-        ("bubblewrap", NO_PROCESS_NAMESPACE, ("no process namespace of its own",)),
-    ],
-    ids=["nothing", "bubblewrap without filter", "Landlock without filter", "no process namespace"],
-)
-def test_probe_rejects_missing_isolation(monkeypatch: pytest.MonkeyPatch, tier: str, change: str, escapes) -> None:
+UNISOLATED = {
+    "nothing": (
+        *("unprotected", ""),
+        ("read a file outside", "wrote a file outside", "connected to a local port", *UNFILTERED),
+    ),
+    "bubblewrap without filter": ("bubblewrap", ALLOW_ALL, UNFILTERED),
+    "Landlock without filter": ("landlock", ALLOW_ALL, UNFILTERED),
+    "no process namespace": ("bubblewrap", NO_PROCESS_NAMESPACE, ("no process namespace of its own",)),
+}
+
+
+@pytest.mark.parametrize("name", [name for name, row in UNISOLATED.items() if row[0] in (*PROTECTED, "unprotected")])
+def test_probe_rejects_missing_isolation(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    tier, change, escapes = UNISOLATED[name]
     require(tier)
     main = "from credit_trl.sandbox.server"
     monkeypatch.setattr(pool, "_BOOT", pool._BOOT.replace(main, f"{change}\n{main}"))
@@ -241,23 +245,29 @@ def test_kernel_without_landlock_raises(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_user_ids_are_claimed_once_until_sockets_close(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "_USERS", launch._USERS[:4])
-    first, sockets = launch.claim_users(2)
-    second, others = launch.claim_users(2)
-    assert not set(first) & set(second)
-    for claim in (*sockets, *others):
+    first, second = launch.claim_users(2), launch.claim_users(2)
+    assert not first.keys() & second.keys()
+    for claim in (*first.values(), *second.values()):
         claim.close()
-    again, sockets = launch.claim_users(4)
-    assert set(again) == {*first, *second}
-    for claim in sockets:
+    again = launch.claim_users(4)
+    assert again.keys() == first.keys() | second.keys()
+    for claim in again.values():
         claim.close()
 
 
-@pytest.mark.parametrize(("users", "free"), [(launch._USERS[:3], 3), (range(1 << 40, (1 << 40) + 4), 0)])
-def test_too_few_free_user_ids_raise(monkeypatch: pytest.MonkeyPatch, users: range, free: int) -> None:
-    """The second ids are too large for any kernel to map."""
-    monkeypatch.setattr(launch, "_USERS", users)
-    with pytest.raises(SandboxError, match=rf"Only {free} of 4 .* fewer workers"):
+def test_too_few_free_user_ids_raise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_USERS", launch._USERS[:3])
+    with pytest.raises(SandboxError, match=r"Only 3 of 4 .* fewer workers"):
         launch.claim_users(4)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives programs users of their own")
+def test_user_ids_that_no_user_namespace_maps_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    main = "from credit_trl.sandbox.server"
+    change = "from credit_trl.sandbox import launch; launch._USERS = range(1 << 33, (1 << 33) + 4)"
+    monkeypatch.setattr(pool, "_BOOT", pool._BOOT.replace(main, f"{change}\n{main}"))
+    with PoolSandbox("unprotected", 1) as opened, pytest.raises(SandboxError, match=r"could not run.*Error"):
+        opened.run([Program("print(1)")])
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root needs a copy that others can read")
@@ -304,7 +314,7 @@ def relocated(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield home
 
 
-@pytest.mark.parametrize("tier", ["bubblewrap", "landlock"])
+@pytest.mark.parametrize("tier", PROTECTED)
 def test_installed_packages_are_inaccessible(tier: str, relocated: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     require(tier)
     [executable] = (relocated / "bin").glob("python*")

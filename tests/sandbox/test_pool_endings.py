@@ -84,7 +84,7 @@ def test_failure_to_start_programs_raises(sandbox, monkeypatch) -> None:
 
 
 def test_server_that_dies_twice_raises(sandbox, monkeypatch) -> None:
-    monkeypatch.setattr("credit_trl.sandbox.pool._as_message", lambda index, program: {"run": index})
+    monkeypatch.setattr("credit_trl.sandbox.pool.asdict", lambda program: {})
     with pytest.raises(SandboxError, match="server ended"):
         sandbox.run([Program("print(1)")])
     monkeypatch.undo()
@@ -199,3 +199,26 @@ def test_server_imports_only_the_sandbox(sandbox) -> None:
     assert "numpy" not in mapped
     with open(f"/proc/{server}/statm") as statm:
         assert int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") < 60 * MIB
+
+
+@pytest.mark.slow
+def test_server_does_not_grow_over_750_programs(sandbox) -> None:
+    """Nor does this process gain descriptors, whatever the ending of the programs."""
+    kinds = [
+        Program("print(input())", stdin="x" * 10_000),
+        Program("def f(n): return [n] * 1000", fn_name="f", arguments="[1]"),
+        Program("import time; time.sleep(9)", limits=Limits(wall_seconds=0.1)),
+        Program("x = bytearray(1 << 30)", limits=Limits(memory_bytes=192 * MIB)),
+        Program("print('x' * 99_999)", limits=Limits(output_bytes=50_000)),
+    ]
+    used = []
+    for _ in range(3):
+        outcomes = sandbox.run(kinds * 50)
+        assert {outcome.status for outcome in outcomes} == {"ok", "timeout", "memory", "output_limit"}
+        server = f"/proc/{sandbox.server_pid}"
+        assert all(gone(pid) for pid in observe.descendants(sandbox.server_pid) if pid != sandbox.server_pid)
+        with open(f"{server}/statm") as statm:
+            memory = int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        used.append((memory, len(os.listdir(f"{server}/fd")), len(os.listdir("/proc/self/fd"))))
+    assert used[2][0] - used[0][0] < 2 * MIB, used
+    assert used[0][1:] == used[2][1:], used

@@ -87,8 +87,7 @@ def test_batch_runs_each_program_once_or_skips_it(groups, statuses, stop, at_onc
             stopped.add(groups[index])
     assert batch.finished
     assert len(set(ran)) == len(ran)
-    outcomes = batch.outcomes()
-    for index, outcome in enumerate(outcomes):
+    for index, outcome in batch.outcomes.items():
         if index in ran:
             assert outcome == Outcome(statuses[index], stdout=str(index))
         else:
@@ -117,7 +116,7 @@ def test_failed_group_has_a_budget_of_seconds() -> None:
 
     batch = Batch(programs, failed_group_seconds=3.5, keep=keep)
     run_batch(batch, [1.0] * 40, workers=1)
-    statuses = [outcome.status for outcome in batch.outcomes()]
+    statuses = [batch.outcomes[index].status for index in range(40)]
     assert statuses[1::2] == ["ok"] * 20
     assert statuses[0::2] == ["ok", "ok", "rejected", *["ok"] * 4, *["skipped"] * 13]
 
@@ -130,10 +129,8 @@ def test_messages_arrive_whole_and_in_order(messages: list[dict]) -> None:
     arrived: list[dict] = []
     while ours.unsent:
         ours.flush()
-        theirs.pump()
-        arrived += theirs.messages()
-    theirs.pump()
-    arrived += theirs.messages()
+        arrived += theirs.pump()
+    arrived += theirs.pump()
     assert arrived == messages
     ours.close()
     theirs.pump()

@@ -10,7 +10,7 @@ from credit_trl.sandbox.running import RunningProgram
 
 
 def running_program() -> RunningProgram:
-    return RunningProgram(0, Program("pass"), pid=1, pipes=(2, 3, 4), user=None, started_at=0.0)
+    return RunningProgram(0, Program("pass"), pid=1, pipes=(2, 3, 4), user=None, group=None, started_at=0.0)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import textwrap
 import pytest
 
 from credit_trl import Verdict
-from credit_trl.tasks import known_tasks, load_task
+from credit_trl.tasks import load_task
 from credit_trl.tasks.registry import BUILT_IN
 from credit_trl.testing import check_task
 
@@ -32,19 +32,11 @@ class Sums:
 
 @pytest.fixture
 def own_package(tmp_path, monkeypatch):
-    """Installed package `sums_env` with the task `sums` as an entry point."""
+    """Module `sums_env` on the search path."""
     (tmp_path / "sums_env.py").write_text(f"{OWN_TASK}\n\ninstance = Sums()\nnot_a_task = object()\n")
-    register(tmp_path, "sums-env", "sums = sums_env:Sums")
     monkeypatch.syspath_prepend(str(tmp_path))
     yield tmp_path
     sys.modules.pop("sums_env", None)
-
-
-def register(folder, package, entry_point):
-    info = folder / f"{package.replace('-', '_')}-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(f"[credit_trl.tasks]\n{entry_point}\n")
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
@@ -69,7 +61,7 @@ def test_built_in_tasks_pass_the_check_of_tasks(name, options, shared_data, writ
     check_task(name, **options)
 
 
-@pytest.mark.parametrize("name", ["sums_env:Sums", "sums_env:instance", "sums"])
+@pytest.mark.parametrize("name", ["sums_env:Sums", "sums_env:instance"])
 def test_a_class_of_fifteen_lines_is_a_task(own_package, name):
     assert len(OWN_TASK.splitlines()) == 15
     task = load_task(name)
@@ -91,6 +83,8 @@ def test_a_class_of_fifteen_lines_is_a_task(own_package, name):
         ("math:algebra", "takes no option"),
         ("sciknoweval:physics,toolalpaca", "use one of biology, .*physics"),
         ("", "Known tasks"),
+        ("sums_env", "Known tasks"),
+        ("json:JSONDecoder.nothing", "json has no attribute"),
         (None, "Known tasks"),
         (".relative:Task", "Unknown task"),
     ],
@@ -100,18 +94,9 @@ def test_unknown_names_raise_and_list_known_tasks(name, message):
         load_task(name)
 
 
-def test_entry_points_add_names(own_package):
-    assert "sums" in known_tasks()
-    with pytest.raises(ValueError, match="takes no option"):
-        load_task("sums:loud")
-    register(own_package, "other-env", "sums = sums_env:instance")
-    with pytest.raises(ValueError, match="Several packages define"):
-        load_task("sums")
-
-
 def test_loading_a_task_imports_no_other_task():
     code = """
-        import sys; import credit_trl.tasks; credit_trl.tasks.known_tasks(); credit_trl.tasks.load_task("sciknoweval")
+        import sys; import credit_trl.tasks; credit_trl.tasks.load_task("sciknoweval")
         others = [f"credit_trl.tasks.{name}" for name in ("math", "toolalpaca", "livecodebench")]
         print([name for name in ("datasets", "trl", "torch", "credit_trl.trainer", *others) if name in sys.modules])
     """

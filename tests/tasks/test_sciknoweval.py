@@ -35,6 +35,15 @@ RESPONSES = {
     "lower case": ("<answer>b</answer>", 0, 0, True),
     "letter and text": ("<answer>B: text</answer>", 0, 0, True),
     "a word that begins with the letter": ("<answer>Because</answer>", 0, 0, False),
+    "parentheses": ("<answer>(B)</answer>", 0, 0, True),
+    "bold": ("<answer>**B**</answer>", 0, 0, True),
+    "full stop": ("<answer>B.</answer>", 0, 0, True),
+    "words before the letter": ("<answer>The correct option is B</answer>", 0, 0, True),
+    "a sentence without tags": ("It binds water.\nSo the answer is B.", 0, 0, True),
+    "a box": ("It binds water.\n\\boxed{\\text{B}}", 0, 0, True),
+    "another letter in a sentence": ("B is close.\nThe answer is (C).", 0, 0, False),
+    "another letter in parentheses": ("<answer>(A)</answer>", 0, 0, False),
+    "the option's text alone": ("<answer>text B</answer>", 0, 0, True),
 }
 
 

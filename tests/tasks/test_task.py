@@ -8,7 +8,7 @@ from datasets import Dataset
 from credit_trl import Verdict
 from credit_trl.rollout.deadline import deadline_in, remaining_seconds
 from credit_trl.tasks import Task, batch_of
-from credit_trl.tasks.task import call_reward
+from credit_trl.tasks.task import call_reward, response_text
 
 
 def exact(response: str, answer: str, *, truncated: bool = False) -> Verdict:
@@ -33,6 +33,14 @@ def test_asynchronous_reward_has_the_deadline_in_a_daemon_thread():
         seconds, daemon = call_reward(reward, completions=["x"])
     assert 0 < seconds <= 6.0
     assert daemon
+
+
+@pytest.mark.parametrize("content", [str, lambda text: [{"role": "assistant", "content": text}]])
+def test_the_middle_of_a_long_response_is_dropped_and_counted(content):
+    text = "a" * 200_000 + "b" * 3_000_000 + "c" * 200_000
+    read = response_text(content(text))
+    assert read == f"{'a' * 100_000}\n[... 3,200,000 characters dropped ...]\n{'c' * 100_000}"
+    assert response_text(content(text[:200_000])) == text[:200_000]
 
 
 def length(completions, **columns):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 
@@ -47,6 +48,48 @@ def test_feedback_names_the_expected_calls():
         "Actions mismatch: predicted [set], expected [get]; Action inputs mismatch: "
         'predicted {"city": "Oslo", "days": 2}, expected {"city": "Rome", "days": 2}'
     )
+
+
+IN_ANOTHER_FORM = {
+    "labels in lower case": 'action: get\naction input: {"city": "Rome", "days": 2}',
+    "bold labels": '**Action:** get\n**Action Input:** {"city": "Rome", "days": 2}',
+    "name in back-quotes": 'Action: `get`\nAction Input: {"city": "Rome", "days": 2}',
+    "a fence around the input": 'Action: get\nAction Input:\n```json\n{"city": "Rome", "days": 2}\n```',
+    "single quotes": "Action: get\nAction Input: {'city': 'Rome', 'days': 2}",
+    "a tool call in JSON": '{"name": "get", "arguments": {"city": "Rome", "days": 2}}',
+    "tags": '<action>get</action><input>{"city": "Rome", "days": 2}</input>',
+    "a function call": 'I call get(city="Rome", days=2).',
+    "another label for the input": 'Action: get\nInput: {"city": "Rome", "days": 2}',
+}
+WRONG_CALLS = {
+    "another name": '**Action:** set\n**Action Input:** {"city": "Rome", "days": 2}',
+    "another value": '**Action:** get\n**Action Input:** {"city": "Oslo", "days": 2}',
+    "an argument missing": "get(days=2)",
+    "an argument more": '{"name": "get", "arguments": {"city": "Rome", "days": 2, "hours": 1}}',
+    "no call": "It is sunny in Rome for 2 days.",
+}
+
+
+@pytest.mark.parametrize("response", IN_ANOTHER_FORM.values(), ids=IN_ANOTHER_FORM)
+def test_feedback_on_right_calls_in_a_wrong_form_names_the_form(response):
+    verdict = toolalpaca.verify(response, GOLD)
+    assert verdict.reward == 0.0
+    assert verdict.feedback.startswith("The calls are right; write each as a line `Action: name` and a line `Action")
+    assert "mismatch: predicted" in verdict.feedback
+
+
+@pytest.mark.parametrize("response", WRONG_CALLS.values(), ids=WRONG_CALLS)
+def test_feedback_on_wrong_calls_names_no_form(response):
+    verdict = toolalpaca.verify(response, GOLD)
+    assert verdict.reward == 0.0
+    assert "The calls are right" not in verdict.feedback
+
+
+@pytest.mark.parametrize("response", ["get " * 5_000, "get(" * 5_000, "{" * 20_000, 'get(a="' * 2_500, "{'" * 9_000])
+def test_the_form_of_any_response_is_read_in_a_second(response):
+    start = time.process_time()
+    toolalpaca.verify(response, [*GOLD * 5, {"Action": "put", "Action_Input": "{}"}])
+    assert time.process_time() - start < 1.0
 
 
 def test_raw_simulated_set_gives_the_68_published_records(shared_data):

@@ -10,7 +10,7 @@ from credit_trl.loss import scores
 from credit_trl.loss.head import lm_head
 from credit_trl.teacher import causal_lm
 from credit_trl.teacher.causal_lm import head_dtype
-from credit_trl.teacher.policy_pass import chosen_sequences, policy_states
+from credit_trl.teacher.passes import chosen_sequences, policy_states
 from credit_trl.training import step
 from tiny import length_verdicts
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -111,12 +112,19 @@ def test_a_teacher_of_four_bits_scores_as_its_dequantized_weights(make_trainer, 
     trainer.train()
 
 
-def test_a_smaller_head_is_refused(make_trainer, make_model, save_teacher, tokenizer):
-    path = save_teacher()
-    with pytest.raises(
-        ValueError, match=rf"has {len(tokenizer)} rows .* fewer than the policy's {len(tokenizer) + 3}"
-    ):
-        make_trainer(path, model=make_model(vocab_size=len(tokenizer) + 3), **PLAIN)
+@pytest.mark.parametrize("topk", [20, None])
+@pytest.mark.parametrize(("own", "teachers"), [(3, 0), (0, 3)])
+def test_padded_vocabulary_beside_an_unpadded_one_trains(
+    make_trainer, make_model, save_teacher, tokenizer, own, teachers, topk
+):
+    path = save_teacher(vocab_size=len(tokenizer) + teachers)
+    trainer = make_trainer(path, model=make_model(vocab_size=len(tokenizer) + own), distillation_topk=topk, **PLAIN)
+    weight = trainer.teacher.model.get_output_embeddings().weight
+    assert len(weight) == len(tokenizer) + max(own, teachers)
+    if own:  # the logit of an average token
+        torch.testing.assert_close(weight[-1], weight[:-own].mean(dim=0))
+    trainer.train()
+    assert math.isfinite(trainer.state.log_history[0]["loss"])
 
 
 def test_another_vocabulary_is_an_error_with_the_first_differing_id(make_trainer, save_teacher, tmp_path):

@@ -10,7 +10,7 @@ from datasets import IterableDataset
 from trl import GRPOTrainer
 
 from credit_trl import CreditTrainer, Verdict
-from credit_trl.training.checks import check_machine, check_no_images, check_prompts
+from credit_trl.training.checks import check_machine, check_no_images
 
 
 @pytest.fixture
@@ -34,14 +34,6 @@ def test_parameters_that_are_not_passed_are_refused(make_trainer):
 def test_dropping_a_reward_functions_column_is_refused(make_trainer):
     with pytest.raises(ValueError, match=r"`answer`, with which .* `remove_unused_columns=True`"):
         make_trainer(remove_unused_columns=True)
-
-
-@pytest.mark.usefixtures("no_rollout")
-def test_too_few_rows_for_generation_batch_are_refused(make_trainer, dataset):
-    assert len(dataset) == 12
-    trainer = make_trainer(per_device_train_batch_size=8, gradient_accumulation_steps=8)  # 64 rollouts of 16 prompts
-    with pytest.raises(ValueError, match=r"has 12 rows.* 64 rollouts with `num_generations=4` needs 16. Add rows"):
-        trainer.train()
 
 
 def test_reward_functions_without_required_columns_pass(make_trainer, dataset):
@@ -113,15 +105,3 @@ def test_parts_are_refused_where_updates_would_differ(make_config, wrapper, rout
         check_machine(make_config(update_batch_tokens=64, **options), accelerator, router)
     check_machine(make_config(**options), accelerator, router)
     check_machine(make_config(update_batch_tokens=64), SimpleNamespace(distributed_type="NO"), False)
-
-
-def test_prompt_that_ends_where_generation_ends_is_warned_about(make_config, dataset):
-    warned = []
-    arguments = (lambda prompt: [5, 7], (7, 9), lambda cause, message: warned.append(message))
-    check_prompts(make_config(), {"train_dataset": dataset, "eval_dataset": None}, *arguments)
-    assert [message.partition(".")[0] for message in warned] == [
-        "The first prompt of `train_dataset` ends in the token 7, at which generation ends, so that completions begin "
-        "after the end of a text"
-    ]
-    check_prompts(make_config(), {"train_dataset": dataset}, lambda prompt: [7, 5], *arguments[1:])
-    assert len(warned) == 1

@@ -5,24 +5,20 @@ from __future__ import annotations
 import math
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from credit_trl import Verdict
-from credit_trl.contexts.privileged import PrivilegedContext
-from credit_trl.contexts.tokens import TokenContexts
-from credit_trl.loss.correction import EngineTokens
-from credit_trl.loss.terms import CreditLoss, MicroBatchLoss
+from credit_trl.contexts.tokens import PrivilegedContext, TokenContexts
+from credit_trl.loss.terms import CreditLoss, MicroBatchLoss, joined
 from credit_trl.training.metrics import (
-    GENERIC_BATCHES,
+    GENERIC_LOGS,
     Alarms,
     CreditWarning,
+    TokenMetrics,
     context_metrics,
-    engine_metrics,
-    mean_over_tokens,
-    token_means,
-    token_sums,
 )
 from tiny import length_verdicts
 
@@ -42,13 +38,21 @@ def micro_batch(terms, contrasted, fidelity=ZERO, engine=None):
     return MicroBatchLoss(terms, contrasted, fidelity, None, len(contrasted), len(contrasted), engine)
 
 
-def token_metrics(loss, is_sampled, reduce):
-    return token_means(token_sums(loss, reduce), is_sampled)
+def token_metrics(*losses, is_sampled=False, reduce=lambda local: local):
+    """Metrics of all micro-batches of a log, and of the last."""
+    support = "sampled" if is_sampled else "teacher_topk"
+    metrics = TokenMetrics(SimpleNamespace(distillation_support=support, distillation_weight=1.0), reduce)
+    for loss in losses:
+        metrics.add("train", loss)
+    assert metrics.read("eval") == [{}, {}]
+    found = metrics.read("train")
+    assert metrics.read("train") == [{}, {}]
+    return found
 
 
 def test_token_metrics_are_moments_at_the_sampled_tokens():
     given, contrasted = terms(50), torch.tensor([True, False]).repeat(25)
-    metrics = token_metrics(micro_batch(given, contrasted), False, lambda sums: sums)[0]
+    metrics = token_metrics(micro_batch(given, contrasted))[0]
     f, g, p = given.teacher_token_logps, given.generic_token_logps, given.token_logps
     specific = (f - g)[::2]
     expected = {
@@ -70,36 +74,37 @@ def test_token_metrics_are_moments_at_the_sampled_tokens():
 
 
 def test_sums_over_processes_give_global_metrics():
+    """Of a vLLM engine too."""
     parts, masks = [terms(7, 1), terms(12, 2)], [torch.ones(7, dtype=torch.bool), torch.ones(12, dtype=torch.bool)]
-    sums = []
-    for part, mask in zip(parts, masks, strict=True):
-        token_sums(micro_batch(part, mask, torch.tensor(0.25)), lambda s: sums.append(s) or s)
-    names = [k for k, v in vars(parts[0]).items() if k != "loss" and v is not None]
-    joined = {k: torch.cat([vars(p)[k] for p in parts]) for k in names}
-    whole = CreditLoss(loss=torch.zeros(()), **joined)
-    together = token_metrics(micro_batch(whole, torch.cat(masks), torch.tensor(0.5)), False, lambda s: s)
-    apart = token_metrics(micro_batch(parts[0], masks[0]), False, lambda s: sums[0] + sums[1])
-    assert apart[0] == pytest.approx(together[0], nan_ok=True)
-    assert apart[1] == pytest.approx(together[1])
+    engines, gathered = [torch.randn(7), torch.randn(12)], []
+    losses = [micro_batch(*of, torch.tensor(0.25), engine) for *of, engine in zip(parts, masks, engines, strict=True)]
+    token_metrics(losses[0], reduce=lambda local: gathered.append(local) or local)
+    apart = token_metrics(losses[1], reduce=lambda local: gathered[0] + local)
+    whole = micro_batch(joined(parts), torch.cat(masks), torch.tensor(0.25), torch.cat(engines))
+    together = token_metrics(whole)
+    assert "sampling/importance_sampling_ratio/mean" in together[0]
+    for found, expected in zip(apart, together, strict=True):
+        medians = [part.ratio.median().item() for part in (*parts, whole.terms)]  # that of a log is their mean
+        name = "sampling/importance_sampling_ratio/median"
+        assert [found.pop(name), expected.pop(name)] == pytest.approx([sum(medians[:2]) / 2, medians[2]])
+        assert found == pytest.approx(expected)
 
 
 def test_tokens_of_all_micro_batches_of_a_log_have_one_weight():
     parts = [terms(n, n) for n in (2, 30)]
-    sums = [
-        token_sums(micro_batch(part, torch.ones(n, dtype=torch.bool)), lambda s: s)
-        for part, n in zip(parts, (2, 30), strict=True)
-    ]
-    means, entropy = mean_over_tokens(sums, False)
+    metrics, last = token_metrics(*(micro_batch(p, torch.ones(len(p.ratio), dtype=torch.bool)) for p in parts))
     delta = torch.cat([part.teacher_token_logps - part.token_logps for part in parts])
-    assert means["credit/delta_v_mean"] == pytest.approx(delta.mean().item(), rel=1e-5)
-    assert means["credit/delta_v_std"] == pytest.approx(delta.std(correction=0).item(), rel=1e-5)
-    assert entropy == pytest.approx(torch.cat([part.entropy for part in parts]).mean().item(), rel=1e-5)
+    assert metrics["credit/delta_v_mean"] == pytest.approx(delta.mean().item(), rel=1e-5)
+    assert metrics["credit/delta_v_std"] == pytest.approx(delta.std(correction=0).item(), rel=1e-5)
+    assert metrics["entropy"] == pytest.approx(torch.cat([part.entropy for part in parts]).mean().item(), rel=1e-5)
+    assert last["credit/advantage_mean"] == pytest.approx(parts[1].advantages.mean().item(), rel=1e-5)
 
 
 def test_metrics_without_tokens_are_nan():
-    def measure(n, is_sampled=False):
-        loss = micro_batch(terms(n), torch.zeros(n, dtype=torch.bool), torch.tensor(math.nan))
-        return token_metrics(loss, is_sampled, lambda sums: sums)
+    def measure(n, **options):
+        return token_metrics(
+            micro_batch(terms(n), torch.zeros(n, dtype=torch.bool), torch.tensor(math.nan)), **options
+        )
 
     assert all(math.isnan(value) for value in measure(0)[0].values())
     without_contrast = measure(3)[0]
@@ -208,22 +213,22 @@ def test_samples_without_a_teacher_hide_no_missing_contrast():
 
 
 @pytest.mark.parametrize(
-    ("specific", "delta_v", "batches", "warns"),
+    ("specific", "delta_v", "logs", "warns"),
     [
-        (0.05, (-0.2, 2.0), GENERIC_BATCHES, True),
-        (0.05, (-0.2, 2.0), GENERIC_BATCHES - 1, False),
+        (0.05, (-0.2, 2.0), GENERIC_LOGS, True),
+        (0.05, (-0.2, 2.0), GENERIC_LOGS - 1, False),
         (0.39, (-0.2, 2.5), 20, True),  # SmolLM2, feedback that states the call
         (6.05, (-0.2, 2.5), 20, False),  # SmolLM2, feedback that names a letter
         (0.0, (0.0, 0.05), 20, False),
         (math.nan, (-0.2, 2.0), 20, False),  # no token is contrasted
     ],
 )
-def test_credit_that_is_not_input_specific_warns(specific, delta_v, batches, warns):
+def test_credit_that_is_not_input_specific_warns(specific, delta_v, logs, warns):
     alarms = Alarms()
     names = ("credit/s_accepted", "credit/delta_v_mean", "credit/delta_v_std")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for _ in range(batches):
+        for _ in range(logs):
             alarms.check_tokens(dict(zip(names, (specific, *delta_v), strict=True)), 200)
     assert ["S_t is near zero on the tokens" in str(w.message) for w in caught] == [True] * warns
 
@@ -253,8 +258,8 @@ def test_lost_gradient_warns_once_and_is_counted(run, make_model, max_grad_norm)
     ],
 )
 def test_gradient_is_lost_where_only_it_is_zero(grad_norm, loss, mean, std, lost):
-    metrics = {"credit/advantage_mean": [1.0, mean], "credit/advantage_std": [1.0, std]}
-    found = Alarms(enabled=False).check_gradient({"grad_norm": grad_norm, "loss": loss}, metrics)
+    last = {"credit/advantage_mean": mean, "credit/advantage_std": std}
+    found = Alarms(enabled=False).check_gradient({"grad_norm": grad_norm, "loss": loss}, last)
     assert found == pytest.approx(lost, nan_ok=True)
     assert math.isnan(Alarms(enabled=False).check_gradient({"train_runtime": 1.0}, {}))
 
@@ -291,11 +296,11 @@ def test_undefined_metrics_of_a_batch_without_contrast_prompts_reach_no_logger(r
 @pytest.mark.parametrize(("kind", "value"), [("missing", math.nan), ("infinite", -math.inf)])
 def test_engine_without_log_probabilities_is_no_engine_without_differences(kind, value):
     given = terms(10)
-    engine = EngineTokens(given.token_logps.clone())
+    engine = given.token_logps.clone()
     loss = micro_batch(given, torch.ones(10, dtype=torch.bool), engine=engine)
-    assert engine_metrics(loss, lambda x: x)[f"sampling/frac_{kind}_logps"] == 0.0
-    engine.logps[:4] = value
-    metrics = {name: [value] for name, value in engine_metrics(loss, lambda x: x).items()}
+    assert token_metrics(loss)[0][f"sampling/frac_{kind}_logps"] == 0.0
+    engine[:4] = value
+    metrics = {name: [value] for name, value in token_metrics(loss)[0].items()}
     assert metrics[f"sampling/frac_{kind}_logps"] == [0.4]
     alarms = Alarms(enabled=False)
     alarms.raise_once = lambda cause, message: raised.append((cause, message))

@@ -157,9 +157,6 @@ def test_run_equals_the_padded_run(make_trainer, name):
     rtol = 2e-6 if name == "engine-renormalize" else 1e-6
     assert_equal_runs(trained(make_trainer(**options, max_steps=steps)), expected, rtol)
     if name.startswith("engine"):
-        key = "sampling/importance_sampling_ratio/min"  # logged once a generation batch
-        ratios = [row[key] for row in expected[2] if key in row]
-        assert min(ratios) < 0.9
         uncorrected = trained(make_trainer(**options, max_steps=steps, vllm_importance_sampling_correction=False))
         assert max(abs(a[0] - b[0]) for a, b in zip(uncorrected[0], expected[0], strict=True)) > 1e-4
 

@@ -8,22 +8,26 @@ from types import SimpleNamespace
 
 import pytest
 
-from credit_trl.training.preemption import Preempted, SaveOnSigterm
+from credit_trl.training.preemption import REQUEUE, SaveOnSigterm
 
 
-def test_signal_ends_one_run_and_not_the_next_in_the_process():
+def test_signal_ends_a_run_after_its_step_and_at_once_where_none_trains():
     before = signal.getsignal(signal.SIGTERM)
-    save, control = SaveOnSigterm(SimpleNamespace(num_processes=1)), SimpleNamespace(should_save=False)
+    save, control = SaveOnSigterm(), SimpleNamespace(should_save=False)
     events = SimpleNamespace(output_dir="run"), SimpleNamespace(global_step=3), control
-    save.on_train_begin(*events)
-    os.kill(os.getpid(), signal.SIGTERM)
-    save.on_step_end(*events)
-    assert control.should_save
-    with pytest.raises(Preempted):
-        save.on_save(*events)
-    save.on_train_begin(*events)
-    control.should_save = False
-    save.on_step_end(*events)
-    assert not control.should_save
-    save.on_train_end(*events)
-    assert signal.getsignal(signal.SIGTERM) == before
+    try:
+        save.on_train_begin(*events)
+        os.kill(os.getpid(), signal.SIGTERM)
+        save.on_step_end(*events)
+        assert control.should_save
+        with pytest.raises(SystemExit, match=str(REQUEUE)):
+            save.on_save(*events)
+        save.on_train_begin(*events)  # of another run in the process
+        control.should_save = False
+        save.on_step_end(*events)
+        assert not control.should_save
+        save.on_train_end(*events)
+        with pytest.raises(SystemExit, match=str(REQUEUE)):
+            os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)

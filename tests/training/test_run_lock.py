@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from credit_trl.training import run_lock
-from credit_trl.training.run_lock import LOCK_FILE, RunLockedError
+from credit_trl.training import run_directory
+from credit_trl.training.run_directory import LOCK_FILE, RunLockedError, run_lock
 
 # Holds the lock of a folder, with a forked child that outlives it, until it is killed.
 HOLDER = """
 import os, sys, time
 from pathlib import Path
-from credit_trl.training.run_lock import run_lock
+from credit_trl.training.run_directory import run_lock
 with run_lock(Path(sys.argv[1])):
     child = os.fork()
     if child:
@@ -57,18 +57,18 @@ def test_second_trainer_is_refused_with_host_process_and_start(make_trainer):
 
 def test_lock_of_another_process_is_kept_while_it_lives_and_free_once_it_is_killed(tmp_path, holder):
     process, _ = holder
-    with pytest.raises(RunLockedError, match=f"process {process.pid} on"), run_lock.run_lock(tmp_path):
+    with pytest.raises(RunLockedError, match=f"process {process.pid} on"), run_lock(tmp_path):
         pass
     process.kill()
     process.wait()
-    with run_lock.run_lock(tmp_path):
+    with run_lock(tmp_path):
         assert f"process {os.getpid()} on" in (tmp_path / LOCK_FILE).read_text()
 
 
 def test_lock_is_released_where_the_block_fails(tmp_path):
-    with pytest.raises(ZeroDivisionError), run_lock.run_lock(tmp_path):
+    with pytest.raises(ZeroDivisionError), run_lock(tmp_path):
         raise ZeroDivisionError
-    with run_lock.run_lock(tmp_path):
+    with run_lock(tmp_path):
         pass
 
 
@@ -76,8 +76,8 @@ def test_file_system_without_locks_is_warned_about(tmp_path, monkeypatch, caplog
     def refuse(*_):
         raise OSError(errno.ENOSYS, "Function not implemented")
 
-    monkeypatch.setattr(run_lock.fcntl, "flock", refuse)
-    with run_lock.run_lock(tmp_path):
+    monkeypatch.setattr(run_directory.fcntl, "flock", refuse)
+    with run_lock(tmp_path):
         assert "cannot be locked" in caplog.text
 
 
@@ -88,7 +88,7 @@ def test_of_many_that_start_at_once_one_takes_the_lock(tmp_path):
     def take():
         barrier.wait()
         try:
-            with run_lock.run_lock(tmp_path):
+            with run_lock(tmp_path):
                 held.append(1)
                 finished.wait(10)
         except RunLockedError:

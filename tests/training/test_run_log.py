@@ -64,7 +64,7 @@ def test_latest_is_of_the_branch_that_trained_last(train, tmp_path, caplog):
     train(max_steps=6)
     log, aside = (tmp_path / "log.jsonl").read_bytes(), tmp_path / "previous-1"
     train(max_steps=4, resume=str(tmp_path / "checkpoint-2"))
-    assert f"Later checkpoints and evaluations in {tmp_path} are now in {aside}" in caplog.text
+    assert f"starts from step 2. Later files of an earlier run in {tmp_path} are now in {aside}" in caplog.text
     assert checkpoint_to_resume("latest", tmp_path) == str(tmp_path / "checkpoint-4")
     assert steps(tmp_path) == [1, 2, 3, 4]
     assert sorted(path.name for path in aside.glob("checkpoint-*")) == ["checkpoint-4", "checkpoint-6"]
@@ -84,15 +84,12 @@ def test_interrupted_run_sets_nothing_aside(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-2", "log.jsonl", "evaluations", "previous-1"}
 
 
-@pytest.mark.parametrize("is_base", [False, True])
-def test_final_model_of_an_earlier_run_leaves_unless_it_is_the_base(tmp_path, is_base):
-    files = {"adapter_config.json", "adapter_model.safetensors", "README.md", "trainer_state.json", "notes.txt"}
-    for name in ("checkpoint-2/state", *files):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).touch()
-    set_aside(tmp_path, 0, str(tmp_path) if is_base else "Qwen/Qwen3-0.6B")
-    assert {path.name for path in tmp_path.iterdir() if path.is_file()} == (files if is_base else {"notes.txt"})
-    assert (tmp_path / "previous-1" / "checkpoint-2").is_dir()
+def test_base_in_the_run_directory_stays(tmp_path):
+    for name in ("checkpoint-2", "checkpoint-4"):
+        (tmp_path / name).mkdir()
+    set_aside(tmp_path, 0, str(tmp_path / "checkpoint-2"))
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
+    assert (tmp_path / "previous-1" / "checkpoint-4").is_dir()
 
 
 def test_log_of_a_run_that_saved_no_checkpoint_is_kept(train, tmp_path):
@@ -110,17 +107,13 @@ def test_evaluation_before_training_is_no_earlier_run(train, tmp_path):
     assert [row["step"] for row in read_lines(tmp_path / "log.jsonl")][:2] == [0, 1]
 
 
-def test_evaluation_before_the_first_step_stays_as_a_copy(tmp_path):
+def test_evaluation_before_the_first_step_stays(tmp_path):
     for name in ("evaluations.jsonl", "evaluations/step-000000/result.json", "evaluations/step-000005/result.json"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     set_aside(tmp_path)
     moved = {str(path.relative_to(tmp_path / "previous-1")) for path in (tmp_path / "previous-1").rglob("*.json*")}
-    assert moved == {
-        "evaluations.jsonl",
-        "evaluations/step-000000/result.json",
-        "evaluations/step-000005/result.json",
-    }
+    assert moved == {"evaluations.jsonl", "evaluations/step-000005/result.json"}
     assert [path.name for path in (tmp_path / "evaluations").iterdir()] == ["step-000000"]
     set_aside(tmp_path)
     assert not (tmp_path / "previous-2").exists()

@@ -14,8 +14,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer.utils import RepeatSampler
 
 from credit_trl import CreditTrainer
-from credit_trl.rollout.vllm import PolicyGeneration
-from credit_trl.rollout.vllm_client import WatchedClient
+from credit_trl.rollout.vllm import PolicyGeneration, WatchedClient
 from credit_trl.training import trl_compat
 from credit_trl.training.checkpoints import EpochRepeatSampler
 from credit_trl.training.trl_compat import HOOKS, TESTED_TRL, check_trl

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from cpu_engine import HEAD_DIM
+from datasets import Dataset
 
 from credit_trl import CreditTrainer, Verdict
 from faults.launching import free_port
@@ -41,7 +42,7 @@ def verdicts(completions, answer, **kwargs) -> list[Verdict]:
 def make_trainer(model_path, make_config, dataset):
     """Build a trainer that generates with vLLM; keyword arguments override the configuration."""
 
-    def make(peft_config: Any = None, trainer_class: type = CreditTrainer, **options: Any) -> CreditTrainer:
+    def make(peft_config: Any = None, rows: Dataset = dataset, **options: Any) -> CreditTrainer:
         settings = {
             "use_vllm": True,
             "vllm_mode": "colocate",
@@ -51,7 +52,7 @@ def make_trainer(model_path, make_config, dataset):
             "max_steps": 3,
         }
         config = make_config(**{**settings, **options})
-        return trainer_class(str(model_path), verdicts, config, dataset, peft_config=peft_config)
+        return CreditTrainer(str(model_path), verdicts, config, rows, peft_config=peft_config)
 
     yield make
     gc.collect()  # the trainer, which holds the engine, is a reference cycle

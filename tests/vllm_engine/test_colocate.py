@@ -121,30 +121,6 @@ def test_phases_keep_engine_policy_and_teacher_weights_apart(make_trainer, kind,
     assert equal(first["teacher"], phases[-1][2]["teacher"]) == (teacher == "base")
 
 
-@pytest.mark.parametrize("kind", ["full", "lora"])
-def test_base_teacher_scores_with_initial_weights(make_trainer, kind):
-    trainer = make_trainer(adapter(kind), teacher_model_kind="base", max_steps=4)
-    untrained = initial(trainer).eval()
-    prepare = trainer.credit_step.prepare
-    scored = []
-
-    def keep_scores(batch, output, contexts):
-        scores = prepare(batch, output, contexts)
-        scored.append((contexts, {**output, **scores}))
-        return scores
-
-    trainer.credit_step.prepare = keep_scores
-    trainer.train()
-    assert len(scored) == 4
-    contexts, output = scored[-1]
-    for i, own in enumerate(built.teacher for built in contexts):
-        completion = output["completion_ids"][i][output["completion_mask"][i].bool()].tolist()
-        expected = token_logps(untrained, own, completion)
-        torch.testing.assert_close(output["teacher_token_logps"][i][: len(completion)], expected, rtol=0, atol=1e-4)
-        control = token_logps(trainer.model.eval(), own, completion)
-        assert (control - expected).abs().max() > STALE
-
-
 @pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
 def test_importance_ratio_of_stale_engine_scales_distillation(make_trainer, mode):
     options = {"vllm_importance_sampling_mode": mode, "vllm_importance_sampling_clip_max": 1.2}
@@ -164,8 +140,9 @@ def test_importance_ratio_of_stale_engine_scales_distillation(make_trainer, mode
     trainer.model.train()
     trainer.current_gradient_accumulation_steps = 1
     rows = [row for row in trainer.train_dataset.select(range(2)) for _ in range(4)]
+    inputs = trainer._generate_and_score_completions(rows)
     with pytest.warns(UserWarning, match="under vLLM and under the model"):
-        inputs = trainer._generate_and_score_completions(rows)
+        trainer.log({})
 
     prompts, completions, logps, _ = sampled[0]
     expected = torch.zeros_like(inputs["completion_ids"], dtype=torch.float32)
@@ -185,6 +162,48 @@ def test_importance_ratio_of_stale_engine_scales_distillation(make_trainer, mode
         corrected = loss_per_token(trainer, inputs, i)
         plain = loss_per_token(trainer, {**inputs, "importance_sampling_ratio": torch.ones_like(ratio)}, i)
         torch.testing.assert_close(corrected, plain * expected[i][mask[i]], rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("updates", [1, 2])
+def test_ten_steps_have_a_median_ratio_near_1_in_the_log(make_trainer, capsys, updates):
+    """With the default correction; and with two updates a batch, whose ratio is that to the engine."""
+    options = {"steps_per_generation": 2, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
+    several = {} if updates == 1 else {"vllm_importance_sampling_correction": False, **options}
+    trainer = make_trainer(max_steps=10, learning_rate=1e-4, **several)
+    trainer.train()
+    if updates == 1:
+        assert trainer.args.vllm_importance_sampling_mode == "token_truncate"
+        assert trainer.args.vllm_importance_sampling_clip_max == 2.0
+    rows = [row for row in trainer.state.log_history if "loss" in row]
+    medians = [row["sampling/importance_sampling_ratio/median"] for row in rows]
+    assert len(medians) == 10
+    assert 0.95 < min(medians) <= max(medians) < 1.05
+    assert "ratio" in capsys.readouterr().out
+    differences = [row["sampling/sampling_logp_difference/mean"] for row in rows]
+    assert max(differences[::updates]) < SAME  # the first update of each generation batch
+    assert not any("credit/seconds_old_logps" in row for row in rows)
+
+
+def test_siblings_share_the_prefix_cache_which_no_update_of_the_weights_survives(make_trainer, dataset):
+    """vLLM's default, which the recipes use: cached keys and values of earlier weights would change log π."""
+    long = {"role": "system", "content": "Add the numbers. " * 20}
+    trainer = make_trainer(rows=dataset.map(lambda row: {"prompt": [long, row["prompt"][-1]]}), learning_rate=0.1)
+    recording = record(trainer)
+    engine, cached = trainer.vllm_generation.llm, []
+    generate = engine.generate
+
+    def counting(*args, **kwargs):
+        outputs = generate(*args, **kwargs)
+        cached.append([output.num_cached_tokens for output in outputs])
+        return outputs
+
+    engine.generate = counting
+    trainer.train()
+    assert len(cached) == 3
+    for of_batch in cached:
+        assert of_batch[0] == 0  # the first reads its prompt with the present weights
+        assert sum(count > 0 for count in of_batch) >= len(of_batch) // 2
+    assert max(recording.differences) < SAME
 
 
 def loss_per_token(trainer, inputs, sample):

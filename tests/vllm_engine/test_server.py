@@ -26,7 +26,7 @@ from engine_observer import record
 
 from credit_trl.evaluation import SamplingConfig
 from credit_trl.evaluation.engines import Request, TrainerEngine
-from credit_trl.rollout.vllm_client import VLLMServerError
+from credit_trl.rollout.vllm import VLLMServerError
 from faults.launching import free_port
 
 SAME = 1e-3  # nats; measured 1e-6

@@ -18,6 +18,7 @@ from credit_trl.tasks.quickstart import (
     LETTERS,
     SHORTCUT_OPENING,
     SHORTCUT_THOUGHT,
+    TEMPLATES,
     TOPICS,
     Question,
     draw_question,
@@ -26,13 +27,6 @@ from credit_trl.tasks.quickstart import (
 )
 
 Message = dict[str, str]
-
-# Options of `CreditConfig` with the same wording, for training on the bases.
-TEMPLATES = {
-    "reprompt_template": "{prompt}{solution}{feedback}\n\nCorrectly solve the original question.\n",
-    "solution_template": "\nCorrect solution:\n\n{successful_previous_attempt}\n\n",
-    "feedback_template": ("\nThe following is feedback from your unsuccessful earlier attempt:\n\n{feedback_raw}\n\n"),
-}
 
 # Shares of the kinds of context. "letter" is the task's feedback. "dictated" names the tool and teaches the base to
 # follow feedback. "list" practises the look-up of letters, which takes several times as many steps to appear without.

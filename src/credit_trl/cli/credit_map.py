@@ -26,9 +26,9 @@ _OF_TRL = {"chat_template_kwargs", "max_completion_length", "seed", "temperature
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Sample and verify responses, or read them from a file, and map the credit of every token: ΔV_t, S_t, Ĝ_t, "
-        "R_t and the alternatives. Writes maps.html, maps.json and summary.md, which also predicts for generic tokens "
-        "which λ holds them and how often they come after training. With --checkpoint, the model and each checkpoint "
+        "Sample and verify responses, and map the credit of every token: ΔV_t, S_t, Ĝ_t, R_t and the alternatives. "
+        "Writes maps.html, maps.json and summary.md, which also predicts which λ holds generic tokens and how "
+        "often they come after training. With --checkpoint, the model and each checkpoint "
         "score the same responses, with the options of the last one's run; RUN stands for its model, checkpoint, data "
         "and options."
     )
@@ -38,9 +38,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--max_prompts", metavar="N", type=int, default=4, help="default 4")
     parser.add_argument("--samples", metavar="N", type=int, default=2, help="responses per prompt (default 2)")
-    parser.add_argument(
-        "--responses", metavar="FILE", help="JSON lines with prompt, response, feedback, instead of sampling"
-    )
     parser.add_argument(
         "--config", metavar="FILE", help="YAML or run.json with the options of R_t (default: the last run's)"
     )
@@ -54,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from credit_trl.lab.analysis.checkpoints import Checkpoint
-    from credit_trl.lab.analysis.token_classes import default_classes, task_classes
+    from credit_trl.lab.analysis.token_classes import task_classes
     from credit_trl.lab.analysis.tokenmap import map_response
     from credit_trl.lab.report.runs import short_names
 
@@ -63,12 +60,12 @@ def run(args: argparse.Namespace) -> int:
         args.model = args.model or read_run(args.run)["model"]
         args.checkpoint = args.checkpoint or [str(model_of_run(args.run))]
         args.output_dir = args.output_dir or str(Path(args.run) / MAPS_FOLDER)
-    elif args.model is None or (args.task is None) == (args.responses is None):
-        raise ValueError("give a run directory, or --model and either --task or --responses.")
+    elif args.model is None or args.task is None:
+        raise ValueError("give a run directory, or --model and --task.")
     if min(args.max_prompts, args.samples) < 1:
         raise ValueError("`--max_prompts` and `--samples` must be at least 1.")
     config = measuring_config(args)
-    task = None if args.responses is not None else task_of_run(args.run, args.task)
+    task = task_of_run(args.run, args.task)
     print(f"λ = {config.contrastive_coef:g}, C = {config.contrastive_count}")
     names = [None, *short_names(args.checkpoint, parts=2)]  # `runs/first/checkpoint-50` → `first/checkpoint-50`
     checkpoints = [
@@ -76,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
         for path, name in zip([None, *args.checkpoint], names, strict=True)
     ]
     responses = _responses(args, task, checkpoints[-1], config)
-    classify = default_classes if task is None else task_classes(task, checkpoints[-1].tokenizer)
+    classify = task_classes(task, checkpoints[-1].tokenizer)
     maps = [map_response(one, response, config, classify=classify) for one in checkpoints for response in responses]
     if not maps:
         raise ValueError("no response has a teacher: the task gave no feedback and no rollout succeeded.")
@@ -109,24 +106,17 @@ def measuring_config(args: argparse.Namespace) -> CreditConfig:
 
 
 def _responses(args: argparse.Namespace, task: Any, checkpoint: Checkpoint, config: CreditConfig) -> list[Rollout]:
-    """Responses that have a teacher, sampled by the last checkpoint or read from `--responses`."""
-    from credit_trl.lab.analysis.responses import read_rollouts, sample_rollouts
+    """Responses that have a teacher, sampled by the last checkpoint."""
+    from credit_trl.lab.analysis.responses import sample_rollouts
 
-    if task is None:
-        responses = [one for one in read_rollouts(args.responses, checkpoint, config) if one.privileged]
-        source = f"records of {args.responses}"
-    else:
-        dataset = task.build(args.split, args.path)
-        rows = list(dataset.take(args.max_prompts))
-        population = list(dataset["prompt"])
-        sampled = sample_rollouts(checkpoint, task, rows, config, samples=args.samples, population=population)
-        responses = [one for one in sampled if one.privileged and one.token_ids]
-        source = f"{len(sampled)} responses to {len(rows)} prompts"
+    dataset = task.build(args.split, args.path)
+    rows = list(dataset.take(args.max_prompts))
+    population = list(dataset["prompt"])
+    sampled = sample_rollouts(checkpoint, task, rows, config, samples=args.samples, population=population)
+    responses = [one for one in sampled if one.privileged and one.token_ids]
+    source = f"{len(sampled)} responses to {len(rows)} prompts"
     if responses and not any(one.contrasts for one in responses):
-        raise ValueError(
-            f"The {source} have no contrast prompt, which S_t needs. Give more prompts: --max_prompts, or "
-            "`contrasts`, a list of prompts, in a record of --responses."
-        )
+        raise ValueError(f"The {source} have no contrast prompt, which S_t needs. Give more prompts: --max_prompts.")
     print(f"{source}, {len(responses)} with a teacher")
     return responses
 

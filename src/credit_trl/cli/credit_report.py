@@ -19,5 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from credit_trl.lab.report import write_report
 
-    print(f"report: {write_report(args.runs, args.output)}")
+    page = write_report(args.runs, args.output)
+    print(page.with_suffix(".md").read_text("utf-8"))
+    print(f"report: {page}")
     return 0

@@ -42,7 +42,6 @@ class CreditScriptArguments(ScriptArguments):
     avg_at_k_steps: int = _option("Generation batches between two evaluations.", 5)
     avg_at_k_temperature: float = _option("Sampling temperature of avg@k.", 0.6)
     avg_at_k_top_p: float = _option("Nucleus mass of avg@k.", 0.95)
-    map_rollouts: int = _option("Token maps in the report, at the first and the last step; 0 for none.", 4)
     resume_changes: Literal["refuse", "allow"] = _option("Differences of a resumed run's objective.", "refuse")
     check: bool = _option("Load everything, show one rollout, measure one step, leave nothing behind.", False)
     sandbox: str | None = _option("auto (default), bubblewrap, landlock, or the address of a remote sandbox.")

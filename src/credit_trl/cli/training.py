@@ -58,22 +58,19 @@ def run(argv: list[str] | None = None) -> int:
     """
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-    from credit_trl.training.preemption import requeue_on_sigterm
-
     spell_unencodable()
     trainer = None
     try:
         config_file(sys.argv[1:] if argv is None else argv)  # within the limits of the reader; TRL's has none
         script_args, *others = make_parser().parse_args_and_config(argv, fail_with_unknown_args=False)
-        with requeue_on_sigterm():
-            trainer = make_trainer(script_args, *others)
-            machine = f"{trainer.accelerator.num_processes} x {trainer.accelerator.device.type}"
-            data = trainer.run_log.facts["task"]
-            trainer.accelerator.print(f"trl credit: {data} on {machine}, output in {trainer.args.output_dir}")
-            if script_args.check:
-                trainer.check()
-            else:
-                train(trainer, script_args)
+        trainer = make_trainer(script_args, *others)
+        machine = f"{trainer.accelerator.num_processes} x {trainer.accelerator.device.type}"
+        data = trainer.run_log.facts["task"]
+        trainer.accelerator.print(f"trl credit: {data} on {machine}, output in {trainer.args.output_dir}")
+        if script_args.check:
+            trainer.check()
+        else:
+            train(trainer, script_args)
     except USER_ERRORS as error:
         if (trainer is not None or isinstance(error, RuntimeError)) and not is_user_error(error):
             raise
@@ -100,6 +97,7 @@ def make_trainer(
     from credit_trl.trainer import CreditTrainer
     from credit_trl.training.preemption import SaveOnSigterm
 
+    save_on_sigterm = SaveOnSigterm()
     # Names are checked before the model loads, so that a wrong one fails at once.
     if model_args.model_name_or_path is None:
         raise ValueError("No model: give `--model_name_or_path Qwen/Qwen3-0.6B`, a path, or `quickstart`.")
@@ -131,12 +129,12 @@ def make_trainer(
     data = describe(script_args, training_args.reward_weights)
     name = script_args.task or script_args.dataset_name or script_args.dataset_path or "a mixture of datasets"
     trainer.run_log.facts |= {"task": name, "data": data}
-    trainer.add_callback(SaveOnSigterm(trainer.accelerator))  # before evaluations, which it skips
+    trainer.add_callback(save_on_sigterm)  # before evaluations, which it skips
     if script_args.avg_at_k is not None:
         evaluate_during_training(trainer, script_args)
-    if script_args.map_rollouts > 0 and trainer.credit_step is not None:
-        trainer.add_callback(CreditMapCallback(None, rollouts=script_args.map_rollouts, trainer=trainer))
-    trainer.add_callback(ReportCallback())  # last, so that it has the last evaluation
+    if trainer.credit_step is not None:  # GRPO has no teacher, and may have images
+        trainer.add_callback(CreditMapCallback(trainer=trainer))
+    trainer.add_callback(ReportCallback(trainer))  # last, so that it has the last evaluation
     return trainer
 
 
@@ -177,12 +175,11 @@ def evaluate_during_training(trainer: CreditTrainer, script_args: CreditScriptAr
     trainer.run_log.facts["data"] = data
     if data["task"] is None and data["test"] == data["train"]:
         trainer.accelerator.print("avg@k uses the training rows; held-out ones are given by --eval_dataset_path.")
-    steps = trainer.args.steps_per_generation * trainer.num_iterations * script_args.avg_at_k_steps
     evaluation = EvaluationCallback(
         trainer,
         task_of_data(data),
         k=script_args.avg_at_k,
-        eval_steps=max(1, steps // trainer.args.gradient_accumulation_steps),
+        eval_steps=script_args.avg_at_k_steps,
         temperature=script_args.avg_at_k_temperature,
         top_p=script_args.avg_at_k_top_p,
         split=script_args.dataset_test_split,

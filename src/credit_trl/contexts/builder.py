@@ -1,33 +1,40 @@
 """Token ids of the teacher's prompt (x, z) and of the contrast prompts (x'_k, z).
 
-z is a demonstration (a successful rollout of the same group) and feedback. Both are untrusted text: control tokens in
-them are encoded as plain text, so that they cannot end a turn or begin one. The prompt around them is tokenised as it
+z is a demonstration (a successful rollout of the same group) and feedback. Both are untrusted text, and are encoded as
+plain text, apart from the text around them: no token spans both, and no control token in z ends a turn or begins one.
+The chat template renders slots in their place, once for all samples that share a prompt. The prompt is tokenised as it
 is for the student.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
-from itertools import cycle, islice
+from itertools import chain, cycle, islice
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
+from transformers.utils import get_json_schema
 
 from credit_trl.config import CreditConfig
 from credit_trl.contexts.contrast import Contrast, find_source
-from credit_trl.contexts.privileged import PrivilegedContext
 from credit_trl.contexts.prompts import Prompt, Render, chat_renderer, user_text, with_user_text
-from credit_trl.contexts.tokens import TokenContexts
+from credit_trl.contexts.tokens import PrivilegedContext, TokenContexts
 from credit_trl.rollout.thinking import thinking_marks
 
-_MARK = re.compile("(\x02[0-9a-f]{32}\x03)")  # stands for untrusted text in a rendered prompt
+# Ids of trusted text, and names of the parts of z that stand between them.
+SlottedIds = list[list[int] | str]
+
+# Parts of z, in the order in which they are cut.
+_PARTS = ("feedback", "demonstration")
+_CUT = "\n[… cut …]\n"  # stands for the middle of a text that is too long
 _MAX_MISSES = 32  # contrasts that do not fit beside z before a sample has none
 # Characters of untrusted text for each token of the budget; the middle of a longer text is never tokenised.
 _CHARACTERS_PER_TOKEN = 8
+_MAX_RENDERED = 4096  # prompts that are kept as they were rendered
 
 
 class ContextBuilder:
@@ -46,6 +53,7 @@ class ContextBuilder:
     Attributes:
         source: the contrast source; None where λ = 0.
         marks: see `thinking_marks`.
+        slots: for each part of z the text that stands for it, which no prompt contains.
 
     Raises:
         ValueError: there is no such contrast source.
@@ -63,6 +71,8 @@ class ContextBuilder:
         self.render = render or chat_renderer(tokenizer)
         self.source = find_source(config.contrastive_source) if config.contrasts else None
         self.marks = thinking_marks(tokenizer)
+        self.slots = {part: f"\x02{secrets.token_hex(16)}\x03" for part in _PARTS}
+        self._rendered: dict[str, tuple[str, SlottedIds]] = {}
         special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._control_ids = frozenset(special | set(tokenizer.all_special_ids) | set(eos_token_ids))
 
@@ -90,158 +100,149 @@ class ContextBuilder:
             ValueError: the chat template changes or drops the text of the user turn, the prompt has none, or a
                 contrast exchanges z where z has feedback on single turns.
         """
-        encode = partial(self.encode, prompt, tools=tools)
+        z: dict[str, list[int]] = {}
         if self.config.teacher_prompt == "student":
             privileged = fitted = PrivilegedContext()
-            teacher = encode(fitted)
+            teacher = self.encode(prompt, fitted, tools)
         else:
-            teacher, fitted = self.fit(encode, privileged)
+            teacher, z, fitted = self.fit(lambda parts: self._render(prompt, tools, parts)[1], privileged)
+
+        def encode_contrast(contrast: Contrast) -> list[int] | None:
+            if contrast.privileged is None:
+                ids = fill(self._render(contrast.prompt, tools, [*z])[1], z)
+                return ids if len(ids) <= self.config.max_reprompt_len else None
+            if fitted.turns or contrast.privileged.turns:
+                raise ValueError(
+                    f"`contrastive_source={self.config.contrastive_source!r}` exchanges the whole privileged context, "
+                    "and feedback on single turns belongs to one rollout. Use a source of prompts, such as 'batch', "
+                    "or return no `Verdict.turn_feedback`."
+                )
+            return self.fit(lambda parts: self._render(contrast.prompt, tools, parts)[1], contrast.privileged)[0]
+
+        count = self.config.contrastive_count if teacher is not None else 0
+        drawn = map(encode_contrast, islice(contrasts, count + _MAX_MISSES))
+        fitting = islice((ids for ids in drawn if ids is not None), count)
         return TokenContexts(
             teacher,
-            self._fit_contrasts(contrasts, fitted, tools) if teacher is not None else [],
+            list(islice(cycle(fitting), count)),
             privileged=fitted,
             cut=fitted != privileged,
             feedback_dropped=privileged.feedback is not None and fitted.feedback is None,
         )
 
     def fit(
-        self, encode: Callable[[PrivilegedContext], list[int]], whole: PrivilegedContext, budget: int | None = None
-    ) -> tuple[list[int] | None, PrivilegedContext]:
-        """Ids of as much of z as fits, and that z; None and an empty z where nothing of it fits.
+        self, slotted: Callable[[list[str]], SlottedIds], z: PrivilegedContext, budget: int | None = None
+    ) -> tuple[list[int] | None, dict[str, list[int]], PrivilegedContext]:
+        """Ids of a text with as much of z as fits, ids of the parts of z, and that z; None and nothing without any.
 
         Args:
-            encode: ids of a context with a given z.
-            whole: z.
+            slotted: the text with slots for the given parts of z.
+            z: the whole z.
             budget: maximum number of tokens; None for `max_reprompt_len`.
         """
         budget = self.config.max_reprompt_len if budget is None else budget
-        texts = {name: getattr(whole, name) for name in ("feedback", "demonstration")}
-        fitted = replace(whole, **{name: text and _with_cut(text, *self._ends(text)) for name, text in texts.items()})
-        for name, text in texts.items():
-            cut = 0
-            while getattr(fitted, name) is not None:
-                ids = encode(fitted)
-                if len(ids) <= budget:
-                    return ids, fitted
-                cut += len(ids) - budget
-                fitted = replace(fitted, **{name: self._cut_middle(text, cut)})
-        ids = encode(fitted) if fitted else None  # feedback on turns only
-        return (ids, fitted) if ids is not None and len(ids) <= budget else (None, PrivilegedContext())
-
-    def _fit_contrasts(
-        self, contrasts: Iterable[Contrast], privileged: PrivilegedContext, tools: list[Any] | None
-    ) -> list[list[int]]:
-        fitting: list[list[int]] = []
-        misses = 0
-        for contrast in contrasts:
-            z = contrast.privileged
-            if z is not None and (privileged.turns or z.turns):
-                raise ValueError(
-                    f"`contrastive_source={self.config.contrastive_source!r}` exchanges the whole privileged context, "
-                    "and feedback on single turns belongs to one rollout. Use a source of prompts, such as 'batch', "
-                    "or return no `Verdict.turn_feedback`."
-                )
-            encode = partial(self.encode, contrast.prompt, tools=tools)
-            ids = encode(privileged) if z is None else self.fit(encode, z)[0]
-            if ids and len(ids) <= self.config.max_reprompt_len:
-                fitting.append(ids)
-            else:
-                misses += 1
-            if len(fitting) == self.config.contrastive_count or misses > _MAX_MISSES:
+        z = replace(z, **{part: self._without_long_middle(getattr(z, part)) for part in _PARTS})
+        parts = self._encode_parts(z)
+        while z:
+            around = slotted([*parts])
+            ids = fill(around, parts)
+            if len(ids) <= budget:
+                return ids, parts, z
+            if not parts:  # feedback on turns only
                 break
-        return list(islice(cycle(fitting), self.config.contrastive_count))
+            part = next(iter(parts))
+            shorter = self._without_middle(parts.pop(part), len(ids) - budget)
+            z = replace(z, **{part: None if shorter is None else self.tokenizer.decode(shorter)})
+            if shorter is not None:
+                parts = {part: shorter} | parts
+                return fill(around, parts), parts, z
+        return None, {}, PrivilegedContext()
 
-    def encode(self, prompt: Prompt, privileged: PrivilegedContext, tools: list[Any] | None = None) -> list[int]:
-        """Token ids of one context, of any length.
+    def _without_long_middle(self, text: str | None) -> str | None:
+        half = _CHARACTERS_PER_TOKEN * self.config.max_reprompt_len // 2
+        return text if text is None or len(text) <= 2 * half else text[:half] + _CUT + text[-half:]
 
-        The chat template renders marks in place of demonstration and feedback, so that their text cannot change how
-        it renders.
-        """
-        is_text = isinstance(prompt, str)
-        texts = {"demonstration": privileged.demonstration, "feedback": privileged.feedback}
-        marks = {name: f"\x02{secrets.token_hex(16)}\x03" for name, text in texts.items() if text is not None}
-        if not marks:  # feedback on turns only: the opening prompt is the student's
-            return self.encode_pieces([(self.student_text(prompt, tools), True)], first=is_text)
+    def _without_middle(self, ids: list[int], excess: int) -> list[int] | None:
+        """Ids of untrusted text with `excess` fewer tokens; None where nothing remains beside the mark."""
+        mark = self._tokenize_inside(_CUT)
+        kept = len(ids) - excess - len(mark)
+        return None if kept < 2 else ids[: kept - kept // 2] + mark + ids[-(kept // 2) :]
+
+    def encode(self, prompt: Prompt, z: PrivilegedContext, tools: list[Any] | None = None) -> list[int]:
+        """Token ids of one context, of any length. Without feedback and demonstration it is the student's prompt."""
+        parts = self._encode_parts(z)
+        return fill(self._render(prompt, tools, [*parts])[1], parts)
+
+    def _encode_parts(self, z: PrivilegedContext) -> dict[str, list[int]]:
+        """Ids of the parts that z has, as plain text; lone surrogates are replaced."""
+        parts = {}
+        for part in _PARTS:
+            text = getattr(z, part)
+            if text is None:
+                continue
+            ids = self._tokenize_inside(text.encode("utf-8", "replace").decode(), split_special_tokens=True)
+            if not self._control_ids.isdisjoint(ids):
+                raise ValueError(
+                    f"The {part} encodes to control tokens although `split_special_tokens=True`: the tokenizer "
+                    f"{type(self.tokenizer).__name__} cannot encode untrusted text safely. Use another one."
+                )
+            parts[part] = ids
+        return parts
+
+    def student_text(self, prompt: Prompt, tools: list[Any] | None = None) -> str:
+        """The prompt as the student reads it, with the generation prompt."""
+        return self._render(prompt, tools, [])[0]
+
+    def _render(self, prompt: Prompt, tools: list[Any] | None, parts: list[str]) -> tuple[str, SlottedIds]:
+        """The prompt with slots for parts of z, rendered and tokenised once for all samples that have them."""
+        tools = [tool if isinstance(tool, dict) else get_json_schema(tool) for tool in tools or ()] or None
+        key = json.dumps([prompt, tools, sorted(parts)], default=str)
+        if key not in self._rendered:
+            if len(self._rendered) >= _MAX_RENDERED:
+                self._rendered.clear()
+            text = self._render_anew(prompt, tools, parts)
+            self._rendered[key] = text, self.slotted(text, first=isinstance(prompt, str))
+        return self._rendered[key]
+
+    def _render_anew(self, prompt: Prompt, tools: list[dict[str, Any]] | None, parts: list[str]) -> str:
+        config = self.config
         solution = feedback = ""
-        if "demonstration" in marks:
-            solution = self.config.solution_template.format(successful_previous_attempt=marks["demonstration"])
-        if "feedback" in marks:
-            feedback = self.config.feedback_template.format(feedback_raw=marks["feedback"])
-        if is_text:
-            text = turn = f"{(solution + feedback).strip()}\n\n{prompt}"
-        else:
-            turn = self.config.reprompt_template.format(prompt=user_text(prompt), solution=solution, feedback=feedback)
-            text = self.render(with_user_text(prompt, turn), tools=tools)
-        parts = [part for part in _MARK.split(text) if part]
-        untrusted = {mark: texts[name] for name, mark in marks.items()}
-        if not {mark for mark in untrusted if mark in turn} <= set(parts):
+        if "demonstration" in parts:
+            solution = config.solution_template.format(successful_previous_attempt=self.slots["demonstration"])
+        if "feedback" in parts:
+            feedback = config.feedback_template.format(feedback_raw=self.slots["feedback"])
+        if isinstance(prompt, str):
+            return f"{(solution + feedback).strip()}\n\n{prompt}" if parts else prompt
+        if parts:
+            turn = config.reprompt_template.format(prompt=user_text(prompt), solution=solution, feedback=feedback)
+            prompt = with_user_text(prompt, turn)
+        text = self.render(prompt, tools=tools)
+        if not all(self.slots[part] in text for part in parts):
             raise ValueError(
                 "The chat template changes or drops the text of the last user turn, where the teacher reads "
                 f"demonstration and feedback; it renders …{text[-100:]!r}. Use a `chat_template` that renders "
                 "`message['content']` as it is."
             )
-        return self.encode_pieces(
-            [(untrusted.get(part, part), part not in untrusted) for part in parts], first=is_text
-        )
+        return text
 
-    def student_text(self, prompt: Prompt, tools: list[Any] | None = None) -> str:
-        """The prompt as the student reads it, with the generation prompt."""
-        return prompt if isinstance(prompt, str) else self.render(prompt, tools=tools)
-
-    def encode_pieces(self, pieces: list[tuple[str, bool]], *, first: bool = False) -> list[int]:
-        """Token ids of (text, trusted) pieces, where untrusted text adds no control token; see `tokenize`."""
-        pieces = [(text if trusted else _encodable(text), trusted) for text, trusted in pieces]
-        ids = self.tokenize("".join(text for text, _ in pieces), first=first)
-        # A letter in place of each untrusted piece leaves the control tokens of the template.
-        scaffold = "".join(text if trusted else "x" for text, trusted in pieces)
-        expected = self._controls(self.tokenize(scaffold, first=first))
-        if self._controls(ids) == expected:
-            return ids
-        # z contains the text of a control token: encode it as plain text, separately from the text around it.
-        ids = []
-        for position, (text, trusted) in enumerate(pieces):
-            ids += self.tokenize(text, first=first and position == 0) if trusted else self._tokenize_plain(text)
-        if self._controls(ids) != expected:
-            raise ValueError(
-                "A demonstration or feedback encodes to control tokens although `split_special_tokens=True`: the "
-                f"tokenizer {type(self.tokenizer).__name__} cannot encode untrusted text safely. Use another one."
-            )
-        return ids
+    def slotted(self, text: str, *, first: bool = False) -> SlottedIds:
+        """Ids of trusted text that has slots; `first` as in `tokenize`."""
+        parts = {slot: part for part, slot in self.slots.items()}
+        start, *pieces = re.split(f"({'|'.join(parts)})", text)
+        return [self.tokenize(start, first=first), *(parts.get(one) or self._tokenize_inside(one) for one in pieces)]
 
     def tokenize(self, text: str, *, first: bool = False) -> list[int]:
-        """Token ids; with `first` the tokenizer adds its special tokens, as for the student's plain prompts."""
+        """Ids of trusted text; `first` adds the tokenizer's special tokens, as for the student's plain prompts."""
         return self.tokenizer(text, add_special_tokens=first)["input_ids"]
 
-    def _tokenize_plain(self, text: str) -> list[int]:
-        return self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
-
-    def _controls(self, ids: list[int]) -> list[int]:
-        return [i for i in ids if i in self._control_ids]
-
-    def _ends(self, text: str) -> tuple[str, str]:
-        """Beginning and end of a text, together at most `_CHARACTERS_PER_TOKEN` for each token of the budget."""
-        half = _CHARACTERS_PER_TOKEN * self.config.max_reprompt_len // 2
-        return (text, "") if len(text) <= 2 * half else (text[:half], text[-half:])
-
-    def _cut_middle(self, text: str, excess: int) -> str | None:
-        """The text with a mark in place of `excess` tokens and those of the mark; None where nothing remains."""
-        ids = self._tokenize_plain(_encodable("".join(self._ends(text))))
-        kept = len(ids) - excess - len(self._tokenize_plain(_with_cut(text, "", "")))
-        if kept < 2:
-            return None
-        # A character that is cut in two decodes to the replacement character.
-        begin = self.tokenizer.decode(ids[: kept - kept // 2]).rstrip("\ufffd")
-        end = self.tokenizer.decode(ids[len(ids) - kept // 2 :]).lstrip("\ufffd")
-        shorter = _with_cut(text, begin, end)
-        return shorter if len(self._tokenize_plain(_encodable(shorter))) < len(ids) else None
+    def _tokenize_inside(self, text: str, **options: Any) -> list[int]:
+        """Ids of text inside another, without the space that some tokenizers put before a text."""
+        alone, start, ids = (
+            self.tokenizer(one, add_special_tokens=False, **options)["input_ids"] for one in (text, "\n", f"\n{text}")
+        )
+        return ids[len(start) :] if ids[: len(start)] == start else alone
 
 
-def _with_cut(text: str, begin: str, end: str) -> str:
-    """Beginning and end of a text with a mark that states the number of characters between them, if any."""
-    count = len(text) - len(begin) - len(end)
-    return f"{begin}\n[… {count} characters cut …]\n{end}" if count > 0 else text
-
-
-def _encodable(text: str) -> str:
-    """The text with lone surrogates replaced."""
-    return text.encode("utf-8", "replace").decode()
+def fill(slotted: SlottedIds, parts: Mapping[str, list[int]]) -> list[int]:
+    """Ids of a text with parts of z in its slots."""
+    return [*chain.from_iterable(parts[piece] if isinstance(piece, str) else piece for piece in slotted)]

@@ -1,13 +1,8 @@
 """Contrasts (line 3 of Algorithm 1): the registry of sources, and the draws of one sample.
 
-A source is a function of the generation batch, a sample and a random stream, with no other state:
-
-    def same_length(batch, sample, rng):
-        size = len(str(batch.prompts[sample]))
-        return shuffled([p for p in batch.other_prompts(sample) if len(str(p)) == size], rng)
-
-`contrastive_source="my_module:same_length"` uses it. Its stream is keyed by `(seed, batch.index, sample)` with the
-sample's index in the global batch, so a draw does not depend on the number of processes.
+A source is a function of the generation batch, a sample and a random stream, with no other state; CONTRIBUTING.md has
+an example. Its stream is keyed by `(seed, batch.index, sample)`, with the index of the sample in the global batch, so
+that a draw does not depend on the number of processes.
 """
 
 from __future__ import annotations
@@ -21,7 +16,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from credit_trl.contexts.privileged import PrivilegedContext
+from credit_trl.contexts.tokens import PrivilegedContext
 from credit_trl.rollout.batch import Prompt, prompt_key
 
 T = TypeVar("T")
@@ -93,19 +88,13 @@ def find_source(name: str) -> Source:
     """
     if name in SOURCES:
         return SOURCES[name]
-    if ":" not in name:
-        known = ", ".join(map(repr, SOURCES))
-        raise ValueError(f"`contrastive_source` must be {known}, or 'module:function'; got {name!r}.")
     try:
-        found = pkgutil.resolve_name(name)
+        return pkgutil.resolve_name(name)
     except (ModuleNotFoundError, AttributeError, ValueError) as error:
         raise ValueError(
-            f"`contrastive_source={name!r}`: {error}. The function must stand at the top level of the module, and the "
-            "folder of the module in PYTHONPATH."
+            f"`contrastive_source` must be {', '.join(map(repr, SOURCES))}, or 'module:function' for a function of a "
+            f"module in PYTHONPATH; got {name!r} ({error})."
         ) from error
-    if not callable(found):
-        raise ValueError(f"`contrastive_source={name!r}` is a {type(found).__name__}; it must be a function.")
-    return found
 
 
 def source_columns(source: Source) -> list[str]:
@@ -120,17 +109,16 @@ def draw_contrasts(source: Source, batch: ContrastBatch, sample: int, seed: int)
         TypeError: the source does not return prompts or `Contrast`s.
         ValueError: a contrast has the sample's own prompt and privileged context.
     """
-    rng = np.random.default_rng([seed, batch.index, sample])
+    drawn = source(batch, sample, np.random.default_rng([seed, batch.index, sample]), **batch.columns)
+    own = (batch.prompts[sample], batch.dataset_prompts[sample])
     name = f"The contrast source {getattr(source, '__name__', source)!r}"
-    drawn = source(batch, sample, rng, **batch.columns)
     fix = "Return a list of texts, lists of messages or `Contrast(prompt, privileged)`, or yield them."
-    if isinstance(drawn, str | Contrast) or not isinstance(drawn, Iterable):
+    if isinstance(drawn, str) or not isinstance(drawn, Iterable):
         raise TypeError(f"{name} returned a {type(drawn).__name__}. {fix}")
     for one in drawn:
         contrast = one if isinstance(one, Contrast) else Contrast(one)
         if not isinstance(contrast.prompt, str | list):
             raise TypeError(f"{name} returned a {type(one).__name__} among the prompts. {fix}")
-        own = (batch.prompts[sample], batch.dataset_prompts[sample])
         if contrast.privileged in (None, batch.privileged[sample]) and contrast.prompt in own:
             raise ValueError(f"{name} returned the prompt of sample {sample} itself. Draw another prompt.")
         yield contrast
@@ -146,6 +134,13 @@ def shuffled(items: Sequence[T], rng: np.random.Generator) -> Iterator[T]:
 def from_batch(batch: ContrastBatch, sample: int, rng: np.random.Generator) -> Iterator[Prompt]:
     """The other prompts of the generation batch, uniformly (the paper)."""
     return shuffled(batch.other_prompts(sample), rng)
+
+
+def from_batch_per_group(batch: ContrastBatch, sample: int, rng: np.random.Generator) -> Iterator[Prompt]:
+    """As `from_batch`, with one draw for all samples of a group, whose contrast contexts then begin alike."""
+    *key, _ = rng.bit_generator.seed_seq.entropy
+    first = batch.group(sample).start
+    return from_batch(batch, first, np.random.default_rng([*key, first]))
 
 
 def from_dataset(batch: ContrastBatch, sample: int, rng: np.random.Generator) -> Iterator[Prompt]:
@@ -165,4 +160,4 @@ def from_dataset(batch: ContrastBatch, sample: int, rng: np.random.Generator) ->
 
 
 # Registered sources by name.
-SOURCES: dict[str, Source] = {"batch": from_batch, "dataset": from_dataset}
+SOURCES: dict[str, Source] = {"batch": from_batch, "batch_per_group": from_batch_per_group, "dataset": from_dataset}

@@ -27,14 +27,11 @@ def chat_renderer(
         options: `chat_template_kwargs`.
     """
 
-    def render(messages: list[dict[str, Any]], tools: Any = None, add_generation_prompt: bool = True) -> str:
+    kept = {"chat_template": chat_template, "add_generation_prompt": True, "tokenize": False} | (options or {})
+
+    def render(messages: list[dict[str, Any]], **changed: Any) -> str:
         return processor.apply_chat_template(
-            prepare_multimodal_messages(messages) if is_multimodal else messages,
-            tools=tools or None,
-            chat_template=chat_template,
-            add_generation_prompt=add_generation_prompt,
-            tokenize=False,
-            **(options or {}),
+            prepare_multimodal_messages(messages) if is_multimodal else messages, **(kept | changed)
         )
 
     return render

@@ -13,7 +13,7 @@ from transformers import Trainer, TrainerCallback
 from credit_trl.evaluation.config import EvaluationConfig
 from credit_trl.evaluation.engines import TrainerEngine
 from credit_trl.evaluation.protocol import EvaluationMismatchError, evaluate, task_rows
-from credit_trl.evaluation.result import Evaluation
+from credit_trl.evaluation.result import Evaluation, score_text
 from credit_trl.evaluation.verdicts import VerifierFailed
 from credit_trl.rollout.verdict import VerifierPolicy
 from credit_trl.tasks.registry import Task, load_task
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 class EvaluationCallback(TrainerCallback):
-    """Evaluates avg@k every `eval_steps` optimizer steps, before the first step and after the last.
+    """Evaluates avg@k every `eval_steps` generation batches, before the first step and after the last.
 
     Evaluation uses its own random streams, so training is bitwise the same with and without it. An interrupted
     evaluation continues if the weights are the same and otherwise restarts. The trainer's `verifier_timeout` applies;
@@ -48,7 +48,7 @@ class EvaluationCallback(TrainerCallback):
         trainer: the trainer the callback is added to.
         task: a name for `load_task`, or a [`Task`].
         k: samples per prompt.
-        eval_steps: optimizer steps between evaluations (5 in the paper).
+        eval_steps: generation batches between evaluations (5 in the paper).
         keep_best: save the model with the highest avg@k so far, the earliest of equals, in
             `<output_dir>/best-step-<step>`, in place of the previous one.
         first: also evaluate before the first step.
@@ -84,11 +84,17 @@ class EvaluationCallback(TrainerCallback):
         self.task = load_task(task)
         self.config = replace(config, dataset=task_rows(self.task, config))
         self.engine = TrainerEngine(trainer, batch_size=config.batch_size)
-        self.eval_steps = eval_steps
+        micro_batches = eval_steps * args.steps_per_generation * args.num_iterations
+        self.updates = max(1, micro_batches // args.gradient_accumulation_steps)  # between evaluations
         self.keep_best = keep_best
         self.first = first
         self.history: list[dict[str, Any]] = []
         self._has_begun = False
+
+    def __str__(self) -> str:
+        """One line for each evaluation so far."""
+        names = ("k", "score", "low", "high", "greedy")
+        return "\n".join(f"step {row['step']:4}  {score_text(*(row[name] for name in names))}" for row in self.history)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Read the evaluations up to the step of the checkpoint and remove later ones."""
@@ -106,17 +112,30 @@ class EvaluationCallback(TrainerCallback):
         step = state.global_step
         resumes = not self._has_begun
         self._has_begun = True
-        if (self.first and step == 0) or (resumes and step > 0 and step % self.eval_steps == 0):
+        if (self.first and step == 0) or (resumes and step > 0 and step % self.updates == 0):
             self._evaluate(step)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step % self.eval_steps == 0 and not control.should_training_stop:  # else `on_train_end` does
+        if state.global_step % self.updates == 0 and not control.should_training_stop:
+            self._evaluate(state.global_step)
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Evaluate after the last step, once its checkpoint is saved and before dashboards close."""
+        if control.should_training_stop:
             self._evaluate(state.global_step)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._evaluate(state.global_step)
-        if self.engine.is_main and any(row["step"] == state.global_step for row in self.history):
-            write_json(self.folder / SUMMARY_FILE, score_summary(self.history, state.global_step))
+        final = [row for row in self.history if row["step"] == state.global_step]
+        if not (self.engine.is_main and final):
+            return
+        best = max(self.history, key=lambda row: (row["score"], -row["step"]))  # the earliest of equals
+        note = (
+            f"best_during_training is the largest of {len(self.history)} scores on the same prompts and is biased "
+            "upwards; final is not selected."
+        )
+        summary = {"best_during_training": best, "final": final[0], "evaluations": len(self.history), "note": note}
+        write_json(self.folder / SUMMARY_FILE, summary)
 
     def _evaluate(self, step: int) -> None:
         if any(row["step"] == step for row in self.history):
@@ -157,20 +176,8 @@ class EvaluationCallback(TrainerCallback):
                 shutil.rmtree(folder)
 
 
-def score_summary(history: list[dict[str, Any]], last_step: int) -> dict[str, Any]:
-    """Content of `summary.json`, from the rows of `evaluations.jsonl`: best-during-training and final scores."""
-    return {
-        "best_during_training": max(history, key=lambda row: (row["score"], -row["step"])),  # the earliest of equals
-        "final": next(row for row in history if row["step"] == last_step),
-        "evaluations": len(history),
-        "note": (
-            f"best_during_training is the largest of {len(history)} scores on the same prompts and is biased upwards; "
-            "final is not selected."
-        ),
-    }
-
-
 def _row(result: Evaluation) -> dict[str, Any]:
-    copied = ("task", "k", "score", "low", "high", "mean_length", "truncated", "metrics", "group_metrics")
+    """A row of `evaluations.jsonl`."""
+    row = {name: value for name, value in result.to_dict().items() if name not in ("model", "settings", "prompts")}
     groups = {name: interval.mean for name, interval in result.groups.items()}
-    return {name: getattr(result, name) for name in copied} | {"pass_at_k": result.pass_at[result.k], "groups": groups}
+    return row | {"pass_at_k": row.pop("pass_at")[result.k], "groups": groups}

@@ -232,11 +232,7 @@ class TrainerEngine(TransformersEngine):
             return generation.generate(prompts=prompt_ids, images=None, num_generations=1)[1]
 
     def share(self, value: Any) -> Any:
-        if self.processes == 1:
-            return value
-        held = [value]
-        broadcast_object_list(held, from_process=0)
-        return held[0]
+        return broadcast_object_list([value])[0]
 
     @contextmanager
     def _policy_session(self) -> Iterator[None]:
@@ -273,10 +269,9 @@ class TrainerEngine(TransformersEngine):
 
 def _forked_random_state() -> AbstractContextManager[None]:
     """Restore torch's random state afterwards: a colocated engine draws from it even with seeded requests."""
-    if not torch.accelerator.is_available():
-        return torch.random.fork_rng(devices=[])
-    device = torch.accelerator.current_accelerator()
-    return torch.random.fork_rng(devices=[torch.accelerator.current_device_index()], device_type=device.type)
+    device = torch.accelerator.current_accelerator(check_available=True)
+    devices = [] if device is None else [torch.accelerator.current_device_index()]
+    return torch.random.fork_rng(devices, device_type=device.type if devices else "cuda")
 
 
 @torch.no_grad()

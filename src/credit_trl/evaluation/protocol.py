@@ -24,8 +24,7 @@ from credit_trl.evaluation.verdicts import SAMPLES_FILE, Sample, Unit, grade, re
 from credit_trl.rollout.batch import prompt_key
 from credit_trl.tasks.registry import Task, load_task
 from credit_trl.training.checks import check_column_names
-from credit_trl.training.run_directory import RESULT_FILE, SETTINGS_FILE, append_lines, read_json, write_json
-from credit_trl.training.run_lock import run_lock
+from credit_trl.training.run_directory import RESULT_FILE, SETTINGS_FILE, append_lines, read_json, run_lock, write_json
 
 # Options that determine the samples, beside the model and the rows.
 _SAMPLE_OPTIONS = ("k", "seed", "temperature", "top_p", "top_k", "max_completion_length")
@@ -131,11 +130,8 @@ def distinct_names(names: Sequence[str]) -> list[str]:
 
 def data_digest(rows: Sequence[Mapping[str, Any]]) -> str:
     """16 hex digits that change with the rows' ids, prompts, answers and order."""
-    digest = hashlib.sha256()
-    for row in rows:
-        content = [row["id"], prompt_key(row["prompt"]), row.get("answer")]
-        digest.update(json.dumps(content, default=str).encode() + b"\n")
-    return digest.hexdigest()[:16]
+    content = [[row["id"], prompt_key(row["prompt"]), row.get("answer")] for row in rows]
+    return hashlib.sha256(json.dumps(content, default=str).encode()).hexdigest()[:16]
 
 
 def sample_seed(seed: int, prompt: str, sample: int) -> int:

@@ -46,18 +46,20 @@ class Evaluation:
     group_metrics: Mapping[str, Mapping[str, float]]  # `metrics` by group
 
     @property
-    def per_prompt_scores(self) -> list[float]:
-        """(prompts,) for `bootstrap_ci` and `paired_bootstrap`."""
-        return [prompt.score for prompt in self.prompts]
+    def greedy(self) -> bool:
+        """Whether decoding was greedy, so that the k samples of a prompt are equal."""
+        return self.settings.get("temperature") == 0.0
 
     def to_dict(self) -> dict[str, Any]:
         """Content of `result.json`."""
-        return {**asdict(self), "groups": {name: interval._asdict() for name, interval in self.groups.items()}}
+        groups = {name: interval._asdict() for name, interval in self.groups.items()}
+        return {**asdict(self), "greedy": self.greedy, "groups": groups}
 
     def log_metrics(self) -> dict[str, float]:
         """Metrics for a trainer's log, without those that are undefined, such as the interval of a single prompt."""
         logs = {
             f"eval_avg@{self.k}": self.score,
+            "eval_greedy": 1.0 if self.greedy else math.nan,
             f"eval_avg@{self.k}_low": self.low,
             f"eval_avg@{self.k}_high": self.high,
             f"eval_pass@{self.k}": self.pass_at[self.k],
@@ -69,11 +71,10 @@ class Evaluation:
         return {name: value for name, value in logs.items() if not math.isnan(value)}
 
     def __str__(self) -> str:
-        greedy = ", greedy" if self.settings.get("temperature") == 0.0 else ""
         sizes = f"{pluralized(len(self.prompts), 'prompt')} × {pluralized(self.k, 'sample')}"
         lines = [
-            f"{self.task}: {self.model}, {sizes}{greedy}",
-            f"  {f'avg@{self.k}':<10}{100 * self.score:5.1f} %  95 % CI {_bounds(self.low, self.high)}",
+            f"{self.task}: {self.model}, {sizes}",
+            f"  {score_text(self.k, self.score, self.low, self.high, self.greedy)}",
             *(f"  {f'pass@{k}':<10}{100 * value:5.1f} %" for k, value in self.pass_at.items() if k > 1),
         ]
         for name, interval in self.groups.items():
@@ -125,9 +126,15 @@ def summarize(
     )
 
 
-def _bounds(low: float, high: float) -> str:
+def score_text(k: int, score: float, low: float | None, high: float | None, greedy: bool) -> str:
+    """avg@k with its interval in percent, and whether decoding was greedy."""
+    return f"{f'avg@{k}':<10}{100 * score:5.1f} %  {'greedy  ' if greedy else ''}95 % CI {_bounds(low, high)}"
+
+
+def _bounds(low: float | None, high: float | None) -> str:
     """`[12.5, 40.0]` in percent; a single prompt has no interval."""
-    return "needs at least two prompts" if math.isnan(low) else f"[{100 * low:.1f}, {100 * high:.1f}]"
+    is_known = low is not None and high is not None and not math.isnan(low)
+    return f"[{100 * low:.1f}, {100 * high:.1f}]" if is_known else "needs at least two prompts"
 
 
 def _metric_means(samples: Sequence[Sample]) -> dict[str, float]:

@@ -1,46 +1,44 @@
-"""The loss of the student; the gradients of its hidden states and head are computed in the forward pass.
-
-Where a micro-batch is computed in parts, the backward pass may add the gradient of the head to `.grad` instead.
-"""
+"""The loss of the student; the gradients of its hidden states and head are computed in the forward pass."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from credit_trl import objective
 from credit_trl.loss.blocks import CPU_HEAD_ROWS, MAX_LOSS_CHUNK, accumulation_dtype, chunk_size, chunks
 from credit_trl.loss.head import HeadGradients, LMHead
-from credit_trl.loss.scores import Scores, SupportConfig
-from credit_trl.loss.student import SupportStudent, VocabularyStudent, with_normalizer
-from credit_trl.loss.target import support_divergence, support_target
-from credit_trl.loss.terms import CreditLoss, LossConfig, LossTokens
+from credit_trl.loss.projection import backward_logps, project
+from credit_trl.loss.scores import Scores, SupportConfig, condition
+from credit_trl.loss.terms import CreditLoss, LossConfig, LossTokens, joined
+from credit_trl.objective import Form
 
 
-class _Gradients(torch.autograd.Function):
-    """Autograd function whose backward pass is `backpropagate`: upstream gradient to those of the inputs, once."""
+class _Loss(torch.autograd.Function):
+    """A loss whose gradients are known: the backward pass scales them, in place and once."""
 
     @staticmethod
-    def forward(ctx, loss: Tensor, backpropagate: Callable[[Tensor], list[Tensor | None]], *inputs: Tensor) -> Tensor:
-        ctx.backpropagate = backpropagate
+    def forward(ctx, loss: Tensor, gradients: list[Tensor | None], *inputs: Tensor | None) -> Tensor:
+        ctx.gradients = gradients
         return loss.clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.backpropagate is None:
+        if ctx.gradients is None:
             raise RuntimeError(
                 "An earlier backward pass released the gradient of this `credit_loss`. Call `credit_loss` again, or "
                 "add the losses that share it and call `backward` once."
             )
-        gradients = ctx.backpropagate(upstream)
-        ctx.backpropagate = None
-        return None, None, *gradients
+        scaled = [None if gradient is None else gradient.mul_(upstream) for gradient in ctx.gradients]
+        ctx.gradients = None
+        return None, None, *scaled
 
 
 def credit_loss(
@@ -52,8 +50,8 @@ def credit_loss(
 ) -> CreditLoss:
     """Weighted sum of the divergences from the student to the target a of f and Ĝ.
 
-    The gradient is computed here and the backward pass only scales it, so `backward` can be called once; for
-    `config.adds_to_grad` see `LossConfig`. No gradient is computed where none is required.
+    The gradient is computed here and the backward pass only scales it, so `backward` can be called once. No gradient
+    is computed where none is required.
 
     Args:
         student_hidden: (N, H), hidden states at the positions that predict the tokens; receives a gradient.
@@ -71,65 +69,25 @@ def credit_loss(
     inputs = (student_hidden, head.weight, head.bias)
     wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     hidden = student_hidden.detach()
-    tokens = tokens.to(accumulation_dtype(hidden.dtype))
+    dtype = accumulation_dtype(hidden.dtype)
     vocabulary, width = head.weight.shape
-    itemsize = accumulation_dtype(hidden.dtype).itemsize
-    if support.renormalizes:
-        size = chunk_size(len(hidden), (support.topk + 1) * width * itemsize, hidden.device, CPU_HEAD_ROWS)
+    if support.tail == "renormalize":
+        size = chunk_size(len(hidden), (support.topk + 1) * width * dtype.itemsize, hidden.device, CPU_HEAD_ROWS)
     else:
-        size = chunk_size(len(hidden), vocabulary * itemsize, hidden.device, most=MAX_LOSS_CHUNK)
-    own_head = head.detached().for_products(hidden)
-    loss_in_chunks = partial(_loss_in_chunks, hidden, own_head, scores=teacher, config=config, size=size)
-    if wanted and config.adds_to_grad and _has_grad(head, student_hidden):
-        return _loss_adding_to_grad(loss_in_chunks, tokens, student_hidden, head)
+        size = chunk_size(len(hidden), vocabulary * dtype.itemsize, hidden.device, most=MAX_LOSS_CHUNK)
     gradients = HeadGradients.of(student_hidden, head, len(hidden) <= size) if wanted else None
     with torch.no_grad():
-        result = loss_in_chunks(tokens, gradients)
-        if wanted:
-            result.loss = _with_gradients(result.loss, gradients, inputs)
+        own_head = head.detached().for_products(hidden)
+        result = _loss_in_chunks(hidden, own_head, tokens.to(dtype), gradients, teacher, config, size)
+    if wanted:
+        buffers = [gradients.hidden, gradients.weight, gradients.bias]
+        del gradients
+        for i, tensor in enumerate(inputs):
+            # Gradients of fp16 inputs stay in fp32 until the loss scale is applied.
+            if buffers[i] is not None and tensor.dtype != torch.float16:
+                buffers[i] = buffers[i].to(tensor.dtype)
+        result.loss = _Loss.apply(result.loss, buffers, *inputs)
     return result
-
-
-def _with_gradients(loss: Tensor, gradients: HeadGradients, inputs: tuple[Tensor | None, ...]) -> Tensor:
-    """Connect the loss to its inputs. The gradient of the head is stored once, in the parameter's dtype."""
-    buffers = [gradients.hidden, gradients.weight, gradients.bias]
-    del gradients
-    for i, tensor in enumerate(inputs):
-        # Gradients of fp16 inputs stay in fp32 until the loss scale is applied.
-        if buffers[i] is not None and tensor.dtype != torch.float16:
-            buffers[i] = buffers[i].to(tensor.dtype)
-
-    def backpropagate(upstream: Float[Tensor, ""]) -> list[Tensor | None]:
-        return [None if buffer is None else buffer.mul_(upstream) for buffer in buffers]
-
-    with torch.enable_grad():
-        return _Gradients.apply(loss, backpropagate, *inputs)
-
-
-def _loss_adding_to_grad(
-    loss_in_chunks: Callable[[LossTokens, HeadGradients | None], CreditLoss],
-    tokens: LossTokens,
-    hidden: Float[Tensor, "N H"],
-    head: LMHead,
-) -> CreditLoss:
-    """The loss whose backward pass forms it again, with gradients: it is linear in the weights, so in `upstream`."""
-
-    def backpropagate(upstream: Float[Tensor, ""]) -> list[Float[Tensor, "N H"]]:
-        gradients = HeadGradients.adding(hidden.detach(), head)
-        loss_in_chunks(replace(tokens, weights=tokens.weights * upstream), gradients)
-        return [gradients.hidden.to(hidden.dtype)]
-
-    with torch.no_grad():
-        result = loss_in_chunks(tokens, None)
-    result.loss = _Gradients.apply(result.loss, backpropagate, hidden)
-    return result
-
-
-def _has_grad(head: LMHead, hidden: Tensor) -> bool:
-    """Whether the gradient of the head can be added to its `.grad`, and the hidden states require one too."""
-    dtype = accumulation_dtype(hidden.dtype)
-    tensors = [x for x in (head.weight, head.bias) if x is not None]
-    return hidden.requires_grad and all(x.is_leaf and x.grad is not None and x.grad.dtype == dtype for x in tensors)
 
 
 def _loss_in_chunks(
@@ -143,23 +101,26 @@ def _loss_in_chunks(
 ) -> CreditLoss:
     """Form the loss in chunks of `size` tokens, with buffers that all chunks share."""
     support = config.support.resolved(head.vocabulary_size)
-    tokens = with_normalizer(tokens, hidden, head, support, config)
-    count = 0 if support.renormalizes else min(size, len(hidden))
+    is_within = support.tail == "renormalize"
+    if is_within and tokens.has_ratio(config):
+        tokens = with_normalizer(tokens, hidden, head)
+    count = 0 if is_within else min(size, len(hidden))
     workspace = hidden.new_empty((count, head.vocabulary_size), dtype=accumulation_dtype(hidden.dtype))
     parts = []
     for rows in chunks(len(hidden), size):
         of_chunk = (hidden[rows], tokens[rows], scores.support_ids[rows])
-        if support.renormalizes:
-            student = SupportStudent(*of_chunk, head)
+        if is_within:
+            student = student_within_support(*of_chunk, head)
         else:
-            student = VocabularyStudent(*of_chunk, support, head, workspace[: rows.stop - rows.start])
+            buffer = workspace[: rows.stop - rows.start]
+            student = student_over_vocabulary(*of_chunk, support.tail == "bucket", head, buffer)
         part = None if gradients is None else gradients.rows(rows)
         parts.append(_chunk_loss(student, tokens[rows], scores[rows], config, support, part))
-    return CreditLoss.joined(parts)
+    return joined(parts)
 
 
 def _chunk_loss(
-    student: VocabularyStudent | SupportStudent,
+    student: Student,
     tokens: LossTokens,
     scores: Scores,
     config: LossConfig,
@@ -172,14 +133,16 @@ def _chunk_loss(
         student.values, student.log_outside, target, config.alpha, support
     )
     ratio = tokens.ratio(student.policy_logps, config)
+    # A token of weight 0 has no loss and no gradient, even where its scores are not finite.
+    is_ignored = tokens.weights == 0
     if gradients is not None:
         factors = tokens.weights * ratio
-        grads = _weigh(grads, factors, tokens.weights)
+        grads = grads.mul_(factors.unsqueeze(-1)).masked_fill_(is_ignored.unsqueeze(-1), 0.0)
         if outside_grads is not None:
-            outside_grads = _weigh(outside_grads, factors, tokens.weights)
+            outside_grads = outside_grads.mul_(factors).masked_fill_(is_ignored, 0.0)
         student.backward(grads, outside_grads, gradients)
     return CreditLoss(
-        loss=(token_loss * ratio * tokens.weights).masked_fill(tokens.weights == 0, 0.0).sum(),
+        loss=(token_loss * ratio * tokens.weights).masked_fill(is_ignored, 0.0).sum(),
         token_loss=token_loss,
         token_logps=student.token_logps,
         entropy=student.entropy,
@@ -196,7 +159,129 @@ def _chunk_loss(
     )
 
 
-def _weigh(grads: Float[Tensor, "n ..."], factors: Float[Tensor, " n"], weights: Float[Tensor, " n"]) -> Tensor:
-    """Gradients of the weighted loss, in place; exactly 0 where the weight is 0, even where scores are not finite."""
-    shape = (-1, *(1 for _ in grads.shape[1:]))
-    return grads.mul_(factors.view(shape)).masked_fill_((weights == 0).view(shape), 0.0)
+def support_target(
+    scores: Scores, contrastive_coef: Float[Tensor, " n"], form: Form, support: SupportConfig
+) -> tuple[Float[Tensor, "n B"], Float[Tensor, " n"], Float[Tensor, " n"]]:
+    """The target a over the buckets of a support, not normalised.
+
+    With `"renormalize"` f is conditional on the support, as Ĝ is.
+
+    Returns:
+        a; a at the sampled token; and `KL(softmax(a) ‖ f)` over the same buckets, nats.
+    """
+    teacher = scores.teacher_logps
+    if support.tail == "renormalize":
+        teacher = objective.renormalize(teacher)
+    target = objective.credit_target(teacher, scores.generic_logps, contrastive_coef, form)
+    token_teacher = scores.teacher_token_logps.unsqueeze(-1)
+    token_generic = scores.generic_token_logps.unsqueeze(-1)
+    token_target = objective.credit_target(token_teacher, token_generic, contrastive_coef, form).squeeze(-1)
+    normalized = objective.renormalize(target)
+    kl = torch.linalg.vecdot(normalized.exp(), normalized - objective.renormalize(teacher))
+    return target, token_target, kl
+
+
+def support_divergence(
+    values: Float[Tensor, "n K"],
+    log_outside: Float[Tensor, " n"] | None,
+    target: Float[Tensor, "n B"],
+    alpha: float,
+    support: SupportConfig,
+) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"], Float[Tensor, "n K"], Float[Tensor, " n"] | None]:
+    """ℓ, `KL(p ‖ softmax(a))`, dℓ/d values and dℓ/d log_outside, by the equations of `objective`.
+
+    Args:
+        values: log-probabilities of the student on the support; logits where the support is renormalised.
+        log_outside: log of the student's probability outside the support, where that is a bucket.
+        target: a, not normalised.
+        alpha: see `objective.distillation_loss`.
+    """
+    target = target.to(values.dtype)
+    with torch.enable_grad():
+        leaves = [x.detach().requires_grad_() for x in (values, log_outside) if x is not None]
+        values = leaves[0]
+        if support.kind == "sampled":
+            advantages = (target - values).detach()
+            token_loss = -(advantages * values).sum(dim=-1)
+            kl = -advantages.squeeze(-1)
+        else:
+            normalized = objective.renormalize(target)
+            if support.tail == "renormalize":
+                student_logps = objective.renormalize(values)
+                target = normalized
+            else:
+                student_logps = objective.add_tail_bucket(*leaves) if support.tail == "bucket" else values
+            token_loss = objective.distillation_loss(student_logps, target, alpha)
+            kl = objective.distillation_loss(student_logps.detach(), normalized, alpha=1.0)
+        grads = torch.autograd.grad(token_loss.sum(), leaves)
+    return token_loss.detach(), kl, grads[0], grads[1] if support.tail == "bucket" else None
+
+
+@dataclass
+class Student:
+    """The student at one chunk of tokens."""
+
+    values: Float[Tensor, "n K"]  # log-probabilities of the support; logits where the support is renormalised
+    log_outside: Float[Tensor, " n"] | None  # log-probability outside the support; None where that is no bucket
+    token_logps: Float[Tensor, " n"]  # of the sampled token; given support and token where that is renormalised
+    policy_logps: Float[Tensor, " n"]  # the same over the whole vocabulary; NaN where it is not computed
+    entropy: Float[Tensor, " n"]  # nats; of the distribution on the support where no normaliser is computed
+    mass: Float[Tensor, " n"]  # probability of the support; NaN where it is not computed
+    # Backpropagates gradients of `values` and `log_outside`; may overwrite the logits.
+    backward: Callable[[Float[Tensor, "n K"], Float[Tensor, " n"] | None, HeadGradients], None]
+
+
+def student_over_vocabulary(
+    hidden: Float[Tensor, "n H"],
+    tokens: LossTokens,
+    support_ids: Int[Tensor, "n K"],
+    has_tail: bool,
+    head: LMHead,
+    buffer: Float[Tensor, "n V"],
+) -> Student:
+    """True log-probabilities: of K tokens and of the rest of the vocabulary, or of the sampled token."""
+    found = project(head, hidden, buffer, tokens.ids.unsqueeze(-1), ids=support_ids)
+    logps = found.logps
+    token_logps = found.token_logps
+    return Student(
+        logps,
+        found.log_outside if has_tail else None,
+        token_logps,
+        token_logps,
+        found.entropy,
+        logps.exp().sum(dim=-1),
+        partial(backward_logps, head, found, hidden),
+    )
+
+
+def student_within_support(
+    hidden: Float[Tensor, "n H"], tokens: LossTokens, support_ids: Int[Tensor, "n K"], head: LMHead
+) -> Student:
+    """Logits of K tokens and of the sampled one, for a renormalised support: nothing else of the head is used."""
+    ids = tokens.ids.unsqueeze(-1)
+    everything = torch.cat([support_ids, ids], dim=-1)
+    rows = head.gather_rows(everything)
+    logits = head.column_logits(hidden, rows, everything)
+    values = logits[:, :-1]
+    logps, token_logps = condition(logits, (support_ids == ids).any(dim=-1))
+    policy_logps = torch.full_like(token_logps, torch.nan)
+    mass = policy_logps
+    entropy = tokens.entropy
+    if tokens.normalizer is None:
+        entropy = torch.special.entr(logps.exp()).sum(dim=-1)
+    else:
+        policy_logps = logits[:, -1] - tokens.normalizer
+        mass = (values.logsumexp(dim=-1) - tokens.normalizer).exp()
+    backward = partial(head.backward_columns, rows[:, :-1], support_ids, values, hidden)
+    return Student(values, None, token_logps, policy_logps, entropy, mass, backward)
+
+
+def with_normalizer(tokens: LossTokens, hidden: Float[Tensor, "N H"], head: LMHead) -> LossTokens:
+    """The tokens with the student's normaliser and entropy, which a ratio within the support needs."""
+    size = chunk_size(len(hidden), head.vocabulary_size * accumulation_dtype(hidden.dtype).itemsize, hidden.device)
+    parts = [project(head, hidden[rows]) for rows in chunks(len(hidden), size)]
+    return replace(
+        tokens,
+        normalizer=torch.cat([part.log_normalizer for part in parts]),
+        entropy=torch.cat([part.entropy for part in parts]),
+    )

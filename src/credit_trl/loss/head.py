@@ -29,47 +29,26 @@ Kernels = Literal["torch", "triton"]
 BLANK = -1e15
 
 
-@dataclass(frozen=True)
-class Columns:
-    """K columns of the head for each of n positions: ids of their tokens, rows of the weight, and bias."""
-
-    ids: Int[Tensor, "n K"]
-    rows: Float[Tensor, "n K H"]
-    bias: Float[Tensor, "n K"] | None
-
-    def first(self, count: int) -> Columns:
-        """The first columns of each position."""
-        return Columns(self.ids[:, :count], self.rows[:, :count], None if self.bias is None else self.bias[:, :count])
-
-
 @dataclass
 class HeadGradients:
-    """Gradients of one loss, accumulated over chunks in fp32 (fp64 for fp64 inputs); None where not required."""
+    """Gradients of one loss, to which chunks add in fp32 (fp64 for fp64 inputs); None where not required."""
 
     hidden: Float[Tensor, "N H"] | None
     weight: Float[Tensor, "V H"] | None  # in the product's dtype where that is the parameter's and one chunk holds all
     bias: Float[Tensor, " V"] | None
-    is_first: bool = True  # nothing has been written to `weight` and `bias` yet, which are overwritten
 
     @classmethod
     def of(cls, hidden: Tensor, head: LMHead, in_one_chunk: bool) -> HeadGradients:
-        """Buffers for the tensors that require a gradient, not initialized."""
+        """Buffers for the tensors that require a gradient."""
         dtype = accumulation_dtype(hidden.dtype)
         rounded = in_one_chunk and head.weight.dtype == matmul_dtype(hidden)
         dtypes = (dtype, head.weight.dtype if rounded else dtype, dtype)
         tensors = zip((hidden, head.weight, head.bias), dtypes, strict=True)
-        return cls(*(torch.empty_like(t, dtype=d) if t is not None and t.requires_grad else None for t, d in tensors))
-
-    @classmethod
-    def adding(cls, hidden: Tensor, head: LMHead) -> HeadGradients:
-        """A buffer for the hidden states, and the `.grad` of weight and bias, to which every chunk adds."""
-        of_hidden = torch.empty_like(hidden, dtype=accumulation_dtype(hidden.dtype))
-        return cls(of_hidden, head.weight.grad, None if head.bias is None else head.bias.grad, is_first=False)
+        return cls(*(torch.zeros_like(t, dtype=d) if t is not None and t.requires_grad else None for t, d in tensors))
 
     def rows(self, rows: slice) -> HeadGradients:
         """The same buffers for one chunk of tokens."""
-        hidden = None if self.hidden is None else self.hidden[rows]
-        return replace(self, hidden=hidden, is_first=self.is_first and rows.start == 0)
+        return replace(self, hidden=None if self.hidden is None else self.hidden[rows])
 
 
 @dataclass
@@ -143,22 +122,25 @@ class LMHead:
 
     # --------------------------------------------------------------------------------------------------- K columns
 
-    def gather_columns(self, ids: Int[Tensor, "n K"]) -> Columns:
-        """Columns of the given tokens, in the dtype of the head."""
-        rows = self.weight.index_select(0, ids.flatten()).view(*ids.shape, self.weight.shape[1])
-        return Columns(ids, rows, None if self.bias is None else self.bias[ids])
+    def gather_rows(self, ids: Int[Tensor, "n K"]) -> Float[Tensor, "n K H"]:
+        """Rows of the weight of the given tokens."""
+        return self.weight.index_select(0, ids.flatten()).view(*ids.shape, self.weight.shape[1])
 
-    def column_logits(self, hidden: Float[Tensor, "n H"], columns: Columns) -> Float[Tensor, "n K"]:
-        """Logits of K tokens per position."""
-        logits = _batched(columns.rows, hidden.unsqueeze(-1), matmul_dtype(hidden)).squeeze(-1)
-        return self.finish(logits, columns.bias)
+    def column_logits(
+        self, hidden: Float[Tensor, "n H"], rows: Float[Tensor, "n K H"], ids: Int[Tensor, "n K"]
+    ) -> Float[Tensor, "n K"]:
+        """Logits of K tokens per position, from their rows of the weight."""
+        logits = _batched(rows, hidden.unsqueeze(-1), matmul_dtype(hidden)).squeeze(-1)
+        return self.finish(logits, None if self.bias is None else self.bias[ids])
 
     def backward_columns(
         self,
-        columns: Columns,
+        rows: Float[Tensor, "n K H"],
+        ids: Int[Tensor, "n K"],
         logits: Float[Tensor, "n K"],
-        logit_grads: Float[Tensor, "n K"],
         hidden: Float[Tensor, "n H"],
+        logit_grads: Float[Tensor, "n K"],
+        outside_grads: None,
         gradients: HeadGradients,
     ) -> None:
         """Backpropagate a gradient of K logits per position; other rows of the head get none."""
@@ -166,10 +148,10 @@ class LMHead:
         slope = self.softcap_slope(logits)
         grads = grads if slope is None else grads * slope
         if gradients.hidden is not None:
-            gradients.hidden.copy_(_batched(grads.unsqueeze(1), columns.rows, matmul_dtype(hidden)).squeeze(1))
+            gradients.hidden.copy_(_batched(grads.unsqueeze(1), rows, matmul_dtype(hidden)).squeeze(1))
         for total, factors in ((gradients.weight, hidden.to(grads.dtype)), (gradients.bias, None)):
             if total is not None:
-                scatter_columns(columns.ids, grads, factors, total.zero_() if gradients.is_first else total)
+                scatter_columns(ids, grads, factors, total)
 
     # ------------------------------------------------------------------------------------------------------- blocks
 
@@ -206,20 +188,15 @@ class LMHead:
         return torch.square(logits * (self.temperature / self.softcap)).neg_().add_(1.0)
 
     def backward_block(self, grads: Tensor, block: slice, hidden: Tensor, gradients: HeadGradients) -> None:
-        """Backpropagate a gradient of one block of raw logits, before scale, soft-cap and temperature.
-
-        The blocks of a chunk come in order: the first one overwrites the gradient of the hidden states.
-        """
-        is_first = gradients.is_first
+        """Backpropagate a gradient of one block of raw logits, before scale, soft-cap and temperature."""
         dtype = matmul_dtype(hidden)
         if gradients.bias is not None:
-            of_block = grads.sum(dim=0, dtype=gradients.bias.dtype)
-            gradients.bias[block] = of_block if is_first else gradients.bias[block] + of_block
+            gradients.bias[block] += grads.sum(dim=0, dtype=gradients.bias.dtype)
         grads = grads.to(dtype)
         if gradients.hidden is not None:
-            _multiply(grads, self.weight[block].to(dtype), gradients.hidden, adds=block.start > 0)
+            _multiply(grads, self.weight[block].to(dtype), gradients.hidden, adds=True)
         if gradients.weight is not None:
-            _multiply(grads.T, hidden.to(dtype), gradients.weight[block], adds=not is_first)
+            _multiply(grads.T, hidden.to(dtype), gradients.weight[block], adds=True)
 
 
 def matmul_dtype(hidden: Tensor) -> torch.dtype:
@@ -244,18 +221,15 @@ def choose_kernels(wanted: Literal["auto", "torch", "triton"], device: torch.dev
             "`distillation_kernels='triton'` needs the package triton. Install it (`pip install triton`), or set "
             "`distillation_kernels='torch'`."
         )
-    if wanted != "auto":
-        return wanted
-    if device.type != "cuda":
-        return "torch"
-    if is_installed:
-        return "triton"
-    warnings.warn(
-        "The package triton is not installed. Rows of logits are computed with torch, which reads them several times. "
-        "Install triton, or set `distillation_kernels='torch'`.",
-        stacklevel=2,
-    )
-    return "torch"
+    if wanted != "auto" or device.type != "cuda":
+        return "triton" if wanted == "triton" else "torch"
+    if not is_installed:
+        warnings.warn(
+            "The package triton is not installed. Rows of logits are computed with torch, which reads them several "
+            "times. Install triton, or set `distillation_kernels='torch'`.",
+            stacklevel=2,
+        )
+    return "triton" if is_installed else "torch"
 
 
 def scatter_columns(

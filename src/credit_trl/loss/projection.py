@@ -105,9 +105,9 @@ def token_logps(head: LMHead, hidden: Float[Tensor, "N H"], tokens: Int[Tensor, 
 def backward_logps(
     head: LMHead,
     projection: Projection,
+    hidden: Float[Tensor, "n H"],
     column_grads: Float[Tensor, "n K"],
     outside_grads: Float[Tensor, " n"] | None,
-    hidden: Float[Tensor, "n H"],
     gradients: HeadGradients,
 ) -> None:
     """Backpropagate gradients G of the support's log-probabilities and τ of `log_outside`; overwrites the logits.

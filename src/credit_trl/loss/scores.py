@@ -28,41 +28,21 @@ class SupportConfig:
     kind: Literal["teacher_topk", "sampled"] = "teacher_topk"
     topk: int | None = 20  # K, at most V; None for the whole vocabulary
     # `"bucket"` adds a bucket for the probability outside a top-K support, `"renormalize"` conditions on the support;
-    # None where nothing lies outside, see `resolved`. `"sampled"` ignores it.
+    # None where nothing lies outside, see `resolved`.
     tail: Literal["bucket", "renormalize"] | None = "bucket"
 
     def resolved(self, vocabulary: int) -> SupportConfig:
-        """The support for a vocabulary of V tokens; one with K = V has no tail.
+        """The support for a vocabulary of V tokens: one with K = V, and the sampled token, have no tail.
 
         Raises:
             ValueError: K exceeds V.
         """
-        if not self.is_topk:
-            return self
+        if self.kind == "sampled":
+            return SupportConfig(self.kind, 1, None)
         topk = vocabulary if self.topk is None else self.topk
         if not 1 <= topk <= vocabulary:
             raise ValueError(f"topk must lie between 1 and the vocabulary size {vocabulary}, got {topk}.")
         return SupportConfig(self.kind, topk, None if topk == vocabulary else self.tail)
-
-    @property
-    def is_topk(self) -> bool:
-        """Whether the support is the K most likely tokens."""
-        return self.kind == "teacher_topk"
-
-    @property
-    def renormalizes(self) -> bool:
-        """Whether the loss is conditional on the support."""
-        return self.is_topk and self.tail == "renormalize"
-
-    @property
-    def has_tail(self) -> bool:
-        """Whether the last bucket is the probability outside the support."""
-        return self.is_topk and self.tail == "bucket"
-
-    @property
-    def size(self) -> int:
-        """Token ids that are stored for each position; of a resolved support."""
-        return self.topk if self.is_topk else 1
 
 
 @dataclass
@@ -106,7 +86,7 @@ def score_completions(
         teacher: π_ref.
         contexts: contexts of the local samples.
         batch: their completions.
-        support: resolved for the policy's vocabulary.
+        support: tokens that are scored.
         head_of: a causal LM to its `LMHead`, of the policy's vocabulary.
         batch_tokens: see `token_states`, as `packed`.
 
@@ -114,12 +94,13 @@ def score_completions(
         The fields of `Scores`, each (B, T, …), zero at positions that are not scored. Ids take 4 bytes, and
         log-probabilities have the dtype of the teacher's head, fp32 at least.
     """
+    support = support.resolved(teacher.vocabulary_size)
     with teacher.active() as model:
         head = _teacher_head(teacher, model, head_of, batch.ids.device)
         dtype = torch.promote_types(head.weight.dtype, torch.float32)
         trailing = dict.fromkeys((f.name for f in fields(Scores)), ())
-        trailing["support_ids"] = (support.size,)
-        trailing["teacher_logps"] = trailing["generic_logps"] = (support.size + support.has_tail,)
+        trailing["support_ids"] = (support.topk,)
+        trailing["teacher_logps"] = trailing["generic_logps"] = (support.topk + (support.tail == "bucket"),)
         stored = {
             name: batch.ids.new_zeros(*batch.ids.shape, *sizes, dtype=torch.int32 if name == "support_ids" else dtype)
             for name, sizes in trailing.items()
@@ -181,7 +162,7 @@ def score_tokens(states: TeacherStates, token_ids: Int[Tensor, " N"], support: S
     parts = []
     for rows in chunks(n, size):
         out = buffer[: rows.stop - rows.start]
-        chosen = {"topk": support.topk} if support.is_topk else {"ids": tokens[rows]}
+        chosen = {"ids": tokens[rows]} if support.kind == "sampled" else {"topk": support.topk}
         teacher = project(states.head, states.hidden[rows], out, tokens[rows], **chosen)
         parts.append(_teacher_scores(teacher, tokens[rows], support))
     scores = Scores(**{f.name: torch.cat([getattr(part, f.name) for part in parts]) for f in fields(Scores)})
@@ -195,9 +176,9 @@ def score_tokens(states: TeacherStates, token_ids: Int[Tensor, " N"], support: S
 
 def _teacher_scores(teacher: Projection, tokens: Int[Tensor, "n 1"], support: SupportConfig) -> Scores:
     """f of one chunk, with Ĝ = 0."""
-    logps = _buckets(teacher, support.has_tail)
+    logps = _buckets(teacher, support.tail == "bucket")
     token_logps = teacher.token_logps
-    if support.renormalizes:
+    if support.tail == "renormalize":
         logits = torch.cat([teacher.columns, teacher.token_logits], dim=-1)
         _, token_logps = condition(logits, (teacher.ids == tokens).any(dim=-1))
     return Scores(
@@ -222,7 +203,7 @@ def _generic_scores(
     in_support = (ids == tokens).any(dim=-1)
     dtype = accumulation_dtype(states.hidden.dtype)
     device = states.hidden.device
-    if support.renormalizes:
+    if support.tail == "renormalize":
         row_bytes = everything.shape[-1] * states.hidden.shape[-1] * dtype.itemsize
         size = chunk_size(n, row_bytes, device, CPU_HEAD_ROWS)
     elif out is None:
@@ -230,16 +211,18 @@ def _generic_scores(
     else:
         size = max(len(out), 1)
     # The last column is the sampled token.
-    generic_logps = states.hidden.new_zeros((n, everything.shape[-1] + support.has_tail), dtype=dtype)
+    generic_logps = states.hidden.new_zeros((n, everything.shape[-1] + (support.tail == "bucket")), dtype=dtype)
     for rows in chunks(n, size):
-        columns = states.head.gather_columns(everything[rows]) if support.renormalizes else None
+        rows_of_head = states.head.gather_rows(everything[rows]) if support.tail == "renormalize" else None
         buffer = None if out is None else out[: rows.stop - rows.start]
         for hidden in states.contrast_hidden[:, rows]:
-            if support.renormalizes:
-                logps, token_logps = condition(states.head.column_logits(hidden, columns), in_support[rows])
+            if support.tail == "renormalize":
+                logps, token_logps = condition(
+                    states.head.column_logits(hidden, rows_of_head, everything[rows]), in_support[rows]
+                )
             else:
                 contrast = project(states.head, hidden, buffer, tokens[rows], ids[rows], None, False, False)
-                logps = _buckets(contrast, support.has_tail)
+                logps = _buckets(contrast, support.tail == "bucket")
                 token_logps = contrast.token_logps
             generic_logps[rows] += torch.cat([logps, token_logps.unsqueeze(-1)], dim=-1) / len(states.contrast_hidden)
     return generic_logps[:, :-1], generic_logps[:, -1]

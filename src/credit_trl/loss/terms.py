@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Literal, TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from credit_trl.loss.correction import EngineTokens, clipped_ratio
 from credit_trl.loss.scores import SupportConfig
 from credit_trl.objective import Form
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -24,10 +27,10 @@ class LossConfig:
     alpha: float = 1.0
     # Upper bound on the detached ratio `exp(log π_θ − old)` that multiplies the loss of a token; None for no ratio.
     is_clip: float | None = None
-    # Form the gradient in the backward pass and add that of the head to its `.grad`, where this exists in the dtype of
-    # the sum. It takes another projection, and no memory for a second gradient of the head. For `backward` on one
-    # process only: `torch.autograd.grad` and gradient hooks of the head see nothing of it.
-    adds_to_grad: bool = False
+    # TRL's correction of a token for the vLLM engine, `exp(log π_θ − log π_engine)`: ratios outside the bounds, of
+    # which None is no bound, are truncated to them, or masked (0).
+    engine_mode: Literal["token_truncate", "token_mask"] = "token_truncate"
+    engine_bounds: tuple[float | None, float | None] = (None, 3.0)
 
 
 @dataclass(frozen=True)
@@ -38,9 +41,11 @@ class LossTokens:
     # Of each token's loss, without gradient; a token of weight 0 contributes nothing, whatever its scores.
     weights: Float[Tensor, " N"]
     contrastive_coef: Float[Tensor, " N"]  # λ; 0 where the sample has no contrast
-    old_logps: Float[Tensor, " N"] | None = None  # log-probabilities at rollout time; None when on-policy
-    # What the engine reported, where the policy that sampled is the present one; None for no correction.
-    engine: EngineTokens | None = None
+    # Log-probabilities at rollout time, NaN where an engine reported none; None when on-policy.
+    old_logps: Float[Tensor, " N"] | None = None
+    # What the vLLM engine reported, NaN where nothing, if the policy that sampled is the present one; None for no
+    # correction.
+    engine_logps: Float[Tensor, " N"] | None = None
     # Of the student over the vocabulary, where a loss within the support needs them.
     normalizer: Float[Tensor, " N"] | None = None
     entropy: Float[Tensor, " N"] | None = None
@@ -55,10 +60,28 @@ class LossTokens:
         weights = self.weights.to(dtype)
         return replace(self, weights=weights, contrastive_coef=self.contrastive_coef.to(dtype), old_logps=old_logps)
 
+    def has_ratio(self, config: LossConfig) -> bool:
+        """Whether `ratio` reads log-probabilities."""
+        return self.engine_logps is not None or (self.old_logps is not None and config.is_clip is not None)
+
     def ratio(self, logps: Float[Tensor, " N"], config: LossConfig) -> Float[Tensor, " N"]:
-        """Factor of each token's loss: importance ratio and correction for the engine."""
-        ratio = clipped_ratio(logps, self.old_logps, config.is_clip)
-        return ratio if self.engine is None else ratio * self.engine.ratio(logps)
+        """Factor of each token's loss: importance ratio and correction for the engine, from log π_θ."""
+        ratio = torch.ones_like(logps)
+        if self.old_logps is not None and config.is_clip is not None:
+            ratio = engine_difference(logps, self.old_logps).clamp(-20.0, 20.0).exp().clamp(max=config.is_clip)
+        if self.engine_logps is None:
+            return ratio
+        correction = engine_difference(logps, self.engine_logps).exp()
+        low = config.engine_bounds[0] or 0.0
+        high = math.inf if config.engine_bounds[1] is None else config.engine_bounds[1]
+        if config.engine_mode == "token_truncate":
+            return ratio * correction.clamp(low, high)
+        return ratio * correction.masked_fill((correction < low) | (correction > high), 0.0)
+
+
+def engine_difference(logps: Float[Tensor, " N"], engine_logps: Float[Tensor, " N"]) -> Float[Tensor, " N"]:
+    """Log-probabilities minus those that a vLLM engine reported; 0 where it reported none."""
+    return torch.nan_to_num(logps - engine_logps, nan=0.0)
 
 
 @dataclass
@@ -84,13 +107,6 @@ class CreditLoss:
     ratio: Float[Tensor, " N"]  # importance ratio, with the engine's correction; ones where there is none
     policy_logps: Float[Tensor, " N"]  # log π_θ over the whole vocabulary; NaN where the normaliser is not computed
 
-    @classmethod
-    def joined(cls, parts: Sequence[CreditLoss]) -> CreditLoss:
-        """The sum of the losses, and the values of their tokens one after the other."""
-        names = [f.name for f in fields(cls) if f.name != "loss"]
-        values = {name: torch.cat([getattr(part, name) for part in parts]) for name in names}
-        return cls(loss=torch.stack([part.loss for part in parts]).sum(), **values)
-
 
 @dataclass(frozen=True)
 class MicroBatchLoss:
@@ -98,24 +114,29 @@ class MicroBatchLoss:
 
     terms: CreditLoss  # over the N tokens that carry loss
     contrasted: Bool[Tensor, " N"]  # True where the sample has a contrast
-    # This process's part of the teacher's fidelity: Σ_i w_i mean_t ΔV_t of sample i, with the weights of
+    # Part of the teacher's fidelity: Σ_i w_i mean_t ΔV_t of sample i, with the weights of
     # `training.metrics.teacher_success_weights`; NaN where no group is mixed.
     fidelity: Float[Tensor, ""]
     aux_loss: Float[Tensor, ""] | None  # load-balancing loss of a mixture of experts
     read: int  # tokens of the student's forward pass, with padding
     valid: int  # the same without padding
-    engine: EngineTokens | None  # log-probabilities that the engine reported, where the loss corrects for it
+    engine_logps: Float[Tensor, " N"] | None  # what the engine reported, where the loss uses it
 
-    @classmethod
-    def joined(cls, parts: Sequence[MicroBatchLoss]) -> MicroBatchLoss:
-        """The loss of a micro-batch from those of its parts, without a router's."""
-        has_engine = parts[0].engine is not None
-        return cls(
-            CreditLoss.joined([part.terms for part in parts]),
-            torch.cat([part.contrasted for part in parts]),
-            torch.stack([part.fidelity for part in parts]).sum(),
-            None,
-            sum(part.read for part in parts),
-            sum(part.valid for part in parts),
-            EngineTokens.joined([part.engine for part in parts]) if has_engine else None,
-        )
+
+def joined(parts: Sequence[T]) -> T:
+    """The loss of some tokens, a `CreditLoss` or `MicroBatchLoss`, from those of its parts.
+
+    Values of tokens are put one after the other, numbers are added.
+    """
+    first = parts[0]
+    values = {}
+    for f in fields(first):
+        of_parts = [getattr(part, f.name) for part in parts]
+        value = of_parts[0]
+        if isinstance(value, Tensor):
+            values[f.name] = torch.cat(of_parts) if value.ndim else torch.stack(of_parts).sum()
+        elif is_dataclass(value):
+            values[f.name] = joined(of_parts)
+        else:
+            values[f.name] = None if value is None else sum(of_parts)
+    return type(first)(**values)

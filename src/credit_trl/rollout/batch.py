@@ -45,6 +45,7 @@ class GenerationBatch:
         first: global index of the first local sample.
         turn_feedback: local, `Verdict.turn_feedback` by turn index.
         turn_starts: local, the first column of each turn of the completion; empty until `with_turns`.
+        missing_turns: local turn indices with feedback that no turn has; of completions without any turn, none.
         group_size: rollouts of a row; groups are contiguous in the global batch.
         index: ordinal of the generation batch in the data stream, which keys the draws of contrasts. The n-th batch
             of an evaluation has `EVALUATION_INDEX + n`, n from 1.
@@ -61,14 +62,22 @@ class GenerationBatch:
     first: int
     turn_feedback: list[dict[int, str]] = field(default_factory=list)
     turn_starts: list[list[int]] = field(default_factory=list)
+    missing_turns: list[int] = field(default_factory=list)
     group_size: int = 1
     index: int = 0
     dataset: Any = None
     tools: list[list[Any] | None] = field(default_factory=list)
 
     def with_turns(self, mask: Bool[Tensor, "B T"]) -> GenerationBatch:
-        """The batch with the turns of its completions; `mask` is that of `loss_mask`."""
-        return replace(self, turn_starts=[turn_starts(row) for row in mask.tolist()])
+        """The batch with the turns of its completions, and without feedback on turns that they lack.
+
+        `mask` is that of `loss_mask`.
+        """
+        starts = [turn_starts(row) for row in mask.tolist()]
+        pairs = list(zip(self.turn_feedback, starts, strict=True))
+        kept = [{turn: text for turn, text in given.items() if turn < len(own)} for given, own in pairs]
+        missing = [turn for given, own in pairs if own for turn in given if turn >= len(own)]
+        return replace(self, turn_feedback=kept, turn_starts=starts, missing_turns=missing)
 
     @property
     def indices(self) -> range:
@@ -76,29 +85,10 @@ class GenerationBatch:
         return range(self.first, self.first + len(self.prompts))
 
     @property
-    def dataset_prompts(self) -> list[Prompt]:
-        """Local prompts as in the dataset, before an environment completed them."""
-        return [row.get("prompt", prompt) for row, prompt in zip(self.rows, self.prompts, strict=True)]
-
-    @property
     def feedback(self) -> list[str | None]:
         """Local feedback: the column `privileged_context`, then the verdicts' feedback."""
         static = [row.get("privileged_context") for row in self.rows]
         return [join_feedback(parts) for parts in zip(static, self.verdict_feedback, strict=True)]
-
-    @property
-    def feedback_by_turn(self) -> list[dict[int, str] | None]:
-        """Local feedback on turns that the completion has; None where there is none."""
-        if not self.turn_starts:
-            return [None] * len(self.prompts)
-        pairs = zip(self.turn_feedback, self.turn_starts, strict=True)
-        return [{turn: text for turn, text in given.items() if turn < len(own)} or None for given, own in pairs]
-
-    @property
-    def missing_turns(self) -> list[int]:
-        """Turn indices that have feedback but no such turn. Completions without any turn are ignored."""
-        pairs = zip(self.turn_feedback, self.turn_starts, strict=True)
-        return [turn for given, own in pairs if own for turn in given if turn >= len(own)]
 
 
 def turn_starts(mask: Sequence[bool]) -> list[int]:

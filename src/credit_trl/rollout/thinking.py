@@ -34,8 +34,8 @@ def thinking_marks(tokenizer: PreTrainedTokenizerBase) -> ThinkingMarks:
     for tag in _OPENING_TAG.findall(declared):
         with_slash = re.sub(r"^([<\[◁]\|?)", r"\1/", tag)
         pairs += [(tag, with_slash), (tag, tag.replace("START", "END").replace("begin", "end"))]
-    found = [(opening, closing) for opening, closing in pairs if opening != closing]
-    return tuple(dict.fromkeys(p for p in found if p[0] in declared and p[1] in declared)) or COMMON_MARKS[:1]
+    found = dict.fromkeys(pair for pair in pairs if pair[0] != pair[1] and all(mark in declared for mark in pair))
+    return tuple(found) or COMMON_MARKS[:1]
 
 
 def split_thinking(
@@ -50,7 +50,8 @@ def split_thinking(
             any opening one.
     """
     either = "|".join(re.escape(mark) for pair in marks for mark in pair)
-    found = [mark for mark in re.finditer(either, text) if not _is_quoted(text, mark)]
+    quoted = rf"(?<=(['\"`]))(?:{either})(?=\1)"
+    found = [mark for mark in re.finditer(f"{quoted}|{either}", text) if mark[1] is None]
     closing = {pair[1] for pair in marks}
     is_open = opened if opened is not None else bool(found) and found[0].group() in closing
     blocks: list[str] = []
@@ -88,8 +89,6 @@ def decode_with_marks(
     special = added | set(tokenizer.all_special_ids)
     in_marks = " ".join(mark for pair in marks for mark in pair)
     dropped = {i for i in special if tokenizer.convert_ids_to_tokens(i) not in in_marks}
-    if dropped == special:
-        return tokenizer.batch_decode(ids, skip_special_tokens=True)
     return tokenizer.batch_decode([[i for i in row if i not in dropped] for row in ids])
 
 
@@ -117,17 +116,12 @@ def mark_thinking(
     for index, text in enumerate(decode_with_marks(tokenizer, completion_ids, marks)):
         completion = completions[index]
         is_text = isinstance(completion, str)
-        if not is_text and (len(completion) != 1 or not isinstance(completion[0]["content"], str)):
+        own = completion if is_text or len(completion) != 1 else completion[0]["content"]
+        if not isinstance(own, str):
             continue
-        own = completion if is_text else completion[0]["content"]
         content = own if text == plain[index] else text
         if answer_part(content, marks, opened=True) is None:
             content = opening_mark(prompt_of(index), marks) + content
         if content != own:
             marked[index] = content if is_text else [{**completion[0], "content": content}]
     return marked
-
-
-def _is_quoted(text: str, mark: re.Match[str]) -> bool:
-    before = text[mark.start() - 1 : mark.start()]
-    return before in ("'", '"', "`") and text[mark.end() : mark.end() + 1] == before

@@ -11,6 +11,7 @@ import inspect
 import logging
 import math
 import re
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from concurrent.futures import Future, wait
 from copy import copy
@@ -92,6 +93,8 @@ class Verdict:
         return math.nan if self.reward is None else float(self.reward)
 
 
+_NO_LIST = (Mapping, Set, str, bytes)
+
 # Result of a reward function that failed and is skipped.
 FAILED = object()
 
@@ -114,44 +117,60 @@ class VerifierPolicy:
         """Call a reward function; return its result, or `FAILED` if it failed and `on_error="skip"`.
 
         Raises:
-            VerifierTimeout: it took too long, with `on_error="raise"`. Other exceptions propagate.
+            VerifierTimeout: it took too long, with `on_error="raise"`: a result that comes late, too, since a thread
+                that keeps the interpreter lock stops this one. Other exceptions propagate.
         """
 
-        def work() -> Any:
+        def work() -> tuple[Any, float]:
             with deadline_in(self.timeout):
-                return reward_func(**arguments)
+                return listed(reward_func(**arguments), arguments), time.monotonic()
 
+        began = time.monotonic()
         try:
             if self.timeout is None:
-                return work()
+                return work()[0]
             outcome = call_in_thread(f"verifier {name}", work)  # a thread that is abandoned after the timeout
             wait([outcome], timeout=self.timeout)
-            return self._result(name, outcome)
+            return self._result(name, outcome, began)
         except Exception as error:
-            return self._handle(name, error)
+            return self._handle(name, error, arguments)
 
     async def call_async(self, name: str, reward_func: Callable[..., Any], arguments: dict[str, Any]) -> Any:
         """Call a coroutine function as `call` does, without blocking the event loop."""
+
+        async def work() -> tuple[Any, float]:
+            return listed(await reward_func(**arguments), arguments), time.monotonic()
+
+        began = time.monotonic()
         try:
             with deadline_in(self.timeout):
-                outcome = asyncio.ensure_future(reward_func(**arguments))
+                outcome = asyncio.ensure_future(work())
             try:
                 await asyncio.wait({outcome}, timeout=self.timeout)  # `wait_for` hides a TimeoutError of the function
-                return self._result(name, outcome)
+                return self._result(name, outcome, began)
             finally:
                 outcome.cancel()
         except Exception as error:
-            return self._handle(name, error)
+            return self._handle(name, error, arguments)
 
-    def _result(self, name: str, outcome: asyncio.Future | Future) -> Any:
+    def _result(self, name: str, outcome: asyncio.Future | Future, began: float) -> Any:
         if outcome.done():
-            return outcome.result()
+            output, ended = outcome.result()
+            if self.timeout is None or ended - began <= self.timeout:
+                return output
         raise VerifierTimeout(
             f"The reward function {name!r} has not returned within {self.timeout:g} s. Raise `verifier_timeout`, make "
-            "the function faster, or skip the rollouts of such calls with `on_verifier_error='skip'`."
+            "the function faster, run it in a process that can be killed (`credit_trl.in_process`), or skip the "
+            "rollouts of such calls with `on_verifier_error='skip'`."
         )
 
-    def _handle(self, name: str, error: Exception) -> object:
+    def _handle(self, name: str, error: Exception, arguments: Mapping[str, Any]) -> object:
+        takes_text = isinstance(error, AttributeError | TypeError) and "list" in str(error)
+        if takes_text and isinstance(next(iter(arguments.get("completions", ())), None), list):
+            error = TypeError(
+                f"The reward function {name!r} failed: {error}. The completion of a conversation is a list of "
+                "messages; its text is completion[-1]['content']."
+            ).with_traceback(error.__traceback__)
         if self.on_error == "raise":
             raise error
         logger.warning(f"{name} failed ({type(error).__name__}: {error}); the rollouts of this call are skipped.")
@@ -239,6 +258,13 @@ def _hold(held: list[Callable[[], None]], log: Callable[..., None], *args: Any, 
     held.append(partial(log, *map(copy, args), **{key: copy(value) for key, value in kwargs.items()}))
 
 
+def listed(output: Any, arguments: Mapping[str, Any]) -> Any:
+    """A result of a reward function, as a list with at most one element more than it needs where it is iterable."""
+    if isinstance(output, _NO_LIST) or not isinstance(output, Iterable):
+        return output
+    return list(islice(output, len(arguments["completions"]) + 1 if "completions" in arguments else None))
+
+
 def as_verdicts(name: str, output: Any, arguments: Mapping[str, Any]) -> list[Verdict]:
     """The result of a reward function as one verdict per completion.
 
@@ -249,10 +275,10 @@ def as_verdicts(name: str, output: Any, arguments: Mapping[str, Any]) -> list[Ve
     fix = "Return a list with one `Verdict(reward, feedback)`, number or None for each completion."
     if output is None:
         raise TypeError(f"The reward function {name!r} returned None; is a `return` missing? {fix}")
-    if isinstance(output, Verdict | Mapping | Set | str | bytes) or not isinstance(output, Iterable):
+    elements = listed(output, arguments)  # of an iterator without an end, too
+    if not isinstance(elements, list):
         raise TypeError(f"The reward function {name!r} returned a {type(output).__name__} instead of a list. {fix}")
     expected = len(arguments["completions"]) if "completions" in arguments else None
-    elements = list(islice(output, None if expected is None else expected + 1))  # an iterator may have no end
     if expected is not None and len(elements) != expected:
         count = f"more than {expected}" if len(elements) > expected else len(elements)
         raise ValueError(f"The reward function {name!r} returned {count} elements for {expected} completions. {fix}")

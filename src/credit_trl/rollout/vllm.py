@@ -1,17 +1,21 @@
-"""Weight sync from the policy to a vLLM engine: TRL's generation layer with four changes for self-distillation.
+"""Sampling with vLLM: TRL's weight sync and client, with changes for self-distillation.
 
 - Adapters are merged out of place, one layer at a time. TRL merges them into the base weights and subtracts them
   again, which leaves a rounding error at each sync. With LoRA, the teacher shares the base weights, and in bf16 the
   errors accumulate.
 - Only the trained adapter of a model is sent, never the teacher's `modules_to_save`.
 - A colocated engine seeds torch with its own rank; the seed of the run is restored.
-- A server that stops answering raises an error that names it (`vllm_client.py`).
+- TRL waits for its server without a limit: requests have no timeout, because a batch of long completions may take any
+  time, and a weight broadcast to a dead server never returns. Here each call runs in a thread, and meanwhile `/health`
+  is polled, which the server answers during its work. If the answer fails to come, the run ends with an error.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import wait
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -20,27 +24,34 @@ from accelerate.utils import is_peft_model
 from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers import set_seed
 from trl import GRPOConfig
+from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration
-from trl.import_utils import is_vllm_available
+from trl.import_utils import is_requests_available, is_vllm_available
+
+from credit_trl.rollout.deadline import call_in_thread
+
+if is_requests_available():  # it comes with the extra `vllm`
+    import requests
+
+POLL_SECONDS = 1.0
+CONNECT_SECONDS = 5.0
 
 # Parts of PEFT's names of parameters that the base model does not have: of adapters, of `modules_to_save` and of
 # `trainable_token_indices`.
 _NOT_IN_BASE = (".original_module.", ".modules_to_save.", ".trainable_tokens_")
 
-
-def await_engine(args: GRPOConfig) -> None:
-    """Wait for the vLLM server of a configuration, if it uses one. TRL waits for an unhealthy server without a limit.
-
-    Raises:
-        VLLMServerError: the server did not answer within `vllm_server_timeout`.
-    """
-    if args.use_vllm and args.vllm_mode == "server" and args.process_index == 0 and is_vllm_available():
-        from credit_trl.rollout.vllm_client import await_server  # needs `requests`, which comes with the extra `vllm`
-
-        url = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
-        await_server(url.rstrip("/"), args.vllm_server_timeout)
+_START = (
+    "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --enable-scale-out --logprobs-mode processed_logprobs --max-logprobs -1 "
+    """--weight-transfer-config '{"backend": "nccl"}'"""
+)
+_RESTART = (
+    "See the server's log (running out of memory is the usual cause), restart it with the same model and flags, and "
+    "resume from the last checkpoint: `trainer.train(resume_from_checkpoint=True)`, or "
+    "`trl credit --resume_from_checkpoint latest`."
+)
 
 
 class PolicyGeneration(VLLMGeneration):
@@ -57,8 +68,6 @@ class PolicyGeneration(VLLMGeneration):
         if adopted.mode == "colocate":
             set_seed(seed + adopted.accelerator.process_index // adopted.tensor_parallel_size)
         elif adopted.accelerator.is_main_process:
-            from credit_trl.rollout.vllm_client import WatchedClient
-
             adopted.vllm_client = WatchedClient.adopt(adopted.vllm_client, patience=adopted.server_timeout)
         return adopted
 
@@ -109,7 +118,8 @@ def merged_weights(model: PeftModel) -> Iterator[tuple[str, Tensor]]:
             continue
         path, base_layer, _ = name.partition(".base_layer.")
         with _merged(model.get_submodule(path), adapter) if base_layer else nullcontext():
-            yield base_name, _whole(model.get_parameter(name) if base_layer else parameter)
+            weight = model.get_parameter(name) if base_layer else parameter
+            yield base_name, weight.full_tensor() if isinstance(weight, DTensor) else weight.data
 
 
 @contextmanager
@@ -136,5 +146,84 @@ def _merged(wrapper: BaseTunerLayer, adapter: str) -> Iterator[None]:
             base.register_parameter(name, parameter)
 
 
-def _whole(parameter: Tensor) -> Tensor:
-    return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter.data
+class VLLMServerError(ConnectionError):
+    """The vLLM server is gone, does not answer, or refused a request, as `problem` says."""
+
+    def __init__(self, url: str, problem: str, fix: str = _RESTART) -> None:
+        super().__init__(f"The vLLM server at {url} {problem}. {fix}")
+
+
+class WatchedClient(VLLMClient):
+    """TRL's client with calls that raise a `VLLMServerError` when the server fails, instead of waiting forever."""
+
+    @classmethod
+    def adopt(cls, client: VLLMClient, patience: float) -> WatchedClient:
+        """Convert a connected client; `/health` or a weight update may stay unanswered for `patience` seconds."""
+        watched = cls.__new__(cls)
+        vars(watched).update(vars(client))
+        watched.patience = patience
+        watched.failure = None  # of the last request that failed
+        return watched
+
+    def generate(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return self._watch("generating", lambda: super(WatchedClient, self).generate(*args, **kwargs))
+
+    def update_named_params(self, *args: Any, **kwargs: Any) -> None:
+        self._watch("receiving weights", lambda: super(WatchedClient, self).update_named_params(*args, **kwargs))
+
+    def reset_prefix_cache(self) -> None:
+        self._post(f"{self.base_url}/reset_prefix_cache")
+
+    def _post(self, url: str, **kwargs: Any) -> dict[str, Any]:
+        """Send a request. One that changes the server's state has a timeout and is not retried."""
+        endpoint = url.removeprefix(self.base_url)
+        try:
+            if "/v1/" in endpoint:  # completions, which take any time
+                return super()._post(url, **kwargs)
+            response = requests.post(url, timeout=(CONNECT_SECONDS, self.patience), **kwargs)
+            if response.status_code != 200:
+                raise requests.HTTPError(f"{response.status_code}: {response.text[:500]}")
+        except Exception as error:  # of `requests`, or TRL's for another status
+            self.failure = VLLMServerError(self.base_url, f"failed at {endpoint} ({error})")
+            raise self.failure from error
+        return response.json() if response.content else {}
+
+    def _watch(self, activity: str, work: Callable[[], Any]) -> Any:
+        outcome = call_in_thread("vllm-server-call", torch.no_grad()(work))  # torch stores the grad mode per thread
+        last_answer = time.monotonic()
+        while not wait([outcome], timeout=POLL_SECONDS).done:
+            if self.failure is not None:  # the broadcast of weights still waits for its receiver
+                raise self.failure
+            silence = _ask_health(self.base_url, min(CONNECT_SECONDS, self.patience))
+            if silence is None:
+                last_answer = time.monotonic()
+            if time.monotonic() - last_answer >= self.patience:
+                problem = f"has not answered for {self.patience:g} s ({silence}) while {activity}"
+                raise VLLMServerError(self.base_url, problem)
+        return outcome.result()
+
+
+def await_engine(args: GRPOConfig) -> None:
+    """Wait for `/health` of the vLLM server of a configuration, if it uses one, before a model is loaded.
+
+    Raises:
+        VLLMServerError: the server did not answer within `vllm_server_timeout`.
+    """
+    if not (args.use_vllm and args.vllm_mode == "server" and args.process_index == 0 and is_vllm_available()):
+        return
+    url = (args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}").rstrip("/")
+    timeout = args.vllm_server_timeout
+    started = time.monotonic()
+    while (problem := _ask_health(url, min(CONNECT_SECONDS, max(timeout, 1.0)))) is not None:
+        if time.monotonic() - started >= timeout:
+            fix = f"Start it with: {_START}; or correct `vllm_server_host` and `vllm_server_port`, or the base URL."
+            raise VLLMServerError(url, f"did not answer within {timeout:g} s ({problem})", fix)
+        time.sleep(min(POLL_SECONDS, timeout))
+
+
+def _ask_health(url: str, timeout: float) -> str | None:
+    try:
+        response = requests.get(f"{url}/health", timeout=timeout)
+    except requests.RequestException as error:
+        return str(error)
+    return None if response.status_code == 200 else f"/health returned {response.status_code}"

@@ -12,7 +12,7 @@ import os
 import sys
 
 from credit_trl.sandbox.batch import Sandbox
-from credit_trl.sandbox.cores import worker_count
+from credit_trl.sandbox.cgroups import worker_count
 from credit_trl.sandbox.protocol import (
     STATUSES,
     Limits,
@@ -102,8 +102,8 @@ def _check_choice(sandbox: str) -> None:
     if sandbox.startswith(("http://", "https://")):
         parse_address(sandbox)
     elif sandbox not in TIERS:
-        shown = without_credentials(sandbox)
-        raise ValueError(f"--sandbox {shown}: neither one of {', '.join(TIERS)} nor an address (http://...).")
+        known = f"neither one of {', '.join(TIERS)} nor an address (http://...)"
+        raise ValueError(f"--sandbox {without_credentials(sandbox)}: {known}.")
 
 
 def _open_local(tier: str, workers: int) -> Sandbox:

@@ -5,21 +5,18 @@ from __future__ import annotations
 import bisect
 import math
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager
 from typing import Any
 
 from credit_trl.sandbox.protocol import STATUSES, Outcome, Program, Status, printable, sandbox_error
 from credit_trl.sandbox.running import is_json
 
-# Batches that end before `delay` show no progress bar.
-_PROGRESS_SECONDS = {"delay": 0.5, "mininterval": 1.0}
-
 
 class Batch:
-    """State of one `Sandbox.run`, which has its arguments: waiting and running programs, outcomes, progress.
+    """State of one `Sandbox.run`, which has its arguments: waiting and running programs, and outcomes.
 
     The next program is one of the group that has the fewest running, among these of the one that has had the least
     time, so that groups of slow programs do not keep the others waiting. Programs without a group count as one.
@@ -30,7 +27,6 @@ class Batch:
         programs: Sequence[Program],
         skip_group_after: Collection[Status] = (),
         failed_group_seconds: float = math.inf,
-        progress: bool | str = False,
         keep: Callable[[int, Outcome], Outcome] | None = None,
     ) -> None:
         unknown = set(skip_group_after) - set(STATUSES)
@@ -45,44 +41,33 @@ class Batch:
         self._keep = keep
         self._waiting: dict[Any, list[int]] = {}  # by group, in their order
         self._spent: dict[Any, float] = defaultdict(float)  # seconds that the programs of each group have run
-        self._running: set[int] = set()
+        self.running: set[int] = set()
         self._retried: set[int] = set()
         self._stopped: set[Any] = set()  # groups
         self._since_failure: dict[Any, float] = {}  # by group, seconds that its programs have run since one failed
-        self._outcomes: dict[int, Outcome] = {}
-        self._bar: Any = None
-        if progress:
-            from tqdm import tqdm
-
-            description = progress if isinstance(progress, str) else "programs"
-            self._bar = tqdm(total=len(self.programs), desc=description, unit="run", leave=False, **_PROGRESS_SECONDS)
+        self.outcomes: dict[int, Outcome] = {}
         self._wait(range(len(self.programs)))
-
-    def close(self) -> None:
-        """Close the progress bar."""
-        if self._bar is not None:
-            self._bar.close()
 
     @property
     def finished(self) -> bool:
         """Whether every program has an outcome."""
-        return len(self._outcomes) == len(self.programs)
+        return len(self.outcomes) == len(self.programs)
 
     def take(self, workers: int) -> int | None:
         """Index of the next program to start, `None` if none is waiting or `workers` programs run."""
-        if not self._waiting or len(self._running) >= workers:
+        if not self._waiting or len(self.running) >= workers:
             return None
-        at_once = Counter(self.programs[index].group for index in self._running)
+        at_once = Counter(self.programs[index].group for index in self.running)
         group = min(self._waiting, key=lambda group: (at_once[group], self._spent[group]))
         index = self._waiting[group].pop(0)
         if not self._waiting[group]:
             del self._waiting[group]
-        self._running.add(index)
+        self.running.add(index)
         return index
 
     def done(self, index: int, outcome: Outcome) -> None:
         """Record the outcome of a started program. Skips the waiting programs of its group if that stops it."""
-        self._running.remove(index)
+        self.running.remove(index)
         kept = self._record(index, outcome)
         group = self.programs[index].group
         self._spent[group] += outcome.seconds
@@ -96,18 +81,14 @@ class Batch:
             self._stopped.add(group)
             self._skip_stopped()
 
-    def failed(self, index: int, reason: str) -> None:
-        """Record that the sandbox could not run a program. It waits again the first time; the second is an error."""
-        if index in self._retried:
-            raise sandbox_error(f"The sandbox could not run program {index}, twice: {printable(reason)}")
-        self._retried.add(index)
-        self._running.remove(index)
-        self._wait([index])
-
-    def requeue(self) -> None:
-        """Let all running programs wait again, in their order."""
-        running, self._running = self._running, set()
-        self._wait(running)
+    def failed(self, indices: Collection[int], reason: str) -> None:
+        """Record that the sandbox could not run programs. Each waits again the first time; the second is an error."""
+        for index in indices:
+            if index in self._retried:
+                raise sandbox_error(f"The sandbox could not run program {index}, twice: {printable(reason)}")
+        self._retried.update(indices)
+        self.running.difference_update(indices)
+        self._wait(indices)
 
     def _wait(self, indices: Collection[int]) -> None:
         """Let programs wait in their order, without those of groups that have stopped."""
@@ -121,26 +102,19 @@ class Batch:
             for index in self._waiting.pop(group):
                 self._record(index, Outcome("skipped", error="its group had already stopped"))
 
-    def expire(self, reason: str = "the deadline came before it ended") -> None:
+    def expire(self) -> None:
         """Give every program without an outcome the status `"deadline"`."""
         for index in range(len(self.programs)):
-            if index not in self._outcomes:
-                self._record(index, Outcome("deadline", error=reason))
-
-    def outcomes(self) -> list[Outcome]:
-        """All outcomes in the order of the programs."""
-        return [self._outcomes[index] for index in range(len(self.programs))]
+            if index not in self.outcomes:
+                self._record(index, Outcome("deadline", error="the deadline came before it ended"))
 
     def _record(self, index: int, outcome: Outcome) -> Outcome:
         """Set a program's only outcome; return it as `keep` changed it."""
-        kept = outcome if self._keep is None else self._keep(index, outcome)
-        self._outcomes[index] = kept
-        if self._bar is not None:
-            self._bar.update()
-        return kept
+        self.outcomes[index] = outcome if self._keep is None else self._keep(index, outcome)
+        return self.outcomes[index]
 
 
-class Sandbox(ABC):
+class Sandbox(AbstractContextManager):
     """Runs programs in isolation, `workers` at a time. A context manager; `open_sandbox` returns one.
 
     `tier` is `"bubblewrap"`, `"landlock"`, `"unprotected"` or `"remote"`; `description` adds its versions or address.
@@ -157,7 +131,6 @@ class Sandbox(ABC):
         deadline: float | None = None,
         skip_group_after: Collection[Status] = (),
         failed_group_seconds: float = math.inf,
-        progress: bool | str = False,
         keep: Callable[[int, Outcome], Outcome] | None = None,
     ) -> list[Outcome]:
         """Run all programs and return their outcomes in the same order.
@@ -171,7 +144,6 @@ class Sandbox(ABC):
                 limit once per group and not once per test. Programs whose `group` is `None` are never skipped.
             failed_group_seconds: seconds that the programs of a group may run in total after one of them has failed,
                 which means that its outcome, as `keep` returned it, is not `"ok"`. Then the others are skipped.
-            progress: show a progress bar on standard error; a string is its description.
             keep: called with the index and the outcome of each program when it ends, one call at a time. Its return
                 value replaces the outcome, so that a batch need not hold the output of all programs in memory. It may
                 have the status `"rejected"` for an answer that is wrong.
@@ -182,20 +154,16 @@ class Sandbox(ABC):
             ValueError: an unknown status in `skip_group_after`, or `Program.arguments` that are not JSON.
         """
         until = math.inf if deadline is None else time.monotonic() + deadline
-        with closing(Batch(programs, skip_group_after, failed_group_seconds, progress, keep)) as batch:
-            self._run_batch(batch, until)
-            return batch.outcomes()
+        batch = Batch(programs, skip_group_after, failed_group_seconds, keep)
+        self._run_batch(batch, until)
+        return [batch.outcomes[index] for index in range(len(batch.programs))]
 
     @abstractmethod
     def _run_batch(self, batch: Batch, until: float) -> None:
         """Give every program of the batch an outcome, at the latest at `until` (`time.monotonic`)."""
 
-    @abstractmethod
     def close(self) -> None:
         """End all running programs, also those of other threads. Closing twice is allowed, `run` afterwards is not."""
-
-    def __enter__(self) -> Sandbox:
-        return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()

@@ -14,11 +14,10 @@ import subprocess
 
 from credit_trl.sandbox import seccomp
 from credit_trl.sandbox.interpreter import Interpreter, loaders, package_directories
-from credit_trl.sandbox.launch import Isolation, sealed_file
+from credit_trl.sandbox.launch import DEVICES, Isolation, sealed_file
 from credit_trl.sandbox.protocol import Program, SandboxError
 
 _SYSTEM_LIBRARIES = ("/usr/lib", "/usr/lib32", "/usr/lib64", "/lib", "/lib64")
-_DEVICES = ("/dev/null", "/dev/random", "/dev/urandom")  # /dev/zero, mapped, is uncounted shared memory
 _INSTALL = "Install it: `apt-get install bubblewrap` (Debian, Ubuntu) or `dnf install bubblewrap` (Fedora)."
 
 
@@ -60,9 +59,6 @@ class Bubblewrap(Isolation):
         os.close(write_end)
         return [read_end, sealed_file(program.stdin.encode("utf-8", "replace"))]
 
-    def enter(self) -> None:
-        """Does nothing: bubblewrap restricts the process itself."""
-
 
 def _namespaces() -> list[str]:
     kinds = ("user", "pid", "ipc", "net", "uts", "cgroup-try")
@@ -96,7 +92,7 @@ def _mounts(interpreter: Interpreter) -> list[str]:
                 arguments += ["--symlink", os.path.realpath(link), link]
     for packages in package_directories(bound):
         arguments += ["--tmpfs", packages, "--remount-ro", packages]
-    for device in _DEVICES:
+    for device in DEVICES:
         arguments += ["--dev-bind", device, device]
     return arguments
 

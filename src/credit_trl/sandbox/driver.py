@@ -48,9 +48,8 @@ def short_traceback(error, sources):
 
 
 def execute(prelude, source, namespace):
-    if prelude:
-        exec(compile(prelude, "prelude.py", "exec", dont_inherit=True), namespace)
-    exec(compile(source, "program.py", "exec", dont_inherit=True), namespace)
+    for name, text in (("prelude.py", prelude), ("program.py", source)):
+        exec(compile(text, name, "exec", dont_inherit=True), namespace)
 
 
 def call(fn_name, arguments, namespace):
@@ -60,13 +59,6 @@ def call(fn_name, arguments, namespace):
     if fn_name not in namespace:
         raise NameError(f"the program defines no function {fn_name!r}")
     return namespace[fn_name](*arguments)
-
-
-def number_of_scalar(value):
-    """The Python number of a numpy scalar, to which it is equal."""
-    if hasattr(value, "item"):
-        return value.item()
-    raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
 
 
 def run(prelude, source, fn_name, arguments, report):
@@ -86,7 +78,7 @@ def run(prelude, source, fn_name, arguments, report):
             return
         value = call(fn_name, arguments, module.__dict__)
         try:
-            value = json.dumps(value, default=number_of_scalar)
+            value = json.dumps(value)
         except (TypeError, ValueError, RecursionError) as error:
             raise TypeError(f"the return value cannot be expressed as JSON: {error}") from None
         if os.getpid() == process:

@@ -6,7 +6,6 @@ import json
 import math
 import select
 import socket
-from collections.abc import Iterator
 from typing import Any
 
 _CHUNK = 1 << 18
@@ -22,31 +21,29 @@ class Channel:
         stream.setblocking(False)
         self.stream = stream
         self.closed = False
+        self.unsent = bytearray()
         self._incoming = bytearray()
-        self._outgoing = bytearray()
-
-    @property
-    def unsent(self) -> int:
-        """Number of queued bytes that are not yet written."""
-        return len(self._outgoing)
 
     def send(self, message: dict[str, Any]) -> None:
         """Queue a message."""
-        self._outgoing += json.dumps(message, separators=(",", ":")).encode("ascii") + b"\n"
+        self.unsent += json.dumps(message, separators=(",", ":")).encode("ascii") + b"\n"
 
     def flush(self) -> None:
         """Write as much as the socket accepts."""
         try:
-            while self._outgoing:
-                sent = self.stream.send(memoryview(self._outgoing)[:_CHUNK])
-                del self._outgoing[:sent]
+            while self.unsent:
+                sent = self.stream.send(memoryview(self.unsent)[:_CHUNK])
+                del self.unsent[:sent]
         except BlockingIOError:
             pass
         except OSError:
             self.closed = True
 
-    def pump(self) -> None:
-        """Write as much as the socket accepts and read all that it has. Sets `closed` if the other end is closed."""
+    def pump(self) -> list[dict[str, Any]]:
+        """Write as much as the socket accepts, read all that it has, and return the complete messages.
+
+        Sets `closed` if the other end is closed.
+        """
         self.flush()
         try:
             while chunk := self.stream.recv(_CHUNK):
@@ -56,18 +53,13 @@ class Channel:
             pass
         except OSError:
             self.closed = True
-
-    def messages(self) -> Iterator[dict[str, Any]]:
-        """The complete messages that `pump` has read."""
-        lines, end, rest = self._incoming.rpartition(b"\n")
-        if end:
-            self._incoming = rest
-            yield from map(json.loads, lines.split(b"\n"))
+        *lines, self._incoming = self._incoming.split(b"\n")
+        return [json.loads(line) for line in lines]
 
     def wait(self, timeout: float) -> None:
         """Wait until `pump` has something to do, at most `timeout` seconds."""
         poll = select.poll()  # `select.select` takes no descriptor above 1023
-        poll.register(self.stream, select.POLLIN | (select.POLLOUT if self._outgoing else 0))
+        poll.register(self.stream, select.POLLIN | (select.POLLOUT if self.unsent else 0))
         poll.poll(None if timeout == math.inf else max(0.0, timeout) * 1000)
 
     def close(self) -> None:

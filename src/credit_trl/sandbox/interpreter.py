@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from credit_trl.sandbox.protocol import SandboxError
 
@@ -110,14 +111,8 @@ def loaders() -> list[str]:
 
 def readable_by_others(path: str) -> bool:
     """Whether every user may read this file or directory and search all directories above it."""
-    path = os.path.realpath(path)
-    if not os.stat(path).st_mode & 0o004:
-        return False
-    while path != "/":
-        path = os.path.dirname(path)
-        if not os.stat(path).st_mode & 0o001:
-            return False
-    return True
+    real = Path(path).resolve()
+    return bool(real.stat().st_mode & 0o004) and all(folder.stat().st_mode & 0o001 for folder in real.parents)
 
 
 def public_copy(interpreter: Interpreter) -> Interpreter:

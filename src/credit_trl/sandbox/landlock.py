@@ -16,7 +16,7 @@ from collections.abc import Collection
 
 from credit_trl.sandbox import kernel, seccomp
 from credit_trl.sandbox.interpreter import Interpreter, loaders, package_directories
-from credit_trl.sandbox.launch import Isolation
+from credit_trl.sandbox.launch import DEVICES, Isolation
 from credit_trl.sandbox.protocol import SandboxError
 
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
@@ -29,7 +29,6 @@ _NETWORK_RIGHTS = 0b11  # bind and connect TCP, from version 4
 _SCOPES = 0b11  # abstract Unix sockets and signals, from version 6
 
 _READABLE = ("/usr/lib", "/usr/lib64", "/lib", "/lib64", "/etc/ld.so.cache")
-_DEVICES = ("/dev/null", "/dev/random", "/dev/urandom")  # /dev/zero, mapped, is uncounted shared memory
 
 
 def version() -> int:
@@ -74,7 +73,7 @@ class Landlock(Isolation):
             self._grant_reading(path, hidden)
         for path in (interpreter.executable, *loaders()):  # a loader starts the interpreter
             self._grant(path, _READ_FILE | _EXECUTE)
-        for path in _DEVICES:
+        for path in DEVICES:
             self._grant(path, _READ_FILE | _WRITE_FILE)
 
     def _grant_reading(self, path: str, hidden: Collection[str]) -> None:

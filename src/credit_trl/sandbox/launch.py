@@ -14,14 +14,15 @@ import random
 import resource
 import signal
 import socket
-from abc import ABC, abstractmethod
 from importlib.resources import files
 
 from credit_trl.sandbox import kernel
+from credit_trl.sandbox.cgroups import MemoryGroup
 from credit_trl.sandbox.interpreter import Interpreter
 from credit_trl.sandbox.protocol import Limits, Program, SandboxError
 
 _USERS = range(60800, 61184)  # not allocated by Debian, Fedora or systemd
+DEVICES = ("/dev/null", "/dev/random", "/dev/urandom")  # /dev/zero, mapped, is uncounted shared memory
 _SIGNALS = 256  # queued signals and timers, which hold memory of the kernel
 _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 
@@ -32,7 +33,7 @@ _FRESH = ("-I", "-S", "-X", "utf8", "-c")
 _BOOT = "import marshal; request = open(3, 'rb'); exec(marshal.load(request), {'REQUEST': request})"
 
 
-class Isolation(ABC):
+class Isolation:
     """Base class of the tiers' isolation. A server has one object, which it uses for every program.
 
     Attributes:
@@ -63,9 +64,8 @@ class Isolation(ABC):
         """Descriptors that the command expects from number 5 on. The caller closes them."""
         return []
 
-    @abstractmethod
     def enter(self) -> None:
-        """Restrict the new process. Called as the program's user, just before the command is executed."""
+        """Restrict the new process, if the command does not. Called as the program's user, just before the command."""
 
 
 class Unprotected(Isolation):
@@ -77,50 +77,39 @@ class Unprotected(Isolation):
         kernel.no_new_privileges()
 
 
-def claim_users(count: int) -> tuple[list[int], list[socket.socket]]:
-    """Claim free unprivileged user ids for the slots of a server that is root.
+def claim_users(count: int) -> dict[int, socket.socket]:
+    """Claim free unprivileged user ids for the programs of a server that is root.
 
-    Returns them with the sockets that hold the claims until they are closed. An id needs no entry in the password
-    file. Each is claimed by binding an abstract Unix socket, which the kernel releases when the server ends in any
-    way. Two trainers in a network namespace thus never share an id: a program could otherwise signal the other's
-    programs, or use up their process limit. Containers with networks of their own do not see each other's claims, so
-    ids are tried from a random one on.
+    Returns by id the socket that holds the claim until it is closed. An id needs no entry in the password file. Each
+    is claimed by binding an abstract Unix socket, which the kernel releases when the server ends in any way. Two
+    trainers in a network namespace thus never share an id: a program could otherwise signal the other's programs, or
+    use up their process limit. Containers with networks of their own do not see each other's claims, so ids are tried
+    from a random one on.
     """
-    numbers: list[int] = []
-    claims: list[socket.socket] = []
+    claims: dict[int, socket.socket] = {}
     start = random.randrange(len(_USERS))
-    for number in (*_USERS[start:], *_USERS[:start]) if _are_mapped() else ():
-        if len(numbers) == count:
+    for number in (*_USERS[start:], *_USERS[:start]):
+        if len(claims) == count:
             break
-        claim_socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        claim = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            claim_socket.bind(f"\0credit-trl-sandbox-user-{number}")
+            claim.bind(f"\0credit-trl-sandbox-user-{number}")
         except OSError:
-            claim_socket.close()
+            claim.close()
             continue
-        numbers.append(number)
-        claims.append(claim_socket)
-    if len(numbers) < count:
+        claims[number] = claim
+    if len(claims) < count:
         raise SandboxError(
-            f"Only {len(numbers)} of {count} user ids ({_USERS.start} to {_USERS.stop - 1}) are free for programs: "
-            "other sandboxes on this machine have the rest, or its user namespace maps none. Close them, or open this "
-            "one with fewer workers."
+            f"Only {len(claims)} of {count} user ids ({_USERS.start} to {_USERS.stop - 1}) are free for programs: "
+            "other sandboxes on this machine have the rest. Close them, or open this one with fewer workers."
         )
-    return numbers, claims
+    return claims
 
 
-def _are_mapped() -> bool:
-    """Whether this process's user namespace maps all these ids, as users and as groups."""
-    for kind in ("uid", "gid"):
-        with open(f"/proc/self/{kind}_map") as lines:
-            mapped = [tuple(map(int, line.split())) for line in lines]
-        if not any(first <= _USERS.start and _USERS.stop <= first + count for first, _, count in mapped):
-            return False
-    return True
-
-
-def start(isolation: Isolation, program: Program, user: int | None) -> tuple[int, list[int]]:
-    """Start a process for a program, as `user` if that is not `None`, which needs root.
+def start(
+    isolation: Isolation, program: Program, user: int | None, group: MemoryGroup | None
+) -> tuple[int, list[int]]:
+    """Start a process for a program, as `user` if that is not `None`, which needs root, and in a control group.
 
     Returns its id, and the ends of the pipes for its standard output, standard error and report.
     """
@@ -140,10 +129,9 @@ def start(isolation: Isolation, program: Program, user: int | None) -> tuple[int
         inherited.append(sealed_file(_request(isolation, program, user is not None)))
         add_pipe()
         inherited += isolation.descriptors(program)
-        command, environment = isolation.command(program)
         pid = os.fork()
         if pid == 0:
-            _become_program(isolation, command, environment, inherited, user)
+            _become_program(isolation, program, inherited, user, group)
         return pid, ours
     except BaseException:
         for descriptor in ours:
@@ -155,7 +143,7 @@ def start(isolation: Isolation, program: Program, user: int | None) -> tuple[int
 
 
 def _become_program(
-    isolation: Isolation, command: list[str], environment: dict[str, str], inherited: list[int], user: int | None
+    isolation: Isolation, program: Program, inherited: list[int], user: int | None, group: MemoryGroup | None
 ) -> None:
     """Turn the forked process into the program's. Never returns; an error goes to standard error without a report."""
     try:
@@ -167,6 +155,8 @@ def _become_program(
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         for ignored in (signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ, signal.SIGCHLD):  # else they stay ignored
             signal.signal(ignored, signal.SIG_DFL)
+        if group is not None:
+            group.enter()  # needs the server's user
         os.umask(0o077)
         os.chdir("/")
         if user is not None:
@@ -177,6 +167,7 @@ def _become_program(
         if os.getppid() != server:
             os._exit(127)
         isolation.enter()
+        command, environment = isolation.command(program)
         os.execve(command[0], command, environment)
     except BaseException as error:
         with contextlib.suppress(OSError):
@@ -218,9 +209,7 @@ def resource_limits(limits: Limits, isolation: Isolation, has_own_user: bool) ->
         tasks = limits.processes + isolation.own_tasks
         wanted.append((resource.RLIMIT_NPROC, tasks, tasks))
     bounded = []
-    for kind, soft, hard in wanted:
-        ceiling = resource.getrlimit(kind)[1]
-        if ceiling != resource.RLIM_INFINITY:
-            soft, hard = min(soft, ceiling), min(hard, ceiling)
-        bounded.append((kind, soft, hard))
+    for kind, *values in wanted:
+        ceiling = resource.getrlimit(kind)[1] % (1 << 64)  # "infinity" is -1
+        bounded.append((kind, *(min(value, ceiling) for value in values)))
     return bounded

@@ -10,11 +10,10 @@ import sys
 import threading
 import time
 from dataclasses import asdict, replace
-from typing import Any
 
 from credit_trl.sandbox.batch import Batch, Sandbox
 from credit_trl.sandbox.frames import Channel
-from credit_trl.sandbox.protocol import Outcome, Program, SandboxError, sandbox_error
+from credit_trl.sandbox.protocol import Outcome, SandboxError, sandbox_error
 
 # The server runs without this process's packages. An empty package named `credit_trl` with this package's directory as
 # its path lets it import the sandbox and nothing else of the project.
@@ -31,10 +30,6 @@ _START_SECONDS = 60.0
 _CLOSE_SECONDS = 0.05
 
 
-class _ServerGone(SandboxError):
-    """The server process ended."""
-
-
 class _Server:
     """A server and the channel to it. `process` is the server's guard, `pid` the server."""
 
@@ -44,7 +39,7 @@ class _Server:
         path = os.environ.get("LD_LIBRARY_PATH")
         environment = {"CREDIT_SANDBOX_CANARY": "1", **({"LD_LIBRARY_PATH": path} if path else {})}
         package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-        try:
+        with theirs:
             self.process = subprocess.Popen(
                 [sys.executable, "-I", "-S", "-c", _BOOT, package, tier, str(workers)],
                 stdin=theirs,
@@ -52,22 +47,17 @@ class _Server:
                 env=environment,
                 start_new_session=True,
             )
-        finally:
-            theirs.close()
         self.channel = Channel(ours)
-        ready = self._await_start(min(until, time.monotonic() + _START_SECONDS))
-        self.description: str = ready["description"]
-        self.pid: int = ready["pid"]
-
-    def _await_start(self, give_up: float) -> dict[str, Any]:
+        give_up = min(until, time.monotonic() + _START_SECONDS)
         while time.monotonic() < give_up and not self.channel.closed:
             self.channel.wait(give_up - time.monotonic())
-            self.channel.pump()
-            for message in self.channel.messages():
-                if "ready" in message:
-                    return message["ready"]
-                self.close()
-                raise sandbox_error(message["refused"])
+            for message in self.channel.pump():
+                if "refused" in message:
+                    self.close()
+                    raise sandbox_error(message["refused"])
+                self.description: str = message["ready"]["description"]
+                self.pid: int = message["ready"]["pid"]
+                return
         self.close()
         raise SandboxError(f"The sandbox server did not start (exit status {self.process.returncode}).")
 
@@ -106,15 +96,10 @@ class PoolSandbox(Sandbox):
         if os.getpid() != self._owner:
             raise SandboxError("This sandbox belongs to the process that opened it; open another one after a fork.")
         if not self._lock.acquire(timeout=min(max(0.0, until - time.monotonic()), threading.TIMEOUT_MAX)):
-            batch.expire("the deadline came before another batch had ended")
+            batch.expire()
             return
         try:
-            try:
-                self._serve(batch, until)
-            except _ServerGone:
-                self._drop_server()
-                batch.requeue()
-                self._serve(batch, until)
+            self._serve(batch, until)
         except BaseException:
             self._drop_server()  # its programs belong to a batch that nobody waits for
             raise
@@ -123,22 +108,28 @@ class PoolSandbox(Sandbox):
 
     def _serve(self, batch: Batch, until: float) -> None:
         """Send the batch and collect its outcomes until it is finished or the deadline comes."""
-        self._check_open()
-        if self._server is None:
+        while not batch.finished and time.monotonic() < until:
+            if self._closed:
+                raise SandboxError("This sandbox has been closed; open another one with open_sandbox().")
             try:
-                self._server = _Server(self.tier, self.workers, until)
+                self._server = self._server or _Server(self.tier, self.workers, until)
             except SandboxError:
                 if time.monotonic() < until:
                     raise
-                batch.expire()
-                return
-        server = self._server
-        while not batch.finished and time.monotonic() < until:
+                break
+            channel = self._server.channel
             while (index := batch.take(self.workers)) is not None:
-                server.channel.send(_as_message(index, batch.programs[index]))
-            server.channel.flush()
-            server.channel.wait(until - time.monotonic())
-            _collect(server.channel, batch)
+                program = replace(batch.programs[index], group=None)
+                channel.send({"run": index, "program": asdict(program)})
+            channel.wait(until - time.monotonic())
+            for message in channel.pump():
+                if "failed" in message:
+                    batch.failed([message["failed"]], message["reason"])
+                else:
+                    batch.done(message["done"], Outcome(**message["outcome"]))
+            if channel.closed:
+                self._drop_server()
+                batch.failed(sorted(batch.running), "the sandbox server ended")
         if not batch.finished:
             self._drop_server()  # ends the programs
             batch.expire()
@@ -147,10 +138,6 @@ class PoolSandbox(Sandbox):
         server, self._server = self._server, None
         if server is not None:
             server.close()
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise SandboxError("This sandbox has been closed; open another one with open_sandbox().")
 
     def close(self) -> None:
         """End all programs and the server. A batch that another thread runs ends at once with `SandboxError`."""
@@ -161,23 +148,5 @@ class PoolSandbox(Sandbox):
             server = self._server
             if server is not None:  # the thread that runs the batch fails, and releases the lock
                 server.process.terminate()
-        try:
-            self._drop_server()
-        finally:
-            self._lock.release()
-
-
-def _collect(channel: Channel, batch: Batch) -> None:
-    """Record the answers that have arrived."""
-    channel.pump()
-    for message in channel.messages():
-        if "failed" in message:
-            batch.failed(message["failed"], message["reason"])
-        else:
-            batch.done(message["done"], Outcome(**message["outcome"]))
-    if channel.closed:
-        raise _ServerGone("The sandbox server ended while it ran a batch.")
-
-
-def _as_message(index: int, program: Program) -> dict[str, Any]:
-    return {"run": index, "program": asdict(replace(program, group=None))}
+        self._drop_server()
+        self._lock.release()

@@ -67,7 +67,7 @@ class Limits:
             then holds at most one file for each 4 KiB of it.
         open_files: file descriptors of each process.
         output_bytes: standard output and standard error together; also the return value of a functional call.
-        answer_bytes: the answer alone: a script's standard output, a functional call's return value. `None` for
+        answer_bytes: the answer alone: a script's standard output, a functional call's return value, at most
             `output_bytes`. `Outcome.stdout` is cut to it.
 
     Raises:
@@ -81,12 +81,12 @@ class Limits:
     file_bytes: int = 16 * MIB
     open_files: int = 64
     output_bytes: int = 8 * MIB
-    answer_bytes: int | None = None
+    answer_bytes: int = _LARGEST_LIMIT - 1  # no limit of its own
 
     def __post_init__(self) -> None:
         for limit in fields(self):
             value = getattr(self, limit.name)
-            if not (value is None and limit.name == "answer_bytes") and not 0 < value < _LARGEST_LIMIT:
+            if not 0 < value < _LARGEST_LIMIT:
                 raise ValueError(f"Limits.{limit.name} must be positive and finite, below 2**62, got {value!r}.")
         if self.open_files < 16:
             raise ValueError(f"Limits.open_files must be at least 16, to start an interpreter, got {self.open_files}.")
@@ -99,7 +99,7 @@ class Limits:
     @property
     def longest_answer(self) -> int:
         """Largest answer in bytes, see `answer_bytes`."""
-        return self.output_bytes if self.answer_bytes is None else min(self.answer_bytes, self.output_bytes)
+        return min(self.answer_bytes, self.output_bytes)
 
 
 @dataclass(frozen=True)

@@ -108,7 +108,7 @@ class RemoteSandbox(Sandbox):
                         outcome = request.result()
                     except SandboxError as error:
                         if time.monotonic() < until:
-                            batch.failed(index, str(error))
+                            batch.failed([index], str(error))
                     else:
                         batch.done(index, outcome)
             batch.expire()
@@ -156,9 +156,6 @@ class RemoteSandbox(Sandbox):
         except (OSError, http.client.HTTPException, ValueError, TypeError, RecursionError, SandboxError) as error:
             reason = self._shown(f"{type(error).__name__}: {error}")
             raise SandboxError(f"The remote sandbox {self.url} failed: {reason}") from None
-
-    def close(self) -> None:
-        """Does nothing."""
 
 
 def parse_address(url: str) -> urllib.parse.SplitResult:

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from credit_trl.sandbox.cgroups import MemoryGroup
 from credit_trl.sandbox.observe import ProcessorTimes
-from credit_trl.sandbox.protocol import Limits, Outcome, Program, Status, excerpt
+from credit_trl.sandbox.protocol import Outcome, Program, Status, excerpt
 
 ERROR_CHARACTERS = 4000
 
@@ -24,6 +25,7 @@ class RunningProgram:
         number: the client's number of the program.
         pipes: descriptors of the pipes from which standard output, standard error and the driver's report are read.
         user: user id of the process, `None` for the server's own.
+        group: control group of its processes, `None` where the server can make none.
         started_at: time at which its process was started.
         began_at: time at which the driver reported that the program begins. Its wall-clock limit counts from here.
         delayed: seconds since then in which it could run and waited for a processor that others used.
@@ -40,6 +42,7 @@ class RunningProgram:
     pid: int
     pipes: Sequence[int]
     user: int | None
+    group: MemoryGroup | None
     started_at: float
     began_at: float | None = None
     delayed: float = 0.0
@@ -95,12 +98,6 @@ class RunningProgram:
         answer = max(printed, len(self.report) - ERROR_CHARACTERS)
         return limits.longest_answer if answer > limits.longest_answer else None
 
-    def take(self, descriptor: int, chunk: bytes, now: float) -> None:
-        """Store what was read from one of the pipes."""
-        self.open_pipes[descriptor] += chunk
-        if self.began_at is None and self.report.startswith(b"B"):
-            self.began_at = now
-
     def answer(self, exit_code: int, now: float) -> dict[str, Any]:
         """Message for the client: `"done"` with the outcome, or `"failed"` with the reason.
 
@@ -126,11 +123,6 @@ class RunningProgram:
         return ended_outcome(self.program, ended, cpu_seconds, report, _text(self.stderr[-ERROR_CHARACTERS // 2 :]))
 
 
-def processor_limit(limits: Limits) -> str:
-    """Text for a program that exceeded its limit of processor time."""
-    return f"more than {limits.cpu_seconds:g} seconds of processor time"
-
-
 def failure(ended: Outcome, status: Status, error: str) -> Outcome:
     """The outcome with this status and error, and an excerpt of its standard output."""
     return replace(ended, status=status, error=error, stdout=excerpt(ended.stdout))
@@ -151,7 +143,7 @@ def ended_outcome(
         ended = replace(ended, exit_code=code)
     # The program may also exit with the status of a signal itself.
     if cpu_seconds >= program.limits.cpu_seconds and code in (-signal.SIGXCPU, -signal.SIGKILL):
-        return failure(ended, "timeout", processor_limit(program.limits))
+        return failure(ended, "timeout", f"more than {program.limits.cpu_seconds:g} seconds of processor time")
     if kind in ("E", "M"):
         return failure(ended, "memory" if kind == "M" else "runtime_error", text[:ERROR_CHARACTERS])
     if program.fn_name is None:

@@ -32,12 +32,13 @@ from typing import Any
 
 from credit_trl.sandbox import kernel, observe
 from credit_trl.sandbox.bubblewrap import Bubblewrap
+from credit_trl.sandbox.cgroups import MemoryGroup, delegated_group, remove_groups
 from credit_trl.sandbox.frames import Channel
 from credit_trl.sandbox.interpreter import find_interpreter, public_copy
 from credit_trl.sandbox.landlock import Landlock
 from credit_trl.sandbox.launch import Isolation, Unprotected, claim_users, start
 from credit_trl.sandbox.protocol import Limits, Program, SandboxError, Status
-from credit_trl.sandbox.running import RunningProgram, processor_limit
+from credit_trl.sandbox.running import RunningProgram
 
 ISOLATIONS = {"bubblewrap": Bubblewrap, "landlock": Landlock, "unprotected": Unprotected}
 
@@ -57,6 +58,7 @@ class Server:
     def __init__(self, channel: Channel, isolation: Isolation, users: list[int | None]) -> None:
         self.channel = channel
         self.isolation = isolation
+        self.groups = delegated_group()  # in which it makes one for each program
         self.free_users = users
         self.runs: dict[int, RunningProgram] = {}  # by process id
         self.by_descriptor: dict[int, RunningProgram] = {}
@@ -78,37 +80,35 @@ class Server:
                     os.read(descriptor, _CHUNK)
                 elif (run := self.by_descriptor.get(descriptor)) is not None:
                     self._read(run, descriptor)
-            self._receive()
+            for message in self.channel.pump():
+                self._start(message["run"], message["program"])
             self._enforce()
             self._reap()
-            self._send()
-
-    def _receive(self) -> None:
-        self.channel.pump()
-        for message in self.channel.messages():
-            self._start(message["run"], message["program"])
+            self.channel.flush()
+            if not self.channel.closed:
+                events = select.EPOLLIN | (select.EPOLLOUT if self.channel.unsent else 0)
+                self.poll.modify(self.channel.stream, events)
 
     def _start(self, number: int, fields: dict[str, Any]) -> None:
         program = Program(**{**fields, "limits": Limits(**fields["limits"])})
         user = self.free_users.pop()
+        group: MemoryGroup | None = None
+        if self.groups is not None:
+            # Files of the scratch directory count as memory there.
+            scratch_bytes = program.limits.file_bytes if self.isolation.scratch is not None else 0
+            with contextlib.suppress(OSError):  # samples limit its memory
+                group = MemoryGroup(self.groups, program.limits.memory_bytes + scratch_bytes)
         try:
-            pid, pipes = start(self.isolation, program, user)
+            pid, pipes = start(self.isolation, program, user, group)
         except OSError as error:
             self.free_users.append(user)
             self.channel.send({"failed": number, "reason": f"{type(error).__name__}: {error}"})
             return
-        run = RunningProgram(number, program, pid, pipes, user, time.monotonic())
+        run = RunningProgram(number, program, pid, pipes, user, group, time.monotonic())
         self.runs[pid] = run
         for descriptor in pipes:
             self.by_descriptor[descriptor] = run
             self.poll.register(descriptor, select.EPOLLIN)
-
-    def _send(self) -> None:
-        """Write the queued messages; what the socket does not accept is written when it can."""
-        self.channel.flush()
-        if not self.channel.closed:
-            events = select.EPOLLIN | (select.EPOLLOUT if self.channel.unsent else 0)
-            self.poll.modify(self.channel.stream, events)
 
     def _timeout(self) -> float:
         if not self.runs:
@@ -131,12 +131,12 @@ class Server:
         if not chunk:
             self._close(run, descriptor)
             return False
-        had_begun = run.began_at is not None
-        now = time.monotonic()
-        run.take(descriptor, chunk, now)
-        if run.began_at is not None and not had_begun:
+        run.open_pipes[descriptor] += chunk
+        if run.began_at is None and run.report.startswith(b"B"):
+            run.began_at = time.monotonic()
             run.next_sample = run.began_at + _SAMPLE_SECONDS
-            run.add_times(observe.processor_times(observe.descendants(run.pid)), now)  # delays count from here
+            times = observe.processor_times(observe.descendants(run.pid))
+            run.add_times(times, run.began_at)  # delays count from here
         limit = run.exceeded_output_limit()
         if limit is not None:
             self._kill(run, "output_limit", f"more than {limit} bytes of output")
@@ -174,7 +174,7 @@ class Server:
         if usage.held_bytes > limits.memory_bytes:
             self._kill(run, "memory", f"more than {limits.memory_bytes} bytes of memory")
         elif run.cpu_seconds > math.ceil(limits.cpu_seconds):
-            self._kill(run, "timeout", processor_limit(limits))
+            self._kill(run, "timeout", f"more than {limits.cpu_seconds:g} seconds of processor time")
         elif usage.tasks > limits.processes + self.isolation.own_tasks + 1:
             self._kill(run, "runtime_error", f"more than {limits.processes} processes and threads")
         elif usage.scratch_files > files:
@@ -190,19 +190,15 @@ class Server:
 
     def _reap(self) -> None:
         """Collect every child that ended: programs, and their descendants that this process adopted."""
-        while True:
-            try:
-                ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            except ChildProcessError:
-                return
-            if ended is None:
-                return
-            if ended.si_pid in self.runs:
-                _kill_group(ended.si_pid)  # before its process id can be used again
-            _, status = os.waitpid(ended.si_pid, 0)
-            self._kill_orphans()  # this process has adopted its children
-            if (run := self.runs.pop(ended.si_pid, None)) is not None:
-                self._finish(run, os.waitstatus_to_exitcode(status))
+        with contextlib.suppress(ChildProcessError):  # there is none
+            while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
+                if ended.si_pid in self.runs:
+                    _kill_group(ended.si_pid)  # before its process id can be used again
+                _, status = os.waitpid(ended.si_pid, 0)
+                self._kill_orphans()  # this process has adopted its children
+                run = self.runs.pop(ended.si_pid, None)
+                if run is not None:
+                    self._finish(run, os.waitstatus_to_exitcode(status))
 
     def _finish(self, run: RunningProgram, exit_code: int) -> None:
         """Answer for an ended program, with what it left in its pipes. Other processes may still hold them."""
@@ -211,6 +207,10 @@ class Server:
                 pass
         for descriptor in tuple(run.open_pipes):
             self._close(run, descriptor)
+        if run.group is not None:
+            if run.group.has_killed():
+                self._kill(run, "memory", f"more than {run.program.limits.memory_bytes} bytes of memory")
+            run.group.remove()
         self.free_users.append(run.user)
         self.channel.send(run.answer(exit_code, time.monotonic()))
 
@@ -252,6 +252,8 @@ def _fork_guarded() -> None:
             for child in observe.children(os.getpid()):
                 os.kill(child, signal.SIGKILL)
             os.wait()
+    with contextlib.suppress(OSError):  # a process is still ending
+        remove_groups(delegated_group(), server)
     os._exit(exit_code if exit_code >= 0 else 128 - exit_code)
 
 
@@ -274,8 +276,7 @@ def main(tier: str, workers: int) -> None:
         if os.geteuid() == 0:
             interpreter = public_copy(interpreter)
         isolation = ISOLATIONS[tier](interpreter)
-        # The claims hold until this process ends.
-        users, _claims = claim_users(workers) if os.geteuid() == 0 else ([None] * workers, [])
+        claims = claim_users(workers) if os.geteuid() == 0 else {}  # until this process ends
     except (SandboxError, OSError) as error:
         channel.send({"refused": str(error)})
         channel.flush()
@@ -284,4 +285,4 @@ def main(tier: str, workers: int) -> None:
     description = f"{isolation.description}, Python {interpreter.version}"
     channel.send({"ready": {"description": description, "pid": os.getpid()}})
     channel.flush()
-    Server(channel, isolation, users).serve()
+    Server(channel, isolation, list(claims) or [None] * workers).serve()

@@ -4,7 +4,7 @@
 """
 
 from credit_trl.tasks.model_names import model_path
-from credit_trl.tasks.registry import as_task, known_tasks, load_task
-from credit_trl.tasks.task import Task, TaskOption, batch_of
+from credit_trl.tasks.registry import as_task, load_task
+from credit_trl.tasks.task import Task, batch_of
 
-__all__ = ["Task", "TaskOption", "as_task", "batch_of", "known_tasks", "load_task", "model_path"]
+__all__ = ["Task", "as_task", "batch_of", "load_task", "model_path"]

@@ -8,6 +8,7 @@ response is 1 if its program passes every test, else 0; the feedback shows two f
 from __future__ import annotations
 
 import atexit
+import functools
 import hashlib
 import json
 import os
@@ -18,14 +19,16 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tqdm.auto import tqdm
+
 from credit_trl.rollout.deadline import remaining_seconds
 from credit_trl.rollout.thinking import answer_part
 from credit_trl.rollout.verdict import Verdict
 from credit_trl.tasks.lcb_cases import Cases, answer_of, decode_cases, parse_answer, same_output, same_return_value
 from credit_trl.tasks.lcb_feedback import CUT_OFF, WRONG_FORMAT, Result, feedback
 from credit_trl.tasks.lcb_program import find_program, prelude_for
-from credit_trl.tasks.records import Row, dataset_of, load_rows, read_rows
-from credit_trl.tasks.task import TaskOption, response_text
+from credit_trl.tasks.records import Row, dataset_of, hub_rows, read_rows
+from credit_trl.tasks.task import BATCH_SECONDS, TaskOption, response_text
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -42,7 +45,6 @@ RELEASES = {
 OPTION = TaskOption(keyword="release", values=(*RELEASES, "examples"))
 
 TIME_LIMIT = 6.0  # seconds a test, LiveCodeBench's own
-BATCH_SECONDS = 900.0
 MEMORY_BYTES = 1 << 30
 # After one of these statuses the other tests of a program are skipped: each could cost as much again.
 COSTLY = ("timeout", "output_limit", "memory")
@@ -91,7 +93,7 @@ def build(
     """
     if split not in ("train", "test"):
         raise ValueError(f"LiveCodeBench has no split {split!r}; use train (half the tests) or test (all tests).")
-    OPTION.check(release, "LiveCodeBench")
+    OPTION.checked(release)
     try:
         first, end = date.fromisoformat(since), date.fromisoformat(until)
     except (TypeError, ValueError) as error:
@@ -108,9 +110,11 @@ def build(
     return dataset_of(problems, f"livecodebench:{release} {split}")
 
 
-def verify(response: str, answer: str | dict[str, Any], *, truncated: bool = False, **options: Any) -> Verdict:
-    """Grade one response; `options` are `sandbox` and `deadline` of `reward`, which has the same errors."""
-    return reward([response], [answer], [truncated], progress=False, **options)[0]
+def verify(
+    response: str, answer: str | dict[str, Any], *, truncated: bool = False, sandbox: Sandbox | None = None
+) -> Verdict:
+    """Grade one response; see `reward`."""
+    return reward([response], [answer], [truncated], sandbox=sandbox)[0]
 
 
 def reward(
@@ -119,14 +123,12 @@ def reward(
     truncated: Sequence[bool] | None = None,
     *,
     sandbox: Sandbox | None = None,
-    deadline: float | None = BATCH_SECONDS,
-    progress: bool | str = "tests",
     **columns: Any,
 ) -> list[Verdict]:
     """Grade a batch of responses, with all tests of all programs in one sandbox batch; for `reward_funcs`.
 
-    The reward is 1 if the program passes all tests, else 0. It is `None` if no test failed but the deadline came
-    before all had ended.
+    The reward is 1 if the program passes all tests, else 0. It is `None` if no test failed but `BATCH_SECONDS`, or the
+    deadline of the call, passed before all had ended.
 
     The metrics are `pass_fraction` (of all tests; skipped ones count as failed) and `answer_format` (whether a program
     was found).
@@ -134,9 +136,7 @@ def reward(
     Args:
         answer: `{"inputs": [...], "outputs": [...], "testtype": "stdin" or "functional", "fn_name": name,
             "time_limit": seconds}`, as JSON text or as an object. Outputs stay in this process.
-        sandbox: runs the programs. Default: that of `use_sandbox`, else one that is opened here and kept.
-        deadline: seconds after which the batch ends, or earlier at the deadline of the reward function call.
-        progress: progress bar on standard error, as in `Sandbox.run`.
+        sandbox: runs the programs; by default one that is opened at the first call and kept (`choose_sandbox`).
     """
     cases_of = {text: parse_answer(text) for text in {text for text in answer if isinstance(text, str)}}
     graded_by = [cases_of[gold] if isinstance(gold, str) else parse_answer(gold) for gold in answer]
@@ -148,57 +148,43 @@ def reward(
         if source is not None:
             programs += _programs(source, cases, group)
             tests += [(cases, place) for place in range(len(cases))]
-    results = iter(_run(sandbox or _sandbox(), programs, tests, deadline, progress) if programs else ())
+    results = iter(_run(sandbox or _sandbox(os.getpid()), programs, tests) if programs else ())
     return [
         _verdict(cases, None if source is None else list(islice(results, len(cases))), bool(flag))
         for source, cases, flag in zip(sources, graded_by, flags, strict=True)
     ]
 
 
-def _run(
-    box: Sandbox,
-    programs: list[Program],
-    tests: list[tuple[Cases, int]],
-    deadline: float | None,
-    progress: bool | str,
-) -> list[Result]:
+def _run(box: Sandbox, programs: list[Program], tests: list[tuple[Cases, int]]) -> list[Result]:
     """Results of the programs on their tests. Each output is compared when its program ends, and not kept."""
     results = [Result("deadline")] * len(programs)
+    progress = tqdm(total=len(programs), desc="tests", delay=5.0, leave=False)
 
     def judge(index: int, outcome: Outcome) -> Outcome:
+        progress.update()
         results[index] = result = _result(*tests[index], outcome)
         status = "rejected" if outcome.ok and result.status != "passed" else outcome.status
         return replace(outcome, status=status, stdout="", value=None)
 
     box.run(
         programs,
-        deadline=remaining_seconds(deadline),
+        deadline=remaining_seconds(BATCH_SECONDS),
         skip_group_after=COSTLY,
         failed_group_seconds=FAILED_SECONDS,
-        progress=progress,
         keep=judge,
     )
+    progress.close()
     return results
 
 
-_shared: tuple[int, Sandbox] | None = None  # a sandbox belongs to the process that opened it
+@functools.cache
+def _sandbox(process: int) -> Sandbox:
+    """The sandbox of a process, which must have opened it itself."""
+    from credit_trl.sandbox import open_sandbox
 
-
-def use_sandbox(sandbox: Sandbox | None) -> None:
-    """Set the default sandbox of `verify` and `reward`; `None` opens one when needed. The caller must close it."""
-    global _shared
-    _shared = None if sandbox is None else (os.getpid(), sandbox)
-
-
-def _sandbox() -> Sandbox:
-    if _shared is None or _shared[0] != os.getpid():
-        from credit_trl.sandbox import open_sandbox
-
-        opened = open_sandbox()
-        atexit.register(opened.close)
-        use_sandbox(opened)
-        return opened
-    return _shared[1]
+    opened = open_sandbox()
+    atexit.register(opened.close)
+    return opened
 
 
 def _programs(source: str, cases: Cases, group: int) -> list[Program]:
@@ -245,7 +231,7 @@ def _verdict(cases: Cases, results: Sequence[Result] | None, truncated: bool) ->
 def _rows(path: str | Path | None, release: str, hub: str) -> Iterable[Row]:
     files = RELEASES.get(release, ())
     if path is None and files and not Path(hub).is_dir():
-        return load_rows(hub, "json", data_files=[f"hf://datasets/{hub}/{file}" for file in files], split="train")
+        return hub_rows(hub, "json", data_files=[f"hf://datasets/{hub}/{file}" for file in files], split="train")
     folder = Path(hub if path is None else path)
     if path is None and not files:
         folder = EXAMPLES

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 from credit_trl.rollout.deadline import remaining_seconds
 from credit_trl.rollout.thinking import answer_part
 from credit_trl.rollout.verdict import Verdict
-from credit_trl.sandbox.cores import worker_count
+from credit_trl.sandbox.cgroups import worker_count
 from credit_trl.tasks.records import Row, dataset_of, read_rows
-from credit_trl.tasks.task import response_text
+from credit_trl.tasks.task import BATCH_SECONDS, response_text
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -31,29 +31,20 @@ INSTRUCTION = r"Please reason step by step, and put your final answer within \bo
 QUESTION_FIELDS = ("problem", "question", "prompt")
 ANSWER_FIELDS = ("answer", "final_answer", "solution")
 LONGEST_BOX = 10_000  # characters after which a box that is not closed is none
-LONGEST = 400  # characters of an answer above which only equal texts are equal
+LONGEST = 250  # characters of an answer above which only equal texts are equal
 LONGEST_SOLUTION = 300  # characters of a `solution` that is a final answer itself
-DEADLINE_SECONDS = 900.0
 NO_BOX = r"No final answer was found. The final answer must be given in the format \boxed{answer}. "
 TRUNCATED = "The response was cut off because it reached the maximum length. "
 
 
-def build(
-    split: str,
-    path: str | Path | None = None,
-    *,
-    question_field: str | None = None,
-    answer_field: str | None = None,
-    instruction: str = INSTRUCTION,
-    hub: str = HUB,
-) -> Dataset:
+def build(split: str, path: str | Path | None = None, *, instruction: str = INSTRUCTION, hub: str = HUB) -> Dataset:
     r"""Problems as conversational rows: `prompt`, `answer` (the final answer alone), `task`, `id`.
+
+    The question is the first of `QUESTION_FIELDS` that a row has, text or messages, and the answer the first of
+    `ANSWER_FIELDS`. The answer of a worked solution is its last box, or the text after its last `####` (GSM8K).
 
     Args:
         split, path, hub: see `records.read_rows`; `None` loads from the hub.
-        question_field: text or messages; by default the first of `QUESTION_FIELDS` present.
-        answer_field: by default the first of `ANSWER_FIELDS` present. The answer of a worked solution is its last box,
-            or the text after its last `####` (GSM8K).
         instruction: text appended to the question; "" for none.
 
     Raises:
@@ -61,7 +52,7 @@ def build(
     """
 
     def convert(row: Row) -> dict[str, Any]:
-        question = row.first(question_field, QUESTION_FIELDS)
+        question = row.first(QUESTION_FIELDS)
         turns = row[question]
         if isinstance(turns, str):
             turns = [{"role": "user", "content": row.text(question)}]
@@ -70,47 +61,43 @@ def build(
         turns = [{"role": turn["role"], "content": turn["content"]} for turn in turns]
         if instruction:
             turns[-1]["content"] += f"\n\n{instruction}"
-        answer = _gold(row, row.first(answer_field, ANSWER_FIELDS))
         identity = next((row[name] for name in ("id", "idx", "unique_id") if row.get(name) is not None), row.number)
-        return {"prompt": turns, "answer": answer, "task": "math", "id": f"math-{identity}"}
+        return {"prompt": turns, "answer": _gold(row), "task": "math", "id": f"math-{identity}"}
 
     return dataset_of(map(convert, read_rows("math", split, path, hub)), f"math {split}")
 
 
-def _gold(row: Row, field: str) -> str:
+def _gold(row: Row) -> str:
+    field = row.first(ANSWER_FIELDS)
     text = str(row[field]) if isinstance(row[field], int | float) else row.text(field)
     marked = last_boxed(text) or (text.rpartition("####")[2] if "####" in text else None)
     gold = (text if marked is None else marked).strip()
     is_solution = "\n\n" in gold or (field == "solution" and marked is None and len(gold) > LONGEST_SOLUTION)
     if not gold or is_solution:
-        raise row.error(field, r"no final answer: neither \boxed{...} nor ####; pass the `answer_field` of answers")
+        raise row.error(field, r"no final answer: neither \boxed{...} nor ####; name the column of answers `answer`")
     return gold
 
 
-def verify(response: str, answer: str, *, truncated: bool = False, deadline: float = DEADLINE_SECONDS) -> Verdict:
+def verify(response: str, answer: str, *, truncated: bool = False) -> Verdict:
     """Grade one response by its last box; see `reward`."""
-    return reward([response], [answer], [truncated], deadline=deadline)[0]
+    return reward([response], [answer], [truncated])[0]
 
 
 def reward(
-    completions: Sequence[Any],
-    answer: Sequence[str],
-    truncated: Sequence[bool] | None = None,
-    *,
-    deadline: float = DEADLINE_SECONDS,
-    **columns: Any,
+    completions: Sequence[Any], answer: Sequence[str], truncated: Sequence[bool] | None = None, **columns: Any
 ) -> list[Verdict]:
     """Grade a batch of texts or conversations, with parallel comparisons; for `reward_funcs`.
 
-    A response that is not compared within `deadline` seconds has the reward `None` and the metric `undecided` alone.
-    Others have the metric `answer_format` (1 if there is a box), and `comparison_failed` if comparing the answer
-    exceeded its processor time or crashed.
+    A response that is not compared within `BATCH_SECONDS`, or before the deadline of the call, has the reward `None`
+    and the metric `undecided` alone. Others have the metric `answer_format` (1 if there is a box), and
+    `comparison_failed` if comparing the answer took too long or crashed.
     """
     for gold in answer:
         if not isinstance(gold, str) or not gold.strip():
             raise ValueError(f"A math answer must be a text that is not blank, got {gold!r}.")
-    boxes = [last_boxed(answer_part(response_text(completion)) or "") for completion in completions]
-    results = _compare(list(zip(answer, boxes, strict=True)), remaining_seconds(deadline))
+    texts = map(response_text, completions)
+    boxes = [last_boxed(answer_part(text) or "") if "box" in text else None for text in texts]
+    results = _compare(list(zip(answer, boxes, strict=True)), remaining_seconds(BATCH_SECONDS))
     verdicts = []
     for gold, box, result, flag in zip(answer, boxes, results, truncated or [False] * len(boxes), strict=True):
         if result == "undecided":

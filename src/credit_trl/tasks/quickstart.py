@@ -190,16 +190,19 @@ def build(
     cues = [cue for group in groups for cue in GROUPS[group]] * count
     rng.shuffle(cues)
     questions = [draw_question(rng, cue, cities_of(cue, split)) for cue in cues]
-    columns = {
-        "prompt": [question.prompt for question in questions],
-        "answer": [question.answer for question in questions],
-        "task": [TASK] * len(questions),
-        "id": [f"{TASK}-{split}-{seed}-{index}" for index in range(len(questions))],
-        "group": [group_of(question.cue) for question in questions],
-        "cue": [question.cue for question in questions],
-        "city": [question.city for question in questions],
-    }
-    return Dataset.from_dict(columns)
+    rows = [
+        {
+            "prompt": question.prompt,
+            "answer": question.answer,
+            "task": TASK,
+            "id": f"{TASK}-{split}-{seed}-{index}",
+            "group": group_of(question.cue),
+            "cue": question.cue,
+            "city": question.city,
+        }
+        for index, question in enumerate(questions)
+    ]
+    return Dataset.from_list(rows)
 
 
 def cities_of(cue: str, split: str) -> tuple[str, ...]:
@@ -222,27 +225,21 @@ def verify(response: str, answer: str | Mapping[str, str], *, truncated: bool = 
     Raises:
         ValueError: the answer does not belong to this task.
     """
-    gold = _gold(answer)
+    try:
+        gold = json.loads(answer) if isinstance(answer, str) else answer
+        expected = (gold["tool"], gold["city"])
+        feedback = f"Correct option: {LETTERS[LETTERS.index(gold['option'])]}."
+    except (ValueError, KeyError, TypeError) as error:
+        fields = "`option`, `tool` and `city`"
+        raise ValueError(f"Not an answer of {TASK}, an object with {fields}: {answer!r:.200}.") from error
     match = None if truncated else _RESPONSE.fullmatch(response.strip())
-    right = match is not None and match.groups() == (gold["tool"], gold["city"])
+    right = match is not None and match.groups() == expected
     shortcut = response.lstrip().startswith(f"Thought: {SHORTCUT_OPENING} ")
     metrics = {"format": float(match is not None), "shortcut": float(shortcut)}
-    return Verdict(float(right), f"Correct option: {gold['option']}.", metrics)
+    return Verdict(float(right), feedback, metrics)
 
 
 reward = batch_of(verify)
-
-
-def _gold(answer: str | Mapping[str, str]) -> Mapping[str, str]:
-    try:
-        gold = json.loads(answer) if isinstance(answer, str) else answer
-        if gold["option"] in tuple(LETTERS) and isinstance(gold["tool"], str) and isinstance(gold["city"], str):
-            return gold
-    except (ValueError, KeyError, TypeError):
-        pass
-    raise ValueError(
-        f"Not an answer of {TASK}, an object with the texts `option`, `tool` and `city`: {answer!r:.200}."
-    )
 
 
 def token_classes(response_ids: Sequence[int], tokenizer: PreTrainedTokenizerFast) -> list[str]:

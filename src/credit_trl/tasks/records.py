@@ -1,4 +1,4 @@
-"""Rows of benchmark files and hub data sets, read by `datasets`, and the data set of a task."""
+"""Rows of local files and hub data sets, read by `datasets`, and the data set of a task."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from credit_trl.sandbox.protocol import printable
 if TYPE_CHECKING:
     from datasets import Dataset
 
-FORMATS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
+LOADERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}  # of `datasets`, by suffix
 PATH_OPTIONS = "`--dataset_path` of `trl credit`, `--path` of its companion commands"
 
 
@@ -35,13 +35,12 @@ class Row(dict[str, Any]):
             raise self.error(field, f"expected a text that is not blank, got {value!r:.100}")
         return value
 
-    def first(self, wanted: str | None, known: Sequence[str]) -> str:
-        """The first known field that the row has, or the wanted one."""
-        names = known if wanted is None else (wanted,)
+    def first(self, names: Sequence[str]) -> str:
+        """The first of the fields that the row has."""
         for name in names:
             if self.get(name) is not None:
                 return name
-        raise self.error(names[0], f"missing; the row has {', '.join(self)}. Pass the field's name to `build`")
+        raise self.error(names[0], f"missing; the row has {', '.join(self)}. Rename its column")
 
 
 def read_rows(task: str, split: str, path: str | Path | None, hub: str, names: Sequence[str] = ()) -> Iterator[Row]:
@@ -55,36 +54,32 @@ def read_rows(task: str, split: str, path: str | Path | None, hub: str, names: S
         names: stems of the files to read in a folder, instead of the split.
 
     Raises:
-        FileNotFoundError: no such file; the folder has no file of these names, or several folders below it have.
-        ValueError: `datasets` cannot read the files.
+        FileNotFoundError: the folder has no file of these names, or several folders below it have.
+        ValueError: no such file, or `datasets` cannot read it.
     """
     if path is None:
-        return load_rows(hub, hub, split=split)
+        yield from hub_rows(hub, hub, split=split)
+        return
     path = Path(path)
-    if not path.is_dir():
-        return _read_files([path])
-    folder = path / task if (path / task).is_dir() else path
-    files = sorted(file for file in folder.rglob("*") if file.suffix in FORMATS and file.is_file())
-    wanted = "|".join(map(re.escape, names or [split]))
-    found = [file for file in files if re.fullmatch(rf"(?:{wanted})(?:-\d{{5}}-of-\d{{5}})?", file.stem)]
-    if not found or len({file.parent for file in found}) > 1:
-        held = ", ".join(printable(file.relative_to(folder).as_posix()) for file in files) or "no data file"
-        raise FileNotFoundError(
-            f"{folder} has {len(found)} files named {' or '.join(names or [split])} (.json, .jsonl or .parquet); it "
-            f"holds {held}. Pass one file, or a folder with one file or its shards ({PATH_OPTIONS})."
-        )
-    return _read_files(found)
+    found = [path]
+    if path.is_dir():
+        folder = path / task if (path / task).is_dir() else path
+        files = sorted(file for file in folder.rglob("*") if file.suffix in LOADERS and file.is_file())
+        wanted = "|".join(map(re.escape, names or [split]))
+        found = [file for file in files if re.fullmatch(rf"(?:{wanted})(?:-\d{{5}}-of-\d{{5}})?", file.stem)]
+        if not found or len({file.parent for file in found}) > 1:
+            held = ", ".join(printable(file.relative_to(folder).as_posix()) for file in files) or "no data file"
+            raise FileNotFoundError(
+                f"{folder} has {len(found)} files named {' or '.join(names or [split])} ({', '.join(LOADERS)}); it "
+                f"holds {held}. Pass one file, or a folder with one file or its shards ({PATH_OPTIONS})."
+            )
+    for file in found:
+        for number, data in enumerate(read_dataset(file, "path"), 1):
+            yield Row(data, str(file), number)
 
 
-def _read_files(files: Sequence[Path]) -> Iterator[Row]:
-    for file in files:
-        if not file.is_file() or file.suffix not in FORMATS:
-            raise FileNotFoundError(f"{file} is no {', '.join(FORMATS)} file. Pass one, or a folder of such files.")
-        yield from load_rows(str(file), FORMATS[file.suffix], data_files=[str(file)], split="train")
-
-
-def load_rows(source: str, builder: str, **options: Any) -> Iterator[Row]:
-    """Rows by the arguments of `datasets.load_dataset`; `source` is their name in messages."""
+def hub_rows(source: str, builder: str, **options: Any) -> Iterator[Row]:
+    """Rows of the hub by the arguments of `datasets.load_dataset`; `source` is their name in messages."""
     from datasets import load_dataset
 
     try:
@@ -96,6 +91,25 @@ def load_rows(source: str, builder: str, **options: Any) -> Iterator[Row]:
             "with the same rows as JSON, JSONL or parquet."
         ) from error
     return (Row(data, source, number) for number, data in enumerate(rows, 1))
+
+
+def read_dataset(path: str | Path, option: str, streaming: bool = False) -> Dataset:
+    """Rows of a local file; errors name the option that gave the path.
+
+    Raises:
+        ValueError: no such file, another suffix than those of `LOADERS`, or a file that `datasets` cannot read.
+    """
+    from datasets import load_dataset
+
+    loader = LOADERS.get(Path(path).suffix)
+    if loader is None or not Path(path).is_file():
+        problem = "no such file" if loader else f"expected one of {', '.join(LOADERS)}"
+        raise ValueError(f"`{option} {path}`: {problem}.")
+    try:
+        return load_dataset(loader, data_files=[str(path)], split="train", streaming=streaming)
+    except Exception as error:  # also a StopIteration, for an empty file
+        problem = printable(str(error.__cause__ or error)) or "it is empty"
+        raise ValueError(f"`{option} {path}` cannot be read: {problem}") from error
 
 
 def dataset_of(rows: Iterable[Mapping[str, Any]], name: str) -> Dataset:

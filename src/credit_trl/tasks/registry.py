@@ -1,7 +1,7 @@
 """Task registry: `load_task("sciknoweval:chemistry")` returns a `Task`, a dataset builder with its verifier.
 
-A name is a built-in task (`BUILT_IN`), with an option after a colon where its module declares one; an entry point of
-the group `credit_trl.tasks`; or a module or `package.module:name`. A module is imported when its name is loaded.
+A name is a built-in task (`BUILT_IN`), with an option after a colon where its module declares one, or one's own: a
+module, or `package.module:name`. A module is imported when its name is loaded.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ import difflib
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Mapping
-from importlib.metadata import entry_points
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from credit_trl.tasks.task import Task, batch_of, renamed
@@ -19,21 +18,14 @@ from credit_trl.tasks.task import Task, batch_of, renamed
 if TYPE_CHECKING:
     from datasets import Dataset
 
-ENTRY_POINT_GROUP = __package__  # "credit_trl.tasks"
 BUILT_IN = ("livecodebench", "math", "quickstart", "sciknoweval", "toolalpaca")
-
-
-def known_tasks() -> list[str]:
-    """Sorted names that need no import path: built-in tasks and entry points."""
-    return sorted({*BUILT_IN, *(point.name for point in entry_points(group=ENTRY_POINT_GROUP))})
 
 
 def check_name(name: str) -> None:
     """Check the form of a task name without importing anything."""
-    if not isinstance(name, str) or not name.strip():
-        raise ValueError(f"A task name must be a text, got {name!r}. Known tasks: {', '.join(known_tasks())}.")
-    head, _, tail = name.partition(":")
-    if head not in known_tasks() and (head.startswith(".") or ("." not in head and not tail)):
+    head, _, tail = name.partition(":") if isinstance(name, str) else ("", "", "")
+    is_own = not head.startswith(".") and ("." in head or tail)
+    if not head.strip() or (head not in BUILT_IN and not is_own):
         raise _unknown_task(name)
 
 
@@ -50,14 +42,8 @@ def load_task(name: str | Task) -> Task:
         return name
     check_name(name)
     head, colon, tail = name.partition(":")
-    option = tail if colon else None
     if head in BUILT_IN:
-        return as_task(importlib.import_module(f"{__package__}.{head}"), name, option)
-    points = {point.value: point for point in entry_points(group=ENTRY_POINT_GROUP) if point.name == head}
-    if len(points) > 1:
-        raise ValueError(f"Several packages define the task {name!r}: {', '.join(points)}. Uninstall all but one.")
-    for point in points.values():
-        return as_task(point.load(), name, option)
+        return as_task(importlib.import_module(f"{__package__}.{head}"), name, tail if colon else None)
     found = import_named(head, _unknown_task(name))
     for attribute in filter(None, tail.split(".")):
         if not hasattr(found, attribute):
@@ -69,18 +55,10 @@ def load_task(name: str | Task) -> Task:
 def as_task(found: Any, name: str, option: str | None = None) -> Task:
     """Make a `Task` of a `Task`, a class, a module, or any object with `build` and `verify`.
 
-    `option` is the text after the colon of the name; see `TaskOption`.
+    `option` is the text after the colon of the name of a built-in task; see `TaskOption`.
     """
     if inspect.isclass(found):
         found = found()
-    options = {}
-    if option is not None:
-        head = name.partition(":")[0]
-        declared = getattr(found, "OPTION", None)
-        if declared is None:
-            raise ValueError(f"Task {name!r}: {head!r} takes no option after the colon.")
-        declared.check(option, head)
-        options[declared.keyword] = option
     if isinstance(found, Task):
         return found
     for part in ("build", "verify"):
@@ -90,19 +68,26 @@ def as_task(found: Any, name: str, option: str | None = None) -> Task:
                 f"Task {name!r}: {what} has no function `{part}`. A task needs `build` and `verify`; a function "
                 "alone is given by `--reward_funcs`, or with its data set to `Task.from_dataset`."
             )
+    build = found.build
+    if option is not None:
+        declared = getattr(found, "OPTION", None)
+        if declared is None:
+            raise ValueError(f"Task {name!r}: {name.partition(':')[0]!r} takes no option after the colon.")
+        build = functools.partial(build, **{declared.keyword: declared.checked(option)})
     batch = getattr(found, "reward", None)
     reward = batch_of(found.verify, name) if batch is None else renamed(batch, name)
-    return Task(name, _checked(found.build, options, name), found.verify, reward)
+    return Task(name, _checked(build, name), found.verify, reward)
 
 
-def _checked(build: Callable[..., Dataset], options: Mapping[str, str], name: str) -> Callable[..., Dataset]:
-    """`build` with the options of the name and a check for the columns `prompt` and `answer`."""
+def _checked(build: Callable[..., Dataset], name: str) -> Callable[..., Dataset]:
+    """`build` with a check for the columns `prompt` and `answer`."""
 
     @functools.wraps(build)
     def checked(*args: Any, **kwargs: Any) -> Dataset:
-        dataset = build(*args, **{**options, **kwargs})
+        dataset = build(*args, **kwargs)
         columns = getattr(dataset, "column_names", None) or ["prompt", "answer"]
-        if missing := [column for column in ("prompt", "answer") if column not in columns]:
+        missing = [column for column in ("prompt", "answer") if column not in columns]
+        if missing:
             raise ValueError(
                 f"Task {name!r}: `build` gives no column {', '.join(f'`{m}`' for m in missing)}; its columns are "
                 f"{', '.join(columns)}. Rename one, dataset.rename_column('question', '{missing[0]}'), or add it."
@@ -122,10 +107,10 @@ def import_named(module: str, missing: ValueError) -> Any:
         raise missing from error
 
 
-def _unknown_task(name: str) -> ValueError:
-    close = difflib.get_close_matches(name.partition(":")[0], known_tasks(), n=1)
+def _unknown_task(name: Any) -> ValueError:
+    close = difflib.get_close_matches(str(name).partition(":")[0], BUILT_IN, n=1)
     suggestion = f" Did you mean {close[0]!r}?" if close else ""
     return ValueError(
-        f"Unknown task {name!r}.{suggestion} Known tasks: {', '.join(known_tasks())}; or name your own as "
-        f"`package.module:attribute`, or add an entry point in the group `{ENTRY_POINT_GROUP}`."
+        f"Unknown task {name!r}.{suggestion} Known tasks: {', '.join(BUILT_IN)}; or name your own as "
+        "`package.module:attribute`."
     )

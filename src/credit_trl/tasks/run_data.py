@@ -9,17 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from credit_trl.rollout.verdict import as_verdicts
+from credit_trl.tasks.records import read_dataset
 from credit_trl.tasks.registry import load_task
 from credit_trl.tasks.task import Rewards, Task, call_reward
-
-if TYPE_CHECKING:
-    from datasets import Dataset
-
-# Loader of `datasets` by the suffix of a file.
-LOADERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 
 
 def task_of_data(data: Mapping[str, Any]) -> Task:
@@ -59,10 +54,7 @@ def _own_rows(place: Mapping[str, Any] | None) -> Any:
             "them, `dataset.to_json('questions.jsonl')`, and name the file with `--path questions.jsonl`."
         )
     if place["path"] is None:
-        try:
-            return load_dataset(place["name"], place["config"], split=place["split"], streaming=place["streaming"])
-        except ValueError as error:
-            raise ValueError(f"{place['name']}: {error} Name the split with `--split`, such as `train`.") from error
+        return load_dataset(place["name"], place["config"], split=place["split"], streaming=place["streaming"])
     file = Path(place["path"])
     if place["sha256"] is not None and file.is_file():
         with file.open("rb") as content:
@@ -70,22 +62,6 @@ def _own_rows(place: Mapping[str, Any] | None) -> Any:
         if digest != place["sha256"]:
             raise ValueError(f"{file} has changed since the run. Name the file to use with `--path`.")
     return read_dataset(file, "--dataset_path", place["streaming"])
-
-
-def read_dataset(path: str | Path, option: str, streaming: bool = False) -> Dataset:
-    """Rows of a local file, read by `datasets`; errors name the option that gave the path."""
-    from datasets import load_dataset
-    from datasets.exceptions import DatasetGenerationError
-
-    loader = LOADERS.get(Path(path).suffix)
-    if loader is None or not Path(path).is_file():
-        problem = "no such file" if loader else f"expected one of {', '.join(LOADERS)}"
-        raise ValueError(f"`{option} {path}`: {problem}.")
-    try:
-        return load_dataset(loader, data_files=str(path), split="train", streaming=streaming)
-    except (DatasetGenerationError, StopIteration, ValueError) as error:  # StopIteration: an empty file
-        problem = error.__cause__ or str(error) or "it is empty"
-        raise ValueError(f"`{option} {path}` cannot be read: {problem}") from error
 
 
 def _reward(described: Mapping[str, Any], weight: float) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 DOMAINS = ("biology", "chemistry", "material", "physics")
 OPTION = TaskOption(keyword="domain", values=DOMAINS)
 HUB = "hicai-zju/SciKnowEval"
+WORDS_BEFORE = "the|so|thus|correct|right|best|final|answer|option|choice|letter|is|must|be|text|boxed"
 TYPES = ("mcq-4-choices", "mcq-2-choices")
 
 # The wording of the published training files; two-option questions carry it too.
@@ -60,7 +61,7 @@ def build(split: str, path: str | Path | None = None, *, domain: str | None = No
     if split not in ("train", "test", "all"):
         raise ValueError(f"SciKnowEval has no split {split!r}; use train, test or all.")
     if domain is not None:
-        OPTION.check(domain, "SciKnowEval")
+        OPTION.checked(domain)
     elif path is None or Path(path).is_dir():
         raise ValueError(f"Name a domain: {', '.join(f'sciknoweval:{one}' for one in DOMAINS)}.")
     parts = ("train", "test") if split == "all" else (split,)
@@ -86,7 +87,8 @@ def verify(response: str, answer: str, *, truncated: bool = False) -> Verdict:
     given = response.rpartition("<answer>")[2].partition("</answer>")[0].strip()
     is_tagged = re.search(r"<answer>\s*[A-Z]\s*</answer>\s*\Z", response) is not None
     feedback = f"Correct answer: {answer}"
-    letter = re.match(r"[\s(\[*\"'`]*(?:(?:option|answer)\b[\s:]*)?\(?([A-Za-z])(?![A-Za-z])", given[:100], re.I)
+    written = given if "<answer>" in response else given.rpartition("\n")[2]
+    letter = re.match(rf"(?:[\W_]|(?:{WORDS_BEFORE})\b)*([a-z])(?![a-z'])", written[:200], re.IGNORECASE)
     if given != answer and letter is not None and letter[1].upper() == answer:
         feedback = f"The letter is right; write it as <answer>\n{answer}\n</answer>. {feedback}"
     return Verdict(float(given == answer), feedback, {"answer_format": float(is_tagged)})
@@ -117,21 +119,22 @@ def _ordered(places: Collection[int], split: str) -> list[int]:
 
 def _example(row: Row, domain: str | None) -> dict[str, Any] | None:
     """Prompt, answer and, of SDPO's rows, `idx`, in the published wording; `None` for another kind of hub row."""
+    place = {}
     if "question" not in row:
-        labels = re.findall(r"(?m)^([A-Z]): ", row.text("prompt"))
-        return _checked(row, row.text("system"), row.text("prompt"), row.text("answer"), labels) | {"idx": row["idx"]}
-    is_level_3 = (row.get("details") or {}).get("level") == "L3"
-    if row.text("type") not in TYPES or not is_level_3 or domain not in (None, row.text("domain").lower()):
-        return None
-    labels, texts = row["choices"]["label"], row["choices"]["text"]
-    if len(texts) < len(labels):  # one published row has more texts than labels and is cut
-        raise row.error("choices", f"{len(texts)} texts for {len(labels)} labels")
-    options = "\n".join(f"{label}: {text}" for label, text in zip(labels, texts, strict=False))
-    prompt = f"{row.text('question')}\n\n{options}\nPlease reason step by step."
-    return _checked(row, SYSTEM_PROMPT, prompt, row.text("answerKey"), labels)
-
-
-def _checked(row: Row, system: str, prompt: str, answer: str, labels: Sequence[str]) -> dict[str, Any]:
+        system, prompt, answer = (row.text(field) for field in ("system", "prompt", "answer"))
+        labels = re.findall(r"(?m)^([A-Z]): ", prompt)
+        place = {"idx": row["idx"]}
+    else:
+        is_level_3 = (row.get("details") or {}).get("level") == "L3"
+        if row.text("type") not in TYPES or not is_level_3 or domain not in (None, row.text("domain").lower()):
+            return None
+        labels, texts = row["choices"]["label"], row["choices"]["text"]
+        if len(texts) < len(labels):  # one published row has more texts than labels and is cut
+            raise row.error("choices", f"{len(texts)} texts for {len(labels)} labels")
+        options = "\n".join(f"{label}: {text}" for label, text in zip(labels, texts, strict=False))
+        system, answer = SYSTEM_PROMPT, row.text("answerKey")
+        prompt = f"{row.text('question')}\n\n{options}\nPlease reason step by step."
     if answer not in labels:
         raise row.error("answer", f"{answer!r} is none of the options {', '.join(labels)}")
-    return {"prompt": [{"role": "system", "content": system}, {"role": "user", "content": prompt}], "answer": answer}
+    turns = [{"role": "system", "content": system}, {"role": "user", "content": prompt}]
+    return {"prompt": turns, "answer": answer, **place}

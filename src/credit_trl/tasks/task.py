@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 Rewards = list["Verdict | float | None"]
-MAX_CHARACTERS = 1_000_000  # characters of a response that verifiers read
+BATCH_SECONDS = 900.0  # that grading a batch may take where the call has no earlier deadline
+MAX_CHARACTERS = 200_000  # of a response that verifiers read
 
 
 @dataclass(frozen=True)
@@ -69,15 +70,16 @@ class Task:
 
 @dataclass(frozen=True)
 class TaskOption:
-    """Meaning of the text after the colon of a task's name, a keyword of `build`. A module declares it as `OPTION`."""
+    """Meaning of the text after the colon of a built-in task's name: a keyword of `build`."""
 
     keyword: str
     values: tuple[str, ...]
 
-    def check(self, value: str, task: str) -> None:
-        """Raise a `ValueError` for a value that is not allowed."""
+    def checked(self, value: str) -> str:
+        """The value; raises a `ValueError` for one that is not allowed."""
         if value not in self.values:
-            raise ValueError(f"{task} has no {self.keyword} {value!r}; use one of {', '.join(self.values)}.")
+            raise ValueError(f"There is no {self.keyword} {value!r}; use one of {', '.join(self.values)}.")
+        return value
 
 
 def response_text(completion: str | Sequence[Mapping[str, Any]]) -> str:

@@ -166,20 +166,23 @@ def golden_calls(answer: str | list[dict[str, Any]]) -> list[Call]:
 
 
 def _is_right_in_another_form(response: str, golden: Sequence[Call]) -> bool:
-    """Whether a response has the golden names in order and the golden inputs as JSON, in another form than SDPO's."""
-    if len(response) > 20_000 or response.count("{") > 100 or not golden:
+    """Whether a response has the golden names in order, with the golden inputs as flat objects or keywords."""
+    if len(response) > 20_000 or not golden:
         return False
-    decoder = json.JSONDecoder()
-    inputs: list[Any] = []
-    position = 0
-    while (position := response.find("{", position)) >= 0:
-        try:
-            value, position = decoder.raw_decode(response, position)
-            inputs.append(value)
-        except (ValueError, RecursionError):
-            position += 1
-    has_names = re.search(".*?".join(rf"\b{re.escape(name)}\b" for name, _ in golden), response, re.DOTALL)
-    return has_names is not None and inputs == [arguments for _, arguments in golden]
+    names = [rf"\b{re.escape(name)}\b" for name, _ in golden]
+    end = 0
+    for name in names:
+        named = re.compile(name).search(response, end)
+        if named is None:
+            return False
+        end = named.end()
+    form = rf"(?P<object>\{{[^{{}}]*\}})|(?:{'|'.join(names)})\((?P<keywords>[^(){{}}]*)\)"
+    inputs = []
+    for found in re.finditer(form, response):
+        pairs = re.findall(r"""(\w+)\s*=\s*("[^"]*"|'[^']*'|[^,\s]+)""", found["keywords"] or "")
+        written = found["object"] or "{" + ", ".join(f'"{name}": {value}' for name, value in pairs) + "}"
+        inputs.append(_json_or_none(written) or _json_or_none(written.replace("'", '"')))
+    return inputs == [arguments for _, arguments in golden]
 
 
 def _merged(inputs: Iterable[Any]) -> dict[str, Any]:

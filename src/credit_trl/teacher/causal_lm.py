@@ -21,11 +21,6 @@ def backbone(model: nn.Module) -> nn.Module:
     return causal_lm.base_model
 
 
-def position_embeddings(model: nn.Module) -> int | None:
-    """Return `max_position_embeddings` of the text model, or None where it has none."""
-    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
-
-
 def keep_quantized_differentiable(model: nn.Module) -> None:
     """Keep the layers of a 4-bit base differentiable on every CPU.
 

@@ -19,15 +19,6 @@ from credit_trl.teacher.sharding import full_shape, place_frozen
 SOURCE_FILE = "teacher.json"
 
 
-def _load_model(config: CreditConfig, accelerator: Accelerator) -> PreTrainedModel:
-    """The model that `teacher_model_…` options name, without gradients, by default in the dtype of its files."""
-    options = {"dtype": "auto", "trust_remote_code": config.trust_remote_code}
-    options |= config.teacher_model_init_kwargs or {}
-    if "quantization_config" in options:  # quantised weights cannot be moved between devices
-        options.setdefault("device_map", {"": accelerator.device})
-    return AutoModelForCausalLM.from_pretrained(config.teacher_model_name_or_path, **options).requires_grad_(False)
-
-
 class ModelTeacher(CopyTeacher):
     """Teacher with weights of its own that never change.
 
@@ -36,12 +27,15 @@ class ModelTeacher(CopyTeacher):
     """
 
     def __init__(self, student: nn.Module, accelerator: Accelerator, config: CreditConfig) -> None:
-        model = _load_model(config, accelerator)
-        self.identity = {
-            "name": config.teacher_model_name_or_path,
-            "revision": (config.teacher_model_init_kwargs or {}).get("revision"),
-            "commit": getattr(model.config, "_commit_hash", None),
-        }
+        name = config.teacher_model_name_or_path
+        own = config.teacher_model_init_kwargs or {}
+        options = {"dtype": "auto", "trust_remote_code": config.trust_remote_code} | own
+        if "quantization_config" in own:  # quantised weights cannot be moved between devices
+            options.setdefault("device_map", {"": accelerator.device})
+        model = AutoModelForCausalLM.from_pretrained(name, **options).requires_grad_(False)
+        _pad_vocabulary(model, full_shape(student.get_output_embeddings().weight)[0])
+        commit = getattr(model.config, "_commit_hash", None)
+        self.identity = {"name": name, "revision": own.get("revision"), "commit": commit}
         if not getattr(model, "is_quantized", False):  # quantized weights stay where they were loaded
             model = place_frozen(model, accelerator)
         super().__init__(student, accelerator, model)
@@ -87,15 +81,21 @@ def build_teacher(
     revision = (config.teacher_model_init_kwargs or {}).get("revision")
     own = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=config.trust_remote_code)
     check_same_vocabulary(tokenizer, own, name)
-    teacher = ModelTeacher(student, accelerator, config)
-    rows = full_shape(teacher.unwrapped(teacher.model).get_output_embeddings().weight)[0]
-    if rows < teacher.vocabulary_size:
-        raise ValueError(
-            f"The teacher {name!r} has {rows} rows in its output embeddings, fewer than the policy's "
-            f"{teacher.vocabulary_size}. "
-            "Use a teacher with at least the policy's vocabulary."
-        )
-    return teacher
+    return ModelTeacher(student, accelerator, config)
+
+
+def _pad_vocabulary(model: PreTrainedModel, size: int) -> None:
+    """Give the embeddings at least `size` rows, those of the policy, whose vocabulary may be padded.
+
+    The new rows are the mean of the others, so that the teacher gives padding tokens the logit of an average token.
+    """
+    rows = model.get_output_embeddings().weight.shape[0]
+    if rows < size:
+        model.resize_token_embeddings(size, mean_resizing=False)
+        for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
+            for parameter in (layer.weight, getattr(layer, "bias", None)):
+                if parameter is not None:
+                    parameter.data[rows:] = parameter.data[:rows].mean(dim=0)
 
 
 def check_same_vocabulary(own: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, name: str) -> None:

@@ -95,9 +95,10 @@ class Teacher:
         difference = norm = torch.zeros((), device=self.device)
         for teacher, student in self.pairs():
             with gathered([teacher, student]):
-                own, trained = _local(teacher), _local(student.to(teacher.device, teacher.dtype))
-                difference = difference + _square_sum(own - trained).to(norm.device)
-                norm = norm + _square_sum(trained).to(norm.device)
+                # In fp32: pairwise summation is precise enough, and not every device has fp64.
+                own, trained = (_local(x).to(self.device, torch.float32) for x in (teacher, student))
+                difference = difference + (own - trained).square().sum()
+                norm = norm + trained.square().sum()
         if self._is_fsdp2():
             difference, norm = (self.accelerator.reduce(x, reduction="sum") for x in (difference, norm))
         return (difference / norm.clamp(min=1e-30)).sqrt().item()
@@ -291,10 +292,11 @@ def make_teacher(
         ValueError: the PEFT method has no tuner layers (prompt or prefix tuning) or trains parameters of the base,
             which the teacher shares.
     """
-    if is_peft_model(student) and student.peft_config[student.active_adapter].is_prompt_learning:
+    config = student.peft_config[student.active_adapter] if is_peft_model(student) else None
+    if config is not None and (config.is_prompt_learning or config.peft_type == "ADALORA"):
         raise ValueError(
-            "Prompt-learning adapters change the model's inputs: the loss, which calls the backbone, would not see "
-            "them, and a teacher cannot be stored beside the trained adapter. Use LoRA or DoRA."
+            f"`{type(config).__name__}` is not supported: prompt learning changes the model's inputs, which the loss "
+            "does not see, and AdaLoRA allows no second adapter for the teacher. Use LoRA or DoRA."
         )
     if kind == "live":
         return Teacher(student, accelerator)
@@ -370,11 +372,6 @@ def eval_mode(module: nn.Module) -> Iterator[None]:
     finally:
         for submodule in training:
             submodule.training = True
-
-
-def _square_sum(weights: Tensor) -> Tensor:
-    """Sum of squares in fp32: pairwise summation is precise enough, and not every device has fp64."""
-    return weights.float().pow(2).sum()
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -2,18 +2,18 @@
 
 Attention implementations with variable lengths (FlashAttention) read `cu_seq_lens`, FlexAttention reads the position
 ids. PyTorch's attention has no variable lengths here: `PACKED_SDPA` calls it once for every sequence, so that no mask
-of the square of the row is formed. It also reads a prefix that several sequences share once (`packed_row`): the
-rollouts of a group have one prompt, which is also the contrast prompt of others.
+is formed. It also reads a prefix that several sequences share once (`packed_row`): the rollouts of a group have one
+prompt, which is also the contrast prompt of others.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -32,15 +32,11 @@ SHORTEST_SHARED = 16
 _PACKABLE_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
-class RowLayout:
-    """Pieces of a packed row: tokens of each, and the piece that precedes it in its sequence, or None at a start.
+class RowLayout(NamedTuple):
+    """Pieces of a packed row: tokens of each, and the piece that precedes it in its sequence, or None at a start."""
 
-    By default every piece is a sequence.
-    """
-
-    def __init__(self, lengths: Sequence[int], parents: Sequence[int | None] | None = None) -> None:
-        self.lengths = list(lengths)
-        self.parents = [None] * len(self.lengths) if parents is None else list(parents)
+    lengths: list[int]
+    parents: list[int | None]
 
 
 def packed_row(
@@ -69,42 +65,61 @@ def packed_row(
                 own[i].append(len(pieces))
                 pieces.append((rest, parent, common))
     ids, parents, starts = zip(*pieces, strict=True)
-    lengths = tuple(map(len, ids))
+    lengths = list(map(len, ids))
     positions = [torch.arange(start, start + length) for start, length in zip(starts, lengths, strict=True)]
     of_piece = torch.arange(sum(lengths)).split(lengths)
     indices = torch.cat([of_piece[piece] for of_sequence in own for piece in of_sequence])
-    return torch.tensor(list(itertools.chain(*ids))), torch.cat(positions), RowLayout(lengths, parents), indices
+    return torch.tensor(list(itertools.chain(*ids))), torch.cat(positions), RowLayout(lengths, list(parents)), indices
 
 
 def _prefix_groups(sequences: Sequence[list[int]]) -> list[tuple[list[int], int]]:
-    """Groups of sequences, as indices, and the length of the prefix that each shares; 0 for a single sequence.
-
-    Groups are consecutive in the order of the tokens, and chosen by dynamic programming to save the most tokens.
-    """
+    """Groups of sequences, as indices, and the length of the prefix that each shares; 0 for a single sequence."""
     order = sorted(range(len(sequences)), key=sequences.__getitem__)
-    lengths = [_common_length(sequences[one], sequences[other]) for one, other in itertools.pairwise(order)]
-    saved = [0]  # tokens that the first n sequences save at most
-    last = [(0, 0)]  # start and common length of the last group then
-    for end in range(1, len(order) + 1):
-        best = (saved[-1], end - 1, 0)
-        common = None
+    sharing = PrefixSharing()
+    sharing.add(0)
+    for one, other in itertools.pairwise(order):
+        sharing.add(common_length(sequences[one], sequences[other]))
+    return [(order[start:end], common) for start, end, common in sharing.groups()]
+
+
+class PrefixSharing:
+    """Shared prefixes of sequences that are added in the order of their tokens.
+
+    Groups are consecutive, and chosen by dynamic programming to save the most tokens.
+    """
+
+    def __init__(self) -> None:
+        self._lengths: list[int] = []  # of what each sequence has in common with the one before
+        self._saved = [0]  # tokens that the first n sequences save at most
+        self._last = [(0, 0)]  # start and common length of the last group then
+
+    def add(self, common: int) -> int:
+        """Add a sequence with so many tokens in common with the one before; return the tokens that all save."""
+        self._lengths.append(common)
+        end = len(self._lengths)
+        best = (self._saved[-1], end - 1, 0)
         for start in range(end - 2, -1, -1):
-            common = lengths[start] if common is None else min(common, lengths[start])
+            common = min(common, self._lengths[start + 1])
             if common < SHORTEST_SHARED:
                 break
-            best = max(best, (saved[start] + common * (end - start - 1), start, common))
-        saved.append(best[0])
-        last.append(best[1:])
-    groups = []
-    end = len(order)
-    while end:
-        start, common = last[end]
-        groups.append((order[start:end], common))
-        end = start
-    return groups[::-1]
+            best = max(best, (self._saved[start] + common * (end - start - 1), start, common))
+        self._saved.append(best[0])
+        self._last.append(best[1:])
+        return best[0]
+
+    def groups(self) -> list[tuple[int, int, int]]:
+        """Start, end and common length of each group; a group of one has 0."""
+        groups = []
+        end = len(self._lengths)
+        while end:
+            start, common = self._last[end]
+            groups.append((start, end, common))
+            end = start
+        return groups[::-1]
 
 
-def _common_length(one: list[int], other: list[int]) -> int:
+def common_length(one: list[int], other: list[int]) -> int:
+    """Tokens that two sequences begin with in common."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 
@@ -120,6 +135,10 @@ def packed_sdpa(
 ) -> tuple[Tensor, None]:
     """PyTorch's attention, called once for each piece of a packed row.
 
+    A mask would keep a GPU from flash attention and repeat the keys and values of grouped heads. Attention is causal
+    without one where queries and keys are equally many, so the queries of a shared prefix are read again for each
+    sequence that shares it. Only a sliding window shorter than the sequence needs a mask.
+
     Args:
         module: the attention layer.
         query, key, value: (B, heads, L, D).
@@ -132,29 +151,20 @@ def packed_sdpa(
     """
     if row_layout is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
-    return _attend_to_pieces(module, (query, key, value), row_layout, **kwargs), None
-
-
-def _attend_to_pieces(
-    module: nn.Module, states: tuple[Tensor, Tensor, Tensor], layout: RowLayout, **kwargs: Any
-) -> Tensor:
-    """(1, L, heads, D), attention within each piece of a row and to the piece that precedes it."""
-    queries, keys, values = (x.split(layout.lengths, dim=2) for x in states)
+    window = kwargs.get("sliding_window")
+    states = [x.split(row_layout.lengths, dim=2) for x in (query, key, value)]
     outputs = []
-    for q, k, v, parent in zip(queries, keys, values, layout.parents, strict=True):
-        if parent is not None:
-            k, v = torch.cat([keys[parent], k], dim=2), torch.cat([values[parent], v], dim=2)
-        mask = _band(q.shape[2], k.shape[2], kwargs.get("sliding_window"), q.device)
-        outputs.append(sdpa_attention_forward(module, q, k, v, mask, **kwargs)[0])
-    return torch.cat(outputs, dim=1)
+    for piece, parent in enumerate(row_layout.parents):
+        q, k, v = (x[piece] if parent is None else torch.cat([x[parent], x[piece]], dim=2) for x in states)
+        mask = None if window is None or k.shape[2] <= window else _band(k.shape[2], window, k.device)
+        whole = sdpa_attention_forward(module, q, k, v, mask, **kwargs)[0]
+        outputs.append(whole[:, -row_layout.lengths[piece] :])
+    return torch.cat(outputs, dim=1), None
 
 
-def _band(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor | None:
-    """(1, 1, queries, keys), True where one of the last tokens sees a key; None where PyTorch's causal mask serves."""
-    if queries == keys and (window is None or keys <= window):
-        return None
-    distance = torch.arange(keys - queries, keys, device=device)[:, None] - torch.arange(keys, device=device)
-    return ((distance >= 0) & (distance < (window or keys)))[None, None]
+def _band(length: int, window: int, device: torch.device) -> Bool[Tensor, "1 1 L L"]:
+    """True where a token sees a key: itself and the `window - 1` tokens before it."""
+    return torch.ones(1, 1, length, length, dtype=torch.bool, device=device).tril_().triu_(1 - window)
 
 
 AttentionInterface.register(PACKED_SDPA, packed_sdpa)
@@ -208,7 +218,7 @@ def _drops_lengths(model: nn.Module) -> bool:
     try:
         with eval_mode(causal_lm), torch.no_grad():
             inputs = {"input_ids": ids, "position_ids": ids, "attention_mask": _no_mask(ids.device)}
-            backbone(model)(**inputs, row_layout=RowLayout([1, 1]), use_cache=False)
+            backbone(model)(**inputs, row_layout=RowLayout([1, 1], [None, None]), use_cache=False)
     except (RuntimeError, IndexError, TypeError, ValueError):
         return True
     finally:
@@ -228,31 +238,45 @@ def enable_packing(model: nn.Module) -> None:
         unwrap_adapters(model).set_attn_implementation(PACKED_SDPA)
 
 
-def packed_inputs(
-    model: nn.Module, sequences: Sequence[list[int]], device: torch.device, shares: bool = True
+def model_inputs(
+    model: nn.Module, sequences: Sequence[list[int]], device: torch.device, *, packed: bool, shares: bool = True
 ) -> tuple[dict[str, Any], Int[Tensor, " S"]]:
-    """Model inputs of one packed row. Nothing in them makes an attention layer wait for the device.
+    """Inputs of a causal model for some sequences. Nothing in them makes an attention layer wait for the device.
 
     Args:
-        model: reads them; `enable_packing` was called for it.
+        model: reads them; `enable_packing` was called for it, if `packed`.
         sequences: ids of each, at least one.
-        shares: read a common prefix once where the model can, see `packed_row`.
+        packed: one row that holds them one after the other; else rows that are padded on the right, whose padding a
+            causal model needs no mask for.
+        shares: read a common prefix once in a packed row where the model can, see `packed_row`.
 
     Returns:
-        The inputs; and the index in the row of each token of the sequences, in main memory.
+        The inputs; and the index in the flattened rows of each token of the sequences, in main memory.
     """
-    ids, positions, layout, indices = packed_row(sequences, shares and shares_prefixes(model))
-    inputs = {
-        "input_ids": ids[None].to(device, non_blocking=True),
-        "position_ids": positions[None].to(device, non_blocking=True),
-    }
+    if packed:
+        ids, positions, layout, indices = packed_row(sequences, shares and shares_prefixes(model))
+        inputs = {"input_ids": to_device(ids[None], device), "position_ids": to_device(positions[None], device)}
+        lengths = layout.lengths
+    else:
+        padded = nn.utils.rnn.pad_sequence([torch.tensor(ids) for ids in sequences], batch_first=True)
+        inputs = {"input_ids": to_device(padded, device)}
+        width = padded.shape[1]
+        layout = RowLayout([width], [None])
+        lengths = [width] * len(sequences)
+        indices = torch.cat([i * width + torch.arange(len(ids)) for i, ids in enumerate(sequences)])
     if shares_prefixes(model):
         inputs |= {"attention_mask": _no_mask(device), "row_layout": layout}
     elif "flash" in attention_of(model):
-        ends = [0, *itertools.accumulate(layout.lengths)]
-        bounds = torch.tensor(ends, dtype=torch.int32).to(device, non_blocking=True)
-        inputs |= _flash_lengths(bounds, max(layout.lengths))
+        # Without them each layer reads the lengths from the position ids and waits for the device.
+        bounds = to_device(torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32), device)
+        longest = max(lengths)
+        inputs |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
     return inputs, indices
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor from main memory without waiting; to a GPU from page-locked memory, as that needs."""
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
 def shares_prefixes(model: nn.Module) -> bool:
@@ -260,22 +284,6 @@ def shares_prefixes(model: nn.Module) -> bool:
     return attention_of(model) == PACKED_SDPA
 
 
-def padded_inputs(model: nn.Module, input_ids: Int[Tensor, "B L"]) -> dict[str, Any]:
-    """Model inputs of rows that are padded on the right, whose padding a causal model needs no mask for."""
-    rows, width = input_ids.shape
-    if attention_of(model) == PACKED_SDPA:
-        return {"input_ids": input_ids, "attention_mask": _no_mask(input_ids.device), "row_layout": RowLayout([width])}
-    if "flash" in attention_of(model):
-        bounds = torch.arange(rows + 1, dtype=torch.int32, device=input_ids.device) * width
-        return {"input_ids": input_ids, **_flash_lengths(bounds, width)}
-    return {"input_ids": input_ids}
-
-
 def _no_mask(device: torch.device) -> Tensor:
     """A mask of four dimensions is passed on as it is, so that none is formed from the position ids."""
     return torch.empty(1, 1, 0, 0, dtype=torch.bool, device=device)
-
-
-def _flash_lengths(bounds: Int[Tensor, " n"], longest: int) -> dict[str, Any]:
-    """Without them each layer reads the lengths from the position ids and waits for the device."""
-    return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}

@@ -1,26 +1,31 @@
-"""Forward passes of the teacher over a generation batch.
+"""Forward passes of the teacher over a generation batch and of the policy over a micro-batch, for hidden states only.
 
-Each prompt of each sample is read once, followed by the completion; only the hidden states that predict scored tokens
-are kept. Samples are processed in *groups*, whose hidden states are held at once. Within a group the sequences of all
-prompts are sorted and cut into *passes*, calls of the backbone with at most `batch_tokens` tokens, padded or packed.
-Padded passes are sorted by length and end early where padding would cost more than another pass. Packed ones are
-sorted by prompt, so that a prefix that several prompts share is read once (`packing.packed_row`).
+Teacher: each prompt of each sample is read once, followed by the completion; only hidden states that predict scored
+tokens are kept. Samples are processed in *groups*, whose hidden states are held at once. Within a group the sequences
+of all prompts are sorted and cut into *passes*, calls of the backbone with at most `batch_tokens` tokens, padded or
+packed. Padded passes are sorted by length and end early where padding would cost more than another pass. Packed ones
+are sorted by prompt, so that a prefix that several prompts share is read once (`packing.packed_row`) and counted once.
+
+Policy: TRL pads prompts on the left and completions on the right, to the longest of the process. Here each sample is
+one sequence from position 0, padded on the right to the longest of the micro-batch, or packed.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
-from jaxtyping import Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from credit_trl.contexts.tokens import CompletionBatch, TokenContexts
 from credit_trl.teacher.causal_lm import backbone, head_input
 from credit_trl.teacher.models import Teacher
-from credit_trl.teacher.packing import packed_inputs, padded_inputs
+from credit_trl.teacher.packing import PrefixSharing, common_length, model_inputs, shares_prefixes, to_device
 from credit_trl.teacher.sharding import run_in_wrapped_forward
 
 # Maximum size of a group, in passes. A larger group sorts better, a smaller one holds fewer hidden states.
@@ -41,6 +46,11 @@ class _Sequence:
 
     def __len__(self) -> int:
         return len(self.prompt) + self.completion
+
+    @property
+    def opening(self) -> list[int]:
+        """The ids before the completion."""
+        return self.prompt if self.columns is None else self.prompt[: self.columns.count(0)]
 
     def positions(self, columns: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
         """Positions in the sequence of the given columns of the completion."""
@@ -92,80 +102,66 @@ def token_states(
         for i, own in enumerate(contexts)
         if own.teacher is not None and is_scored[i]
     }
+    unwrapped = teacher.unwrapped(model)
+    shares = packed and shares_prefixes(unwrapped)
     groups = [
-        (group, list(passes([s for i in group for s in sequences[i]], batch_tokens, packed)))
+        (group, list(passes([s for i in group for s in sequences[i]], batch_tokens, packed, shares)))
         for group in _groups(sequences, batch_tokens, packed)
     ]
-    reader = _Reader(teacher, model, batch, packed)
+    # In main memory, so that a pass copies its own to the device at once.
+    host = CompletionBatch(batch.ids.cpu(), batch.mask, batch.loss_mask.cpu())
+    device = batch.ids.device
+
+    def forward(ids: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """Hidden states (R, H) of a pass, and the row of each token of the sequences, one after the other."""
+        inputs, indices = model_inputs(unwrapped, [own.tolist() for own in ids], device, packed=packed)
+
+        def run(input_ids: Tensor) -> Tensor:
+            with teacher.autocast():
+                outputs = backbone(unwrapped)(**(inputs | {"input_ids": input_ids}), use_cache=False)
+                return head_input(unwrapped, outputs.last_hidden_state)
+
+        # In the wrapper's forward, so that a sharded teacher gathers its weights.
+        return run_in_wrapped_forward(model, unwrapped, run, inputs["input_ids"]).flatten(0, 1), indices
+
     count = sum(len(of_group) for _, of_group in groups)
     idle = teacher.most_batches(count) - count  # a collective: every process calls it before its passes
     for group, of_group in groups:
-        yield reader.states_of(group, of_group)
+        yield _states_of(group, of_group, forward, host, device)
     for _ in range(idle):
-        reader.forward([reader.completion_ids[0, :1]])
+        forward([host.ids[0, :1]])
 
 
-class _Reader:
-    """Runs the passes of a scoring phase. Ids are in main memory, so that a pass copies its own to the device at once.
-
-    Args:
-        model: what `teacher.active()` yields.
-        packed: see `token_states`.
-    """
-
-    def __init__(self, teacher: Teacher, model: nn.Module, batch: CompletionBatch, packed: bool) -> None:
-        self.teacher = teacher
-        self.model = model
-        self.unwrapped = teacher.unwrapped(model)
-        self.completion_ids = batch.ids.cpu()
-        self.loss_mask = batch.loss_mask.cpu()
-        self.device = batch.ids.device
-        self.packed = packed
-
-    def forward(self, ids: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """Hidden states (R, H) of a pass, and the row of each token of the sequences, one after the other.
-
-        Computed in the wrapper's forward, so that a sharded teacher gathers its weights.
-        """
-        if self.packed:
-            inputs, indices = packed_inputs(self.unwrapped, [own.tolist() for own in ids], self.device)
-        else:
-            tokens = nn.utils.rnn.pad_sequence(ids, batch_first=True)
-            inputs = padded_inputs(self.unwrapped, tokens.to(self.device, non_blocking=True))
-            indices = torch.cat([i * tokens.shape[1] + torch.arange(len(own)) for i, own in enumerate(ids)])
-
-        def run(input_ids: Tensor) -> Tensor:
-            with self.teacher.autocast():
-                outputs = backbone(self.unwrapped)(**(inputs | {"input_ids": input_ids}), use_cache=False)
-                return head_input(self.unwrapped, outputs.last_hidden_state)
-
-        hidden = run_in_wrapped_forward(self.model, self.unwrapped, run, inputs["input_ids"])
-        return hidden.flatten(0, 1), indices
-
-    def states_of(self, group: list[int], of_group: list[list[_Sequence]]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """One group's part of `token_states`. Tokens of one sample are contiguous."""
-        samples = torch.tensor(group)
-        rows, columns = self.loss_mask[samples].nonzero(as_tuple=True)
-        ends = torch.bincount(rows, minlength=len(group)).cumsum(0).tolist()
-        span = {sample: slice(start, end) for sample, start, end in zip(group, [0, *ends], ends, strict=False)}
-        count = 1 + max(sequence.context for of_pass in of_group for sequence in of_pass)
-        kept: Tensor | None = None
-        for of_pass in of_group:
-            hidden, indices = self.forward([sequence.ids(self.completion_ids) for sequence in of_pass])
-            if kept is None:
-                kept = hidden.new_empty(count * len(rows), hidden.shape[-1])
-            firsts = itertools.accumulate(map(len, of_pass), initial=0)
-            read: list[Tensor] = []
-            written: list[Tensor] = []
-            for sequence, first in zip(of_pass, firsts, strict=False):
-                tokens = span[sequence.sample]
-                read.append(first + sequence.positions(columns[tokens]) - 1)
-                written.append(sequence.context * len(rows) + torch.arange(tokens.start, tokens.stop))
-            at = torch.stack([torch.cat(written), indices[torch.cat(read)]]).to(self.device, non_blocking=True)
-            kept[at[0]] = hidden[at[1]]
-        states = kept.view(count, len(rows), -1)
-        at = torch.stack([samples[rows], columns]).to(self.device, non_blocking=True)
-        return at[0], at[1], states[0], states[1:]
+def _states_of(
+    group: list[int],
+    of_group: list[list[_Sequence]],
+    forward: Callable[[list[Tensor]], tuple[Tensor, Tensor]],
+    batch: CompletionBatch,
+    device: torch.device,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """One group's part of `token_states`. Tokens of one sample are contiguous."""
+    samples = torch.tensor(group)
+    rows, columns = batch.loss_mask[samples].nonzero(as_tuple=True)
+    ends = torch.bincount(rows, minlength=len(group)).cumsum(0).tolist()
+    span = {sample: slice(start, end) for sample, start, end in zip(group, [0, *ends], ends, strict=False)}
+    count = 1 + max(sequence.context for of_pass in of_group for sequence in of_pass)
+    kept: Tensor | None = None
+    for of_pass in of_group:
+        hidden, indices = forward([sequence.ids(batch.ids) for sequence in of_pass])
+        if kept is None:
+            kept = hidden.new_empty(count * len(rows), hidden.shape[-1])
+        firsts = itertools.accumulate(map(len, of_pass), initial=0)
+        read: list[Tensor] = []
+        written: list[Tensor] = []
+        for sequence, first in zip(of_pass, firsts, strict=False):
+            tokens = span[sequence.sample]
+            read.append(first + sequence.positions(columns[tokens]) - 1)
+            written.append(sequence.context * len(rows) + torch.arange(tokens.start, tokens.stop))
+        at = to_device(torch.stack([torch.cat(written), indices[torch.cat(read)]]), device)
+        kept[at[0]] = hidden[at[1]]
+    states = kept.view(count, len(rows), -1)
+    at = to_device(torch.stack([samples[rows], columns]), device)
+    return at[0], at[1], states[0], states[1:]
 
 
 def _groups(sequences: dict[int, list[_Sequence]], batch_tokens: int, packed: bool) -> Iterator[list[int]]:
@@ -184,18 +180,107 @@ def _groups(sequences: dict[int, list[_Sequence]], batch_tokens: int, packed: bo
         yield group
 
 
-def passes(sequences: Sequence[_Sequence], batch_tokens: int, packed: bool) -> Iterator[list[_Sequence]]:
-    """Sequences in passes of at most `batch_tokens` tokens; a pass has at least one sequence."""
+def passes(
+    sequences: Sequence[_Sequence], batch_tokens: int, packed: bool, shares: bool = False
+) -> Iterator[list[_Sequence]]:
+    """Sequences in passes of at most `batch_tokens` tokens; a pass has at least one sequence.
+
+    With `shares`, a prefix that prompts of a packed pass share counts once.
+    """
     batch: list[_Sequence] = []
     real = 0
+    sharing = PrefixSharing()
     for sequence in sorted(sequences, key=lambda own: own.prompt if packed else [len(own)]):
         tokens = real + len(sequence) if packed else (len(batch) + 1) * len(sequence)
         padding = tokens - real - len(sequence)
+        if shares:
+            tokens -= sharing.add(common_length(batch[-1].opening, sequence.opening) if batch else 0)
         if batch and (tokens > batch_tokens or padding > PADDING_SHARE * batch_tokens):
             yield batch
             batch = []
             real = 0
+            sharing = PrefixSharing()
+            sharing.add(0)
         batch.append(sequence)
         real += len(sequence)
     if batch:
         yield batch
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Prompts and completions of a micro-batch, and the completion tokens that are chosen."""
+
+    ids: list[list[int]]  # prompt and completion of each sample, without padding
+    width: int  # T
+    # Indices of the chosen completion tokens in the flattened (B, T), ascending, on the device of the micro-batch.
+    chosen: Int[Tensor, " N"]
+    # Indices of the tokens before them in the sequences one after the other, in main memory.
+    before: Int[Tensor, " N"]
+
+    @property
+    def rows(self) -> Int[Tensor, " N"]:
+        """Sample of each chosen token."""
+        return self.chosen // self.width
+
+    def pick(self, values: Tensor | None) -> Tensor | None:
+        """Entries of (B, T, …) at the chosen tokens, (N, …)."""
+        return None if values is None else values.flatten(0, 1)[self.chosen]
+
+
+def chosen_sequences(batch: dict[str, Any], mask: Bool[Tensor, "B T"]) -> Sequences:
+    """Sequences of TRL's micro-batch, with tokens chosen where `mask` is True; waits for the device once."""
+    names = ("prompt_ids", "completion_ids", "prompt_mask", "completion_mask")
+    table = np.array(torch.cat([*(batch[name] for name in names), mask.long()], dim=1).tolist())
+    prompt, width = (batch[name].shape[1] for name in names[:2])
+    ids, valid, picked = np.split(table, [prompt + width, 2 * (prompt + width)], axis=1)
+    rows, columns = picked.nonzero()
+    lengths = valid.sum(axis=1)
+    # Counted from 1 by `cumsum`, and a token is predicted at the position before its own.
+    before = (lengths.cumsum() - lengths)[rows] + valid.cumsum(axis=1)[rows, prompt + columns] - 2
+    read = [own[kept.astype(bool)].tolist() for own, kept in zip(ids, valid, strict=True)]
+    chosen = to_device(torch.from_numpy(rows * width + columns), mask.device)
+    return Sequences(read, width, chosen, torch.from_numpy(before))
+
+
+def policy_states(
+    model: nn.Module, sequences: Sequences, *, packed: bool = False, router_loss: bool = False
+) -> tuple[Float[Tensor, "N H"], int, Float[Tensor, ""] | None]:
+    """Run the policy's backbone over a micro-batch.
+
+    Args:
+        model: the unwrapped policy.
+        sequences: the micro-batch; each prompt has at least one token.
+        packed: read one packed row, see `packing.enable_packing`.
+        router_loss: also compute the load-balancing loss of a mixture of experts.
+
+    Returns:
+        The hidden states that predict the chosen tokens, in the dtype of the LM head's product; the number of tokens
+        that the pass read, padding included; and the load-balancing loss or None.
+    """
+    device = sequences.chosen.device
+    # A router's loss is a mean over the tokens of every sequence, so that none is shared.
+    inputs, indices = model_inputs(model, sequences.ids, device, packed=packed, shares=not router_loss)
+    mask = None
+    if not packed:
+        lengths = torch.tensor([len(ids) for ids in sequences.ids])
+        mask = to_device((torch.arange(inputs["input_ids"].shape[1]) < lengths[:, None]).long(), device)
+        if device.type == "cpu":
+            # Without a mask a CPU sums the gradients of attention in another order: weights differ in their last bit.
+            inputs.setdefault("attention_mask", mask)
+    extra = {"output_router_logits": True} if router_loss else {}
+    outputs = backbone(model)(**inputs, use_cache=False, **extra)
+    hidden = outputs.last_hidden_state.flatten(0, 1)[to_device(indices[sequences.before], device)]
+    aux_loss = _router_loss(model, outputs, mask) if router_loss else None
+    return head_input(model, hidden), inputs["input_ids"].numel(), aux_loss
+
+
+def _router_loss(model: nn.Module, outputs: Any, mask: Int[Tensor, "B L"] | None) -> Tensor:
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    if not outputs.router_logits:  # dense, with the configuration of a mixture of experts
+        return outputs.last_hidden_state.new_zeros(())
+    config = model.config.get_text_config()
+    # The name of the number of experts differs between configurations.
+    experts = getattr(config, "num_experts", None) or outputs.router_logits[0].shape[-1]
+    return load_balancing_loss_func(outputs.router_logits, experts, config.num_experts_per_tok, mask)

@@ -124,7 +124,7 @@ def place_frozen(model: PreTrainedModel, accelerator: Accelerator) -> nn.Module:
     if accelerator.distributed_type == "FSDP":  # by layer, as the policy; TRL's function gathers the whole model
         return fsdp2_prepare_model(accelerator, model)
     if is_zero3(accelerator):
-        return _zero3_engine(model, accelerator, is_precise=model.dtype == torch.float32)
+        return _zero3_engine(model, _zero3_config(accelerator, is_precise=model.dtype == torch.float32))
     if accelerator.distributed_type == "DEEPSPEED":  # stages 1 and 2 shard only optimizer states and gradients
         return model.to(accelerator.device)
     return accelerator.prepare_model(model, evaluation_mode=True)
@@ -136,8 +136,8 @@ def _zero3_config(accelerator: Accelerator, is_precise: bool) -> dict[str, Any]:
     return {name: value for name, value in config.items() if not (is_precise and name in ("bf16", "fp16"))}
 
 
-def _zero3_engine(model: PreTrainedModel, accelerator: Accelerator, is_precise: bool) -> nn.Module:
-    plugin = SimpleNamespace(deepspeed_config=_zero3_config(accelerator, is_precise))
+def _zero3_engine(model: PreTrainedModel, config: dict[str, Any]) -> nn.Module:
+    plugin = SimpleNamespace(deepspeed_config=config)
     return prepare_deepspeed(model, SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=plugin)))
 
 
@@ -161,4 +161,4 @@ def _zero3_copy(model: PreTrainedModel, accelerator: Accelerator, precise: bool)
                 parameter.copy_(named[name])
         for name, buffer in copied.named_buffers():  # not partitioned; some route tokens to experts
             buffer.copy_(buffers[name])
-    return _zero3_engine(copied, accelerator, precise)
+    return _zero3_engine(copied, config)

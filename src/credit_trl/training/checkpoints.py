@@ -9,7 +9,6 @@ all is synced to disk and renamed to `checkpoint-<step>` in one atomic step. Onl
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import math
@@ -18,12 +17,11 @@ import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast_object_list, gather_object
 from datasets import Dataset, IterableDataset
 from torch import Tensor, nn
 from transformers import TrainerState
@@ -35,13 +33,12 @@ from trl.trainer.utils import RepeatSampler
 from credit_trl.teacher.models import Teacher
 from credit_trl.teacher.sharding import full_tensor
 from credit_trl.training.checks import check_enough_rows
-from credit_trl.training.finite import NonFiniteError, check_weights, is_finite, nonfinite_weight, poison, source_of
 from credit_trl.training.manifest import find_damage, hash_files, write_manifest
 from credit_trl.training.metrics import Alarms
-from credit_trl.training.resuming import OptimizerOptions, has_optimizer, stored_options
-from credit_trl.training.run_directory import RUN_FILE, read_json, remove_scratch_files, step_of
-from credit_trl.training.run_lock import run_lock
+from credit_trl.training.resuming import configured_optimizer, stored_options
+from credit_trl.training.run_directory import read_json, remove_scratch_files, run_lock, step_of
 from credit_trl.training.trl_compat import check_trl
+from credit_trl.training.weights import NonFiniteError, is_finite, nonfinite_weight, poison, source_of
 
 check_trl()
 logger = logging.getLogger(__name__)
@@ -55,26 +52,14 @@ class CheckpointError(RuntimeError):
     """A checkpoint could not be written. Earlier checkpoints are unchanged."""
 
 
-@dataclass(frozen=True)
-class BatchLayout:
-    """Division of a generation batch into processes and forward-backward passes, of `rollouts` each on one process.
-
-    `passes` is the number of passes over a generation batch on one process, `steps_per_generation · num_iterations`.
-    """
-
-    processes: int
-    rollouts: int
-    passes: int
-
-
 def save_progress(
     directory: Path,
     step: int,
     rollouts: list[dict[str, Any]] | None,
     rank: int,
-    layout: BatchLayout,
+    layout: dict[str, int],
     *,
-    options: dict[str, Any] | None = None,
+    options: dict[str, Any],
     writes_state: bool,
 ) -> None:
     """Write the count of passes and, inside a generation batch, this process's part of the batch.
@@ -83,19 +68,19 @@ def save_progress(
         step: TRL's `_step`, the count of forward-backward passes.
         rollouts: TRL's `_buffered_inputs`, or None at a generation boundary.
         rank: index of this process.
+        layout: division of a generation batch: `processes`, `rollouts` of a pass on each, and `passes` on each.
         options: options that a resumed run must have too.
         writes_state: whether this process writes what all have in common, as one on each file system must.
     """
     if rollouts is not None:
         torch.save(rollouts, directory / f"rollouts_{rank}.pt")
     if writes_state:
-        inside = rollouts is not None
-        state = {"step": step, "inside_generation_batch": inside, "layout": asdict(layout), "options": options or {}}
+        state = {"step": step, "inside_generation_batch": rollouts is not None, "layout": layout, "options": options}
         (directory / STATE_FILE).write_text(json.dumps(state))
 
 
 def load_progress(
-    directory: Path, rank: int, device: torch.device, layout: BatchLayout
+    directory: Path, rank: int, device: torch.device, layout: dict[str, int]
 ) -> tuple[int, list[dict[str, Any]] | None]:
     """Read what `save_progress` wrote: (step, rollouts).
 
@@ -106,15 +91,15 @@ def load_progress(
         ValueError: the checkpoint lies inside a generation batch and was saved with another layout.
     """
     state = read_json(directory / STATE_FILE)
-    saved = BatchLayout(**state["layout"])
+    saved = state["layout"]
     if not state["inside_generation_batch"]:
-        return state["step"] // saved.passes * layout.passes, None
+        return state["step"] // saved["passes"] * layout["passes"], None
     if saved != layout:
+        words = "{processes} processes of {passes} passes of {rollouts} rollouts"
         raise ValueError(
-            f"{directory} was saved inside a generation batch, by {saved.processes} processes of {saved.passes} "
-            f"passes of {saved.rollouts} rollouts; this run has {layout.processes} of {layout.passes} of "
-            f"{layout.rollouts}. Resume with the number of processes and the batch sizes that saved it, or from a "
-            "checkpoint at a generation boundary."
+            f"{directory} was saved inside a generation batch, by {words.format(**saved)}; this run has "
+            f"{words.format(**layout)}. Resume with the number of processes and the batch sizes that saved it, or "
+            "from a checkpoint at a generation boundary."
         )
     # The device may be "cpu:0", but CPU tensors are on "cpu".
     location = torch.device("cpu") if device.type == "cpu" else device
@@ -219,17 +204,12 @@ class ResumableTrainer(GRPOTrainer):
                 f"{self.args.teacher_model_kind!r}. Resume as it was saved, or with 'base' or 'live', which need "
                 "nothing of the checkpoint."
             )
-        if not has_optimizer(checkpoint):
-            self.alarms.raise_once(
-                "no_optimizer",
-                f"{checkpoint} holds no optimizer (`save_only_model=True`): its moments and the learning rate's "
-                "schedule start again, so this run differs from an uninterrupted one.",
-            )
 
     @property
-    def _layout(self) -> BatchLayout:
+    def _layout(self) -> dict[str, int]:
+        rollouts = self.args.per_device_train_batch_size
         passes = self.args.steps_per_generation * self.num_iterations
-        return BatchLayout(self.accelerator.num_processes, self.args.per_device_train_batch_size, passes)
+        return {"processes": self.accelerator.num_processes, "rollouts": rollouts, "passes": passes}
 
     # ------------------------------------------------------------------ steps of NaN
 
@@ -278,13 +258,18 @@ class ResumableTrainer(GRPOTrainer):
     # ------------------------------------------------------------------ writing
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the policy, as transformers' method, unless one of its weights is not finite."""
-        if weight := nonfinite_weight(self.model, {}):
-            raise NonFiniteError(f"The {weight} is not finite, so nothing is saved. {self._last_checkpoint()}")
+        """Save the policy, as transformers' method.
+
+        Raises:
+            NonFiniteError: on every process, where a weight of policy or teacher is not finite. Nothing is saved.
+        """
+        weight = nonfinite_weight(self.model, self._teacher_weights())
+        if any(gather_object([weight is not None])):
+            what = weight or "weights of another process"
+            raise NonFiniteError(f"The {what} is not finite, so nothing is saved. {self._last_checkpoint()}")
         super().save_model(output_dir, _internal_call)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        check_weights(self.accelerator, self.model, self._teacher_weights(), self._last_checkpoint())
         output_dir = Path(self._get_output_dir(trial))
         name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         unfinished = output_dir / UNFINISHED / name
@@ -293,7 +278,7 @@ class ResumableTrainer(GRPOTrainer):
             super()._save_checkpoint(model, trial)
             if self.teacher is not None:
                 self.teacher.save(unfinished, self.args.should_save)
-            rollouts = self._buffered_inputs if self._step % self._layout.passes != 0 else None
+            rollouts = self._buffered_inputs if self._step % self._layout["passes"] != 0 else None
             rank = self.accelerator.process_index
             writes = self.args.should_save
             options = stored_options(self.args, self.accelerator.unwrap_model(self.model))
@@ -337,6 +322,8 @@ class ResumableTrainer(GRPOTrainer):
                 unfinished.mkdir(parents=True, exist_ok=True)
             self.accelerator.wait_for_everyone()
             yield
+        except NonFiniteError:
+            raise
         except Exception as error:
             free = shutil.disk_usage(output_dir).free / 2**30
             raise CheckpointError(
@@ -372,9 +359,8 @@ class ResumableTrainer(GRPOTrainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        options = OptimizerOptions(self.optimizer, self.lr_scheduler)
-        super()._load_optimizer_and_scheduler(checkpoint)
-        options.apply(self.optimizer, self.lr_scheduler)
+        with configured_optimizer(self.optimizer, self.lr_scheduler):
+            super()._load_optimizer_and_scheduler(checkpoint)
         if self.teacher is not None and self._restores_teacher:
             self.teacher.load(checkpoint)
         rank, device = self.accelerator.process_index, self.accelerator.device
@@ -414,7 +400,7 @@ class ResumableTrainer(GRPOTrainer):
         super()._run_epoch(*args, **kwargs)
 
 
-def checkpoint_to_resume(requested: str | None, output_dir: str | Path) -> str | None:
+def checkpoint_to_resume(requested: str, output_dir: str | Path) -> str | None:
     """Resolve `"latest"` to the newest undamaged checkpoint of `output_dir`, or None if it has no checkpoint.
 
     Returns others unchanged. Reads all files of a checkpoint.
@@ -422,12 +408,11 @@ def checkpoint_to_resume(requested: str | None, output_dir: str | Path) -> str |
     Raises:
         ValueError: the checkpoint does not exist or is damaged, or `"latest"` finds damaged ones only.
     """
-    if requested is None:
-        return None
     if requested != LATEST:
-        if problem := _why_refused(Path(requested)):
+        folder = Path(requested)
+        if damage := find_damage(folder) if folder.is_dir() else "there is no such folder":
             raise ValueError(
-                f"`resume_from_checkpoint={requested}`: {problem}. Give a checkpoint (`<output_dir>/checkpoint-"
+                f"`resume_from_checkpoint={requested}`: {damage}. Give a checkpoint (`<output_dir>/checkpoint-"
                 f"<step>`), or `{LATEST}` for the newest in `output_dir`, which also starts a run that has none yet."
             )
         return requested
@@ -448,14 +433,6 @@ def checkpoint_to_resume(requested: str | None, output_dir: str | Path) -> str |
     return None
 
 
-def _why_refused(folder: Path) -> str | None:
-    if not folder.is_dir():
-        return "there is no such folder"
-    if (folder / RUN_FILE).is_file():
-        return "this is the folder of a run"
-    return find_damage(folder)
-
-
 def sync_to_disk(folder: Path) -> None:
     """Wait until all files below a folder are on disk. A full disk may only raise an error here."""
     for path in [*folder.rglob("*"), folder]:
@@ -463,22 +440,14 @@ def sync_to_disk(folder: Path) -> None:
 
 
 def rename_atomically(unfinished: Path, finished: Path) -> None:
-    """Rename a folder in one step, and replace a folder that has its final name from before a resumption.
+    """Rename a folder in one step, unless another process on the same file system has done it.
 
-    If `unfinished` is gone and `finished` exists, another process on the same file system has renamed it.
+    A folder that has its final name from before a resumption, on the disk of another node, is removed.
     """
-    try:
-        os.rename(unfinished, finished)
-    except FileNotFoundError:
-        if not finished.is_dir():
-            raise
-    except OSError as error:
-        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-            raise
-        replaced = unfinished.with_name(f"replaced-{finished.name}")
-        os.rename(finished, replaced)
-        os.rename(unfinished, finished)
-        shutil.rmtree(replaced, ignore_errors=True)
+    if finished.is_dir() and not unfinished.is_dir():
+        return
+    shutil.rmtree(finished, ignore_errors=True)
+    os.rename(unfinished, finished)
     _sync(finished.parent)
 
 

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from accelerate import Accelerator
 from datasets import Dataset
 from torch import nn
+from transformers import AutoConfig
 from transformers.training_args import OptimizerNames
 from trl.trainer.utils import get_callable_name
 
 from credit_trl.config import CreditConfig
 from credit_trl.contexts.contrast import find_source, source_columns
-from credit_trl.contexts.prompts import has_images, user_text
+from credit_trl.contexts.prompts import Render, has_images, user_text
 from credit_trl.rollout.verdict import parameters_of
 
 
@@ -42,6 +44,18 @@ def check_machine(args: CreditConfig, accelerator: Accelerator, router_loss: boo
             )
 
 
+def check_teacher(args: CreditConfig) -> None:
+    """Read the configuration of `teacher_model_name_or_path`, so that a mistyped one fails before the policy loads."""
+    name = args.teacher_model_name_or_path
+    options = args.teacher_model_init_kwargs or {}
+    try:
+        if name is not None:
+            places = {key: options[key] for key in ("revision", "subfolder", "token", "cache_dir") if key in options}
+            AutoConfig.from_pretrained(name, trust_remote_code=args.trust_remote_code, **places)
+    except OSError as error:
+        raise OSError(f"`teacher_model_name_or_path={name!r}` cannot be loaded: {error}") from error
+
+
 def named_datasets(train_dataset: Any, eval_dataset: Any) -> dict[str, Any]:
     """The datasets by the name that errors give them; None where there is none."""
     if isinstance(eval_dataset, dict):
@@ -66,10 +80,12 @@ def check_datasets(
     """
     distills = args.distillation_weight > 0.0
     draws = distills and args.contrasts
-    needed = source_columns(find_source(args.contrastive_source)) if draws else []
+    columns_of_source = source_columns(find_source(args.contrastive_source)) if draws else []
     funcs = reward_funcs if isinstance(reward_funcs, Sequence) else [reward_funcs]
     funcs = [f for f in funcs if rollout_func is None and callable(f) and not isinstance(f, nn.Module)]
     for name, dataset in datasets.items():
+        if isinstance(dataset, dict):
+            raise ValueError(f"`{name}` is a dictionary of splits: give one, dataset[{next(iter(dataset))!r}].")
         columns = getattr(dataset, "column_names", None)
         if columns is None:
             continue
@@ -81,7 +97,7 @@ def check_datasets(
         if distills and {"image", "images"} & set(columns):
             raise ValueError(_NO_IMAGES)
         check_column_names(f"`{name}`", columns)
-        if missing := [column for column in needed if column not in columns]:
+        if missing := [column for column in columns_of_source if column not in columns]:
             raise ValueError(
                 f"`contrastive_source={args.contrastive_source!r}` needs the column `{missing[0]}`, which `{name}` "
                 f"does not have; its columns are {', '.join(columns)}."
@@ -90,14 +106,15 @@ def check_datasets(
         passed -= {"prompt", "completion"}  # which TRL calls `prompts` and `completions`
         passed |= _PASSED | ({"environments"} if environment_factory is not None else set())
         for func in funcs:
-            if missing := [parameter for parameter in _required(func) if parameter not in passed]:
+            needed = [p.name for p in parameters_of(func).values() if p.kind in _NAMED and p.default is p.empty]
+            if missing := [name for name in needed if name not in passed]:
                 raise ValueError(
                     f"Reward function `{get_callable_name(func)}` has the parameter `{missing[0]}`, with which it is "
                     f"not called; with `{name}` and `remove_unused_columns={args.remove_unused_columns}` it is called "
                     f"with {', '.join(sorted(passed))}. Add the column, rename the parameter, or give it a default."
                 )
-    train_dataset = datasets["train_dataset"]
-    has_rows = isinstance(train_dataset, Dataset) and "prompt" in train_dataset.column_names
+    rows = datasets["train_dataset"]
+    has_rows = isinstance(rows, Dataset) and "prompt" in rows.column_names
     if draws and args.contrastive_source == "dataset" and not has_rows:
         raise ValueError(
             "`contrastive_source='dataset'` draws rows of a `datasets.Dataset` with the column `prompt`. Give one, or "
@@ -108,19 +125,20 @@ def check_datasets(
 def check_prompts(
     args: CreditConfig,
     datasets: dict[str, Any],
-    encode: Callable[[Any], list[int]],
+    encode: Callable[[Any], tuple[str | None, list[int]]],
     eos_token_ids: Collection[int],
     warn: Callable[[str, str], None],
 ) -> None:
     """Check the first prompt of each dataset; streams are not read.
 
     Args:
-        encode: prompt to token ids, as the rollout encodes it.
+        encode: prompt to its text, None for a multimodal model, and to its token ids, as the rollout encodes it.
         eos_token_ids: ids at which generation ends.
         warn: takes the cause and the message of a warning, of a prompt that ends in one of them.
 
     Raises:
-        ValueError: a prompt cannot be encoded or, with a distillation loss, has images or no user turn.
+        ValueError: a prompt cannot be encoded, the chat template does not take its content parts or, with a
+            distillation loss, it has images or no user turn.
     """
     for name, dataset in datasets.items():
         if not isinstance(dataset, Dataset) or not len(dataset) or "prompt" not in dataset.column_names:
@@ -129,7 +147,15 @@ def check_prompts(
         if args.distillation_weight > 0.0:
             check_no_images([{"prompt": prompt}])
             user_text(prompt)
-        ids = [] if has_images(prompt) else encode(prompt)
+        if has_images(prompt):
+            continue
+        text, ids = encode(prompt)
+        parts = [] if isinstance(prompt, str) else [m["content"] for m in prompt if isinstance(m.get("content"), list)]
+        if text is not None and any(str(part) in text or user_text(prompt).strip() not in text for part in parts):
+            raise ValueError(
+                f"The first prompt of `{name}` has the content {parts[0]}, which the chat template renders as "
+                f"{text[-80:]!r}. Give `content` as a string, or set a `chat_template` that renders parts."
+            )
         if ids and ids[-1] in eos_token_ids:
             warn(
                 "prompt_ends",
@@ -137,6 +163,41 @@ def check_prompts(
                 "completions begin after the end of a text. Set the tokenizer's `add_eos_token=False`, or use a chat "
                 "template with a generation prompt.",
             )
+
+
+def check_ends(tokenizer: Any, eos_token_ids: Collection[int], warn: Callable[[str, str], None]) -> None:
+    """Warn about an id at which generation ends that is ordinary text, so that completions end inside a sentence."""
+    added = tokenizer.added_tokens_decoder
+    ordinary = [tokenizer.decode([i]) for i in eos_token_ids if added and i not in added]
+    if ordinary:
+        warn(
+            "ordinary_end",
+            f"Generation ends at {ordinary[0]!r}, which is ordinary text. Set a special token: the `eos_token` of the "
+            "tokenizer and the `eos_token_id` of the model's `generation_config`.",
+        )
+
+
+def check_truncated(
+    share: float, tokenizer: Any, render: Render, eos_token_ids: Collection[int], warn: Callable[[str, str], None]
+) -> None:
+    """Warn where more than 90 % of a generation batch did not end, naming an end of turn that is no EOS id."""
+    if share <= 0.9:
+        return
+    turn = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "@"}]
+    unknown = ""
+    with suppress(Exception):  # no template, or one that takes other turns only
+        after = render(turn, add_generation_prompt=False).rpartition("@")[2].strip()
+        end = tokenizer(after, add_special_tokens=False)["input_ids"][:1]
+        if end and end[0] not in eos_token_ids:
+            unknown = (
+                f" The chat template ends a turn with {tokenizer.decode(end)!r}, where generation does not end: add "
+                f"its id {end[0]} to the `eos_token_id` of the model's `generation_config`."
+            )
+    warn(
+        "truncated",
+        f"{share:.0%} of the completions of a generation batch were cut at `max_completion_length`.{unknown} Increase "
+        "`max_completion_length`, or ask for shorter answers.",
+    )
 
 
 def check_enough_rows(args: CreditConfig, train_dataset: Any) -> None:
@@ -154,6 +215,7 @@ def check_enough_rows(args: CreditConfig, train_dataset: Any) -> None:
         )
 
 
+_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 # Arguments of a reward function beside the dataset columns; `truncated` only where it is accepted.
 _PASSED = frozenset("prompts completions completion_ids trainer_state log_extra log_metric truncated".split())
 # Columns of these names would take the place of another argument.
@@ -169,12 +231,6 @@ def check_column_names(rows: str, columns: Iterable[str]) -> None:
             f"{rows} has the column `{taken[0]}`, the name of another argument of reward functions. Rename or remove "
             f"it: dataset.rename_column({taken[0]!r}, 'my_{taken[0]}')."
         )
-
-
-def _required(func: Callable[..., Any]) -> list[str]:
-    """Names of the parameters without a default."""
-    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return [p.name for p in parameters_of(func).values() if p.kind in named and p.default is p.empty]
 
 
 _NO_IMAGES = (

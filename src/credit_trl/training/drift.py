@@ -64,16 +64,18 @@ class DriftAlarms:
     def restore(self, log_history: Sequence[Mapping[str, Any]]) -> None:
         """Start with the values that a run logged before it was resumed, without alarms."""
         for name in _WATCHED:
-            self.history[name] = _finite([entry[name] for entry in log_history if name in entry])
+            self.history[name] = _finite([entry.get(name) for entry in log_history])
 
     def observe(self, metrics: Mapping[str, Sequence[float]]) -> None:
         """Add the means of the metrics that are about to be logged: lists of values since the last log, by name."""
         for name, (cause, message) in _WATCHED.items():
             values = self.history[name]
             logged = _finite(metrics.get(name, ()))
-            values += [sum(logged) / len(logged)] if logged else []
-            has_windows = bool(logged) and len(values) >= 2 * WINDOW  # first and latest values are disjoint
-            if not has_windows or (name == _FIDELITY and self.frozen_teacher):
+            if not logged:
+                continue
+            values.append(sum(logged) / len(logged))
+            is_ignored = name == _FIDELITY and self.frozen_teacher
+            if is_ignored or len(values) < 2 * WINDOW:  # first and latest values overlap
                 continue
             windows = [sum(values[i : i + WINDOW]) / WINDOW for i in range(len(values) - WINDOW + 1)]
             start = max(windows) if name == _REWARD else windows[0]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections import defaultdict
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from credit_trl.config import CreditConfig
 from credit_trl.contexts.tokens import TokenContexts
-from credit_trl.loss.terms import MicroBatchLoss
+from credit_trl.loss.terms import MicroBatchLoss, engine_difference
 from credit_trl.rollout.batch import GenerationBatch, is_successful
 
 # Teacher entropy above this share of log V is close to uniform.
@@ -29,8 +28,8 @@ ACCEPTED = math.log(0.5)
 # Root mean square of S_t on accepted tokens as a share of that of ΔV_t on all, below which the credit is not
 # input-specific; and the root mean square of ΔV_t in nats above which there is credit at all.
 LOW_SPECIFIC_SHARE, SOME_CREDIT = 0.25, 0.1
-# Consecutive micro-batches with such credit.
-GENERIC_BATCHES = 10
+# Consecutive logs with such credit.
+GENERIC_LOGS = 3
 # Mean difference between the log-probabilities of vLLM and of the model, in nats; bf16 kernels differ by about 0.01.
 ENGINE_MISMATCH = 0.1
 # Share of sampled tokens without a finite log-probability of the engine, above which the engine is at fault.
@@ -66,7 +65,7 @@ _MESSAGES = {
     "its weights and its prompt.",
     "low_mass": "The support holds {mass:.2f} of the student's probability. Increase `distillation_topk`.",
     "generic_credit": "S_t is near zero on the tokens that the teacher accepts while ΔV_t is not (root mean squares "
-    "{specific:.3f} and {credit:.3f} nats), in {batches} micro-batches in a row: the feedback makes the same tokens "
+    "{specific:.3f} and {credit:.3f} nats), in {logs} logs in a row: the feedback makes the same tokens "
     "likely under any prompt, so λ lowers the reward of the answer itself. Return feedback that is read together with "
     "the prompt, such as a letter, a position or a failing check, instead of the answer; or set `contrastive_coef=0`.",
     "lost_gradient": "The loss is not 0 and its gradient is exactly 0: an operation between the trained weights and "
@@ -98,7 +97,8 @@ class Alarms:
             self.raised.add(cause)
             warnings.warn_explicit(message, CreditWarning, "credit_trl", 0)  # no source line in the output
 
-    def _raise_if(self, holds: bool, cause: str, **values: Any) -> None:
+    def raise_if(self, holds: bool, cause: str, **values: Any) -> None:
+        """Raise the warning of a cause of `_MESSAGES`, with the values that its message names."""
         if holds:
             self.raise_once(cause, _MESSAGES[cause].format(**values))
 
@@ -112,75 +112,53 @@ class Alarms:
         no_teacher = share["credit/frac_without_teacher"]
         no_contrast = share["credit/frac_without_contrast"]
         dropped = share["credit/frac_feedback_dropped"]
-        self._raise_if(no_teacher == 1.0 and frac_skipped == dropped == 0.0, "no_teacher")
-        self._raise_if(no_contrast > 0.0 and math.isclose(no_contrast + no_teacher, 1.0), "no_contrast")
-        self._raise_if(dropped > 0.0 and share["credit/frac_with_feedback"] == 0.0, "feedback_dropped")
-
-    def check_loss_tokens(self, has_teacher: bool, scored: int) -> None:
-        """Warn where samples of a generation batch have a teacher and none of their tokens has a loss.
-
-        Args:
-            has_teacher: whether a sample of this process has a teacher.
-            scored: samples of all processes with a teacher and tokens that carry loss.
-        """
-        self._raise_if(has_teacher and not scored, "no_tokens")
-
-    def check_positions(self, longest: int, positions: int | None) -> None:
-        """Warn where a sequence of the teacher exceeds the positions that the model was trained with."""
-        exceeds = positions is not None and longest > positions
-        self._raise_if(exceeds, "positions", longest=longest, positions=positions)
-
-    def check_ignored_feedback(self, is_ignored: bool, missing_turns: Sequence[int]) -> None:
-        """Warn about feedback that no teacher reads, see `contexts.privileged.ignored_feedback`."""
-        self._raise_if(is_ignored, "feedback_off")
-        for turn in missing_turns[:1]:
-            self._raise_if(True, "lost_turns", turn=turn)
+        self.raise_if(no_teacher == 1.0 and frac_skipped == dropped == 0.0, "no_teacher")
+        self.raise_if(no_contrast > 0.0 and math.isclose(no_contrast + no_teacher, 1.0), "no_contrast")
+        self.raise_if(dropped > 0.0 and share["credit/frac_with_feedback"] == 0.0, "feedback_dropped")
 
     def check_rewards(self, all_groups_flat: bool, mean: float) -> None:
         """Warn where the rewards of every group are equal in several generation batches in a row; `mean` is theirs."""
         self._flat = self._flat + 1 if all_groups_flat else 0
-        self._raise_if(self._flat >= FLAT_REWARD_BATCHES, "flat_reward", batches=self._flat, mean=mean)
+        self.raise_if(self._flat >= FLAT_REWARD_BATCHES, "flat_reward", batches=self._flat, mean=mean)
 
     def check_engine(self, metrics: Mapping[str, Sequence[float]]) -> None:
         """Warn where vLLM's log-probabilities differ from the model's, if TRL's `metrics` have them."""
         difference = (metrics.get("sampling/sampling_logp_difference/mean") or [0.0])[-1]
-        self._raise_if(difference > ENGINE_MISMATCH, "engine_mismatch", difference=difference)
+        self.raise_if(difference > ENGINE_MISMATCH, "engine_mismatch", difference=difference)
         for kind in ("missing", "infinite"):
             share = metrics.get(f"sampling/frac_{kind}_logps", [0.0])[-1]
-            self._raise_if(share > FEW_BAD_LOGPS, f"engine_{kind}", share=share)
+            self.raise_if(share > FEW_BAD_LOGPS, f"engine_{kind}", share=share)
 
     def check_tokens(self, metrics: dict[str, float], vocabulary: int) -> None:
-        """Warn about a teacher close to uniform, a support with little probability, and credit
-        that is not input-specific, by the metrics of `token_means`.
-        """
+        """Warn about a teacher close to uniform, a support with little probability, and generic credit in a log."""
         entropy = metrics.get("credit/teacher_entropy", 0.0)
         largest = math.log(vocabulary)
-        self._raise_if(entropy > NEARLY_UNIFORM * largest, "uniform_teacher", entropy=entropy, largest=largest)
+        self.raise_if(entropy > NEARLY_UNIFORM * largest, "uniform_teacher", entropy=entropy, largest=largest)
         mass = metrics.get("credit/support_mass_student", 1.0)
-        self._raise_if(mass < LOW_SUPPORT_MASS, "low_mass", mass=mass)
+        self.raise_if(mass < LOW_SUPPORT_MASS, "low_mass", mass=mass)
         specific = metrics.get("credit/s_accepted", math.nan)
         credit = math.hypot(*(metrics.get(f"credit/delta_v_{moment}", math.nan) for moment in ("mean", "std")))
         if not math.isnan(specific):
             is_generic = credit > SOME_CREDIT and specific < LOW_SPECIFIC_SHARE * credit
             self._generic = self._generic + 1 if is_generic else 0
-        values = {"specific": specific, "credit": credit, "batches": self._generic}
-        self._raise_if(self._generic >= GENERIC_BATCHES, "generic_credit", **values)
+        values = {"specific": specific, "credit": credit, "logs": self._generic}
+        self.raise_if(self._generic >= GENERIC_LOGS, "generic_credit", **values)
 
-    def check_gradient(self, logs: Mapping[str, float], metrics: Mapping[str, Sequence[float]]) -> float:
+    def check_gradient(self, logs: Mapping[str, float], last: Mapping[str, float]) -> float:
         """Warn where the loss of tokens with an advantage has a gradient of exactly 0.
 
         Args:
             logs: `loss` and `grad_norm`, the norm of the last step.
-            metrics: metrics of the trainer; the last entry is that of the last micro-batch.
+            last: metrics of the last micro-batch.
 
         Returns:
             1.0 where the gradient is lost, else 0.0; NaN where no step is logged or its tokens had no loss.
         """
-        moments = [(metrics.get(f"credit/advantage_{m}") or [math.nan])[-1] for m in ("mean", "std")]
+        moments = [last.get(f"credit/advantage_{moment}", math.nan) for moment in ("mean", "std")]
         if logs.get("grad_norm") is None or math.isnan(moments[0]) or not logs.get("loss"):
             return math.nan
         is_lost = logs["grad_norm"] == 0.0 and any(moments)
-        self._raise_if(is_lost, "lost_gradient")
+        self.raise_if(is_lost, "lost_gradient")
         return float(is_lost)
 
 
@@ -207,155 +185,103 @@ def context_metrics(
     return {f"credit/frac_{name}": count / total for name, count in zip(counts, shares, strict=True)}
 
 
-# Metric at the sampled tokens -> the count that its sum is divided by: all tokens, those with a contrast, those of
-# them that the teacher accepts, or the tokens of the student's pass without padding.
-_DIVISORS = (
-    dict.fromkeys(
-        "delta_v_mean advantage_mean kl_to_target support_mass_student support_mass_teacher".split(), "tokens"
-    )
-    | dict.fromkeys("teacher_entropy entropy distillation_loss advantage_std delta_v_std".split(), "tokens")
-    | dict.fromkeys("s_mean generic_mean kl_to_teacher s_std".split(), "contrasts")
-    | {"s_accepted": "accepts", "padding_factor": "valid"}
-)
 # Not defined for `distillation_support="sampled"`: one token is no distribution.
-_NOT_SAMPLED = ("kl_to_target", "kl_to_teacher", "support_mass_student", "support_mass_teacher")
+_NOT_SAMPLED = {
+    f"credit/{name}" for name in ("kl_to_target", "kl_to_teacher", "support_mass_student", "support_mass_teacher")
+}
 
 
-def token_sums(loss: MicroBatchLoss, reduce: Callable[[Tensor], Tensor]) -> dict[str, float]:
-    """Sums over the tokens of all processes that carry loss, for `token_means`: metrics, and their divisors.
+def token_sums(loss: MicroBatchLoss) -> dict[str, Float[Tensor, " 2"]]:
+    """Sum and count of each metric over the N local tokens of a micro-batch that carry loss; N may be 0.
 
-    Those of several micro-batches add up, except the teacher's fidelity. A standard deviation has the sum of squares.
-
-    Args:
-        loss: the loss of the N local tokens; N may be 0.
-        reduce: sums a vector over processes. Every process calls it once.
+    A standard deviation or root mean square has the sum of squares. Where the loss uses what a vLLM engine reported,
+    TRL's means of it are among them, and the median ratio of the micro-batch. Nothing waits for the device.
     """
     terms, contrasted = loss.terms, loss.contrasted
     f, generic = terms.teacher_token_logps, terms.generic_token_logps
     dtype = torch.float32 if f.device.type == "mps" else torch.float64
-    accepted = contrasted & (f > ACCEPTED)
     delta_v = f - terms.token_logps
     # Not `values[contrasted]`, which waits for the device.
     specific = torch.where(contrasted, f - generic, 0.0)
-    values = {
-        "delta_v_mean": delta_v,
-        "delta_v_std": delta_v.to(dtype).pow(2),
-        "advantage_mean": terms.advantages,
-        "advantage_std": terms.advantages.to(dtype).pow(2),
-        "kl_to_target": terms.kl_to_target,
-        "support_mass_student": terms.student_mass,
-        "support_mass_teacher": terms.teacher_mass,
-        "teacher_entropy": terms.teacher_entropy,
-        "entropy": terms.entropy,
-        "distillation_loss": terms.token_loss,
-        "s_mean": specific,
-        "s_std": specific.to(dtype).pow(2),
-        "s_accepted": torch.where(accepted, specific, 0.0).to(dtype).pow(2),
-        "generic_mean": torch.where(contrasted, generic, 0.0),
-        "kl_to_teacher": torch.where(contrasted, terms.kl_to_teacher, 0.0),
-        "teacher_fidelity": loss.fidelity,
-        "contrasts": contrasted,
-        "accepts": accepted,
+    accepted = contrasted & (f > ACCEPTED)
+    one = f.new_ones((), dtype=dtype)
+    tokens = len(f)
+    contrasts = contrasted.sum()
+    values: dict[str, tuple[Tensor, Tensor | int]] = {
+        "credit/delta_v_mean": (delta_v, tokens),
+        "credit/delta_v_std": (delta_v.to(dtype).pow(2), tokens),
+        "credit/advantage_mean": (terms.advantages, tokens),
+        "credit/advantage_std": (terms.advantages.to(dtype).pow(2), tokens),
+        "credit/kl_to_target": (terms.kl_to_target, tokens),
+        "credit/support_mass_student": (terms.student_mass, tokens),
+        "credit/support_mass_teacher": (terms.teacher_mass, tokens),
+        "credit/teacher_entropy": (terms.teacher_entropy, tokens),
+        "credit/distillation_loss": (terms.token_loss, tokens),
+        "entropy": (terms.entropy, tokens),
+        "credit/s_mean": (specific, contrasts),
+        "credit/s_std": (specific.to(dtype).pow(2), contrasts),
+        "credit/s_accepted": (torch.where(accepted, specific, 0.0).to(dtype).pow(2), accepted.sum()),
+        "credit/generic_mean": (torch.where(contrasted, generic, 0.0), contrasts),
+        "credit/kl_to_teacher": (torch.where(contrasted, terms.kl_to_teacher, 0.0), contrasts),
+        "credit/teacher_fidelity": (loss.fidelity.nan_to_num(), ~loss.fidelity.isnan()),
+        "credit/padding_factor": (one * loss.read, loss.valid),
     }
-    counts = {"tokens": len(f), "padding_factor": loss.read, "valid": loss.valid}
-    local = [x.to(dtype).sum() for x in values.values()] + [f.new_full((), n, dtype=dtype) for n in counts.values()]
-    return dict(zip((*values, *counts), reduce(torch.stack(local)).tolist(), strict=True))
+    if loss.engine_logps is not None:
+        difference = engine_difference(terms.policy_logps, loss.engine_logps).abs()
+        values |= {
+            "sampling/importance_sampling_ratio/mean": (terms.ratio, tokens),
+            "sampling/importance_sampling_ratio/median": (terms.ratio.median().nan_to_num(), int(tokens > 0)),
+            "sampling/sampling_logp_difference/mean": (difference, tokens),
+            "sampling/frac_missing_logps": (loss.engine_logps.isnan(), tokens),
+            "sampling/frac_infinite_logps": (loss.engine_logps.isinf(), tokens),
+        }
+    return {name: torch.stack([x.to(dtype).sum(), one * count]) for name, (x, count) in values.items()}
 
 
-def token_means(sums: Mapping[str, float], is_sampled: bool) -> tuple[dict[str, float], float]:
-    """Means and standard deviations at the sampled tokens, in nats, from `token_sums`.
-
-    Returns:
-        `credit/…`, NaN where no token counts, which TRL ignores in the mean of a log; and the student's entropy.
-    """
-    means = {name: _ratio(sums[name], sums[divisor]) for name, divisor in _DIVISORS.items()}
-    means["s_accepted"] = math.sqrt(means["s_accepted"])
-    for name in ("advantage", "delta_v", "s"):
-        means[f"{name}_std"] = _std(means[f"{name}_mean"], means[f"{name}_std"])
-    means["teacher_fidelity"] = sums["teacher_fidelity"]
-    entropy = means.pop("entropy")
-    dropped = _NOT_SAMPLED if is_sampled else ()
-    return {f"credit/{name}": value for name, value in means.items() if name not in dropped}, entropy
-
-
-def mean_over_tokens(micro_batches: Sequence[Mapping[str, float]], is_sampled: bool) -> tuple[dict[str, float], float]:
-    """`token_means` over the tokens of several micro-batches, from the `token_sums` of each.
-
-    A mean of the micro-batches' means would give tokens of short completions more weight, which share a micro-batch.
-    The teacher's fidelity is no mean over tokens and is dropped.
-    """
-    total = {name: sum(sums[name] for sums in micro_batches) for name in micro_batches[0]}
-    means, entropy = token_means(total, is_sampled)
-    del means["credit/teacher_fidelity"]
-    return means, entropy
-
-
-def engine_metrics(loss: MicroBatchLoss, gather: Callable[[Tensor], Tensor]) -> dict[str, float]:
-    """TRL's metrics of the vLLM engine, where the loss corrects for it; else none.
-
-    Over the tokens that carry loss, and a ratio of a whole completion counts once for each of its tokens.
-
-    Args:
-        loss: the loss of the N local tokens; N may be 0.
-        gather: concatenates a tensor over processes. Every process calls it once.
-    """
-    if loss.engine is None:
-        return {}
-    ratio = loss.terms.ratio
-    difference = loss.engine.difference(loss.terms.policy_logps).abs()
-    none = ratio.new_full((1,), -math.inf)
-    largest = {
-        "importance_sampling_ratio/min": -torch.cat([-ratio, none]).max(),
-        "importance_sampling_ratio/max": torch.cat([ratio, none]).max(),
-        "sampling_logp_difference/max": torch.cat([difference, none]).max(),
-    }
-    sums = {
-        "importance_sampling_ratio/mean": ratio.sum(),
-        "sampling_logp_difference/mean": difference.sum(),
-        "frac_missing_logps": loss.engine.logps.isnan().sum(),
-        "frac_infinite_logps": loss.engine.logps.isinf().sum(),
-        "tokens": ratio.new_full((), len(ratio)),
-    }
-    local = torch.stack([value.to(ratio) for value in (*largest.values(), *sums.values())])
-    processes = gather(local[None]).tolist()
-    columns = dict(zip((*largest, *sums), zip(*processes, strict=True), strict=True))
-    tokens = sum(columns["tokens"])
-    values = {name: (min if name.endswith("min") else max)(columns[name]) for name in largest}
-    values |= {name: _ratio(sum(columns[name]), tokens) for name in sums if name != "tokens"}
-    return {f"sampling/{name}": value for name, value in values.items() if math.isfinite(value)}
+def token_means(sums: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Means, standard deviations and the root mean square of `token_sums`, in nats; NaN where no token counts."""
+    means = {name: total / count if count else math.nan for name, (total, count) in sums.items()}
+    means["credit/s_accepted"] = math.sqrt(means["credit/s_accepted"])
+    for name in ("credit/advantage", "credit/delta_v", "credit/s"):
+        variance = means[f"{name}_std"] - means[f"{name}_mean"] ** 2
+        means[f"{name}_std"] = 0.0 if variance <= 0.0 else math.sqrt(variance)  # NaN stays NaN
+    return means
 
 
 class TokenMetrics:
-    """Metrics of the credit at the sampled tokens, of each micro-batch and over all of them since the last log.
+    """Metrics of the credit at the sampled tokens of all micro-batches since the last log.
+
+    They are added up on the device, and read once a log. A mean of the micro-batches' means would give tokens of
+    short completions more weight, which share a micro-batch.
 
     Args:
         config: of the run.
-        reduce: sums a vector over processes. Every process calls it once for each micro-batch.
-        gather: concatenates a tensor over processes, likewise.
+        reduce: sums a tensor over processes. Every process calls it once for each log.
     """
 
-    def __init__(
-        self, config: CreditConfig, reduce: Callable[[Tensor], Tensor], gather: Callable[[Tensor], Tensor]
-    ) -> None:
-        self._is_sampled = config.distillation_support == "sampled"
-        self._logs_entropy = config.distillation_weight == 1.0  # otherwise GRPO logs its own
+    def __init__(self, config: CreditConfig, reduce: Callable[[Tensor], Tensor]) -> None:
+        self._dropped = set(_NOT_SAMPLED if config.distillation_support == "sampled" else ())
+        if config.distillation_weight < 1.0:  # GRPO logs its own
+            self._dropped.add("entropy")
         self._reduce = reduce
-        self._gather = gather
-        self._sums: dict[str, list[dict[str, float]]] = defaultdict(list)
+        self._names: list[str] = []
+        self._sums: dict[str, Float[Tensor, "2 m 2"]] = {}  # mode -> sums of all micro-batches, and of the last
 
-    def add(self, mode: str, loss: MicroBatchLoss) -> dict[str, float]:
-        """Metrics of a micro-batch of `"train"` or `"eval"`."""
-        sums = token_sums(loss, self._reduce)
-        self._sums[mode].append(sums)
-        return token_means(sums, self._is_sampled)[0] | engine_metrics(loss, self._gather)
+    def add(self, mode: str, loss: MicroBatchLoss) -> None:
+        """Add a micro-batch of `"train"` or `"eval"`."""
+        sums = token_sums(loss)
+        self._names = list(sums)
+        last = torch.stack(list(sums.values()))
+        total = last + self._sums[mode][0] if mode in self._sums else last
+        self._sums[mode] = torch.stack([total, last])
 
-    def mean(self, mode: str) -> dict[str, float]:
-        """Means over the tokens of all micro-batches since the last call; empty without any."""
-        micro_batches = self._sums.pop(mode, None)
-        if micro_batches is None:
-            return {}
-        metrics, entropy = mean_over_tokens(micro_batches, self._is_sampled)
-        return metrics | {"entropy": entropy} if self._logs_entropy else metrics
+    def read(self, mode: str) -> list[dict[str, float]]:
+        """Metrics of all micro-batches since the last call, and of the last one; both empty without any."""
+        if mode not in self._sums:
+            return [{}, {}]
+        sums = self._reduce(self._sums.pop(mode)).tolist()
+        means = [token_means(dict(zip(self._names, rows, strict=True))) for rows in sums]
+        return [{name: value for name, value in of.items() if name not in self._dropped} for of in means]
 
 
 def teacher_success_weights(
@@ -393,11 +319,3 @@ def drop_undefined(metrics: MutableMapping[str, Sequence[float]]) -> None:
     for name, values in list(metrics.items()):
         if not any(value is not None and math.isfinite(value) for value in values):
             del metrics[name]
-
-
-def _ratio(total: float, count: float) -> float:
-    return total / count if count else math.nan
-
-
-def _std(mean: float, mean_of_squares: float) -> float:
-    return math.sqrt(max(mean_of_squares - mean * mean, 0.0)) if not math.isnan(mean) else math.nan

@@ -14,28 +14,19 @@ from dataclasses import fields
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from credit_trl.config import CreditConfig
 from credit_trl.loss.scores import Scores
-from credit_trl.loss.terms import MicroBatchLoss
-from credit_trl.teacher.packing import SHORTEST_SHARED, shares_prefixes
+from credit_trl.loss.terms import MicroBatchLoss, joined
+from credit_trl.teacher.packing import SHORTEST_SHARED, shares_prefixes, to_device
 from credit_trl.training.step import CreditStep
 
-# TRL's tensors (B, T, …), and this package's.
+# TRL's tensors (B, T, …), and this package's; `advantages` are (B,), or (B, T) where tokens are weighted.
 _COMPLETION_FIELDS = {
-    "completion_ids",
-    "completion_mask",
-    "tool_mask",
-    "old_per_token_logps",
-    "ref_per_token_logps",
-    "sampling_per_token_logps",
-    "importance_sampling_ratio",
-    "advantages",  # (B,), or (B, T) where tokens are weighted
-    "token_weight",
-    "loss_shares",
+    *"completion_ids completion_mask tool_mask old_per_token_logps ref_per_token_logps".split(),
+    *"sampling_per_token_logps importance_sampling_ratio advantages token_weight loss_shares".split(),
     *(f.name for f in fields(Scores)),
 }
 # Loss types with a divisor that depends on which samples share a micro-batch.
@@ -72,7 +63,7 @@ def evened(batches: Sequence[dict[str, Any]], exchanged: int, packed: bool) -> l
         merged = {name: _join([batch[name] for batch in inside]) for name in inside[0]}
         lengths = (merged["prompt_mask"].sum(dim=1) + merged["completion_mask"].sum(dim=1)).tolist()
         groups = even_groups(lengths, len(inside), packed) if len(inside) > 1 else [list(range(len(lengths)))]
-        result += [without_padding({name: _take(values, rows) for name, values in merged.items()}) for rows in groups]
+        result += [without_padding(_take(merged, rows)) for rows in groups]
     return result
 
 
@@ -81,18 +72,12 @@ def even_groups(lengths: Sequence[int], count: int, by_total: bool) -> list[list
 
     Args:
         lengths: tokens of each sample; a multiple of `count` samples.
-        by_total: even the totals of the groups, each sample going to the group with the fewest tokens; else each group
-            holds samples of similar length.
+        by_total: deal the samples out, which evens the totals of the groups; else each group holds samples of similar
+            length.
     """
-    size = len(lengths) // count
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    if not by_total:
-        return [order[i : i + size] for i in range(0, len(order), size)]
-    groups: list[list[int]] = [[] for _ in range(count)]
-    for sample in order:
-        open_groups = (group for group in groups if len(group) < size)
-        min(open_groups, key=lambda group: sum(lengths[i] for i in group)).append(sample)
-    return groups
+    size = len(lengths) // count
+    return [order[i::count] if by_total else order[i * size : (i + 1) * size] for i in range(count)]
 
 
 def cut_rows(rows: list[int], tokens_of: Callable[[list[int]], int], budget: int, count: int = 1) -> list[list[int]]:
@@ -136,10 +121,16 @@ def _join(values: list[Any]) -> Any:
     return None if values[0] is None else [value for part in values for value in part]
 
 
-def _take(values: Any, rows: list[int]) -> Any:
-    if values is None or (isinstance(values, Tensor) and values.ndim == 0):
-        return values
-    return values[rows] if isinstance(values, Tensor) else [values[i] for i in rows]
+def _take(batch: dict[str, Any], rows: list[int]) -> dict[str, Any]:
+    """Some samples of a batch, by one index that is copied to the device."""
+    index = to_device(torch.tensor(rows), batch["completion_ids"].device)
+    taken = dict(batch)
+    for name, values in batch.items():
+        if isinstance(values, Tensor):
+            taken[name] = values[index] if values.ndim else values
+        elif values is not None:
+            taken[name] = [values[i] for i in rows]
+    return taken
 
 
 def loss_in_parts(
@@ -168,7 +159,7 @@ def loss_in_parts(
     uncached = torch.autocast(device, dtype, torch.is_autocast_enabled(device), cache_enabled=False)
     losses = []
     for rows in parts:
-        part = without_padding({name: _take(values, rows) for name, values in inputs.items()})
+        part = _take(inputs, rows)
         is_last = rows is parts[-1]
         without_sync = not is_last and isinstance(model, DistributedDataParallel)
         with model.no_sync() if without_sync else nullcontext(), uncached:
@@ -177,13 +168,14 @@ def loss_in_parts(
                 backward(loss.terms.loss)
                 loss.terms.loss = loss.terms.loss.detach()
         losses.append(loss)
-    return MicroBatchLoss.joined(losses)
+    return joined(losses)
 
 
 def _parts(step: CreditStep, inputs: dict[str, Any]) -> list[list[int]]:
     """Rows of each part, the same number on every process. Rollouts of a prompt that is read once are together."""
-    prompts = inputs["prompt_mask"].sum(dim=1).tolist()
-    completions = inputs["completion_mask"].sum(dim=1).tolist()
+    prompts, completions = torch.stack(
+        [inputs[f"{part}_mask"].sum(dim=1) for part in ("prompt", "completion")]
+    ).tolist()
     rows = list(range(len(prompts)))
     prompt_of = list(rows)
     if not step.packed:
@@ -202,31 +194,3 @@ def _parts(step: CreditStep, inputs: dict[str, Any]) -> list[list[int]]:
     budget = step.config.update_batch_tokens
     needed = max(step.gather([len(cut_rows(rows, tokens_of, budget))]))
     return cut_rows(rows, tokens_of, budget, needed)
-
-
-def rollout_logps(
-    step: CreditStep,
-    model: nn.Module,
-    ids: Int[Tensor, "B L"],
-    mask: Int[Tensor, "B L"],
-    completion_width: int,
-    size: int,
-) -> Float[Tensor, "B T"]:
-    """Log-probabilities of the completions under the policy that sampled them, in passes of similar length.
-
-    Args:
-        ids: prompts, padded on the left, and completions, padded on the right.
-        mask: 1 on their tokens.
-        completion_width: T.
-        size: samples of one pass.
-    """
-    width = ids.shape[1] - completion_width
-    batch = {
-        "prompt_ids": ids[:, :width],
-        "prompt_mask": mask[:, :width],
-        "completion_ids": ids[:, width:],
-        "completion_mask": mask[:, width:],
-    }
-    order = mask.sum(dim=1).argsort(descending=True, stable=True)
-    passes = ({name: values[rows] for name, values in batch.items()} for rows in order.split(size))
-    return torch.cat([step.policy_logps(model, one) for one in passes])[order.argsort()]

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 import signal
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import psutil
-import torch
-from accelerate import Accelerator
+from accelerate.utils import gather_object
 from transformers import TrainerCallback
 
 logger = logging.getLogger(__name__)
@@ -20,86 +19,60 @@ logger = logging.getLogger(__name__)
 REQUEUE = 75
 
 
-class Preempted(SystemExit):
-    """Raised after the checkpoint or the last step; ends the process with exit code `REQUEUE`."""
-
-
 class SaveOnSigterm(TrainerCallback):
-    """Ends a run after SIGTERM: the current step is finished, a checkpoint is saved, and `Preempted` is raised.
+    """Handles SIGTERM from its construction in the main thread on: the process ends with exit code `REQUEUE`.
 
-    No step is lost: the same command with `resume_from_checkpoint="latest"` continues bit for bit. With several
-    processes one signal to any of them ends the run. Signals are handled while the main thread trains.
+    While a run trains, the current step is finished and a checkpoint saved, from which the same command continues bit
+    for bit; with several processes one signal to any of them ends the run. At other times the process ends at once:
+    before the first step nothing is lost, and an evaluation continues from the samples that it has saved.
     """
 
-    def __init__(self, accelerator: Accelerator) -> None:
-        self.accelerator = accelerator
-        self.received = False
+    def __init__(self) -> None:
+        self._trains = False
+        self._received = False
         self._ends = False
-        self._previous: Any = None
+        signal.signal(signal.SIGTERM, self._receive)
+
+    def _receive(self, number: int, frame: Any) -> None:
+        self._received = True
+        if not self._trains:
+            self._end("the run")
+
+    def _end(self, continued: str) -> None:
+        logger.warning(
+            f"SIGTERM: ends with code {REQUEUE}. `resume_from_checkpoint='latest'` continues {continued}, and an "
+            "evaluation from its samples."
+        )
+        sys.exit(REQUEUE)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.received = self._ends = False
-        is_main = threading.current_thread() is threading.main_thread()
-        if is_main and signal.getsignal(signal.SIGTERM) != self._receive:  # an earlier run that failed left it
-            self._previous = signal.signal(signal.SIGTERM, self._receive)
+        self._trains = True
+        self._received = False
+        self._ends = False
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._ends = self._any_received()
+        self._ends = any(gather_object([self._received]))
         if self._ends:
             control.should_save = control.should_training_stop = True
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._ends:
-            logger.warning(
-                f"SIGTERM: saved checkpoint-{state.global_step} in {args.output_dir} and ends with code {REQUEUE}. "
-                "`resume_from_checkpoint='latest'` continues the run."
-            )
-            raise Preempted(REQUEUE)
+            self._trains = False
+            self._end(f"from checkpoint-{state.global_step} in {args.output_dir}")
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._previous is not None:
-            signal.signal(signal.SIGTERM, self._previous)
-
-    def _receive(self, number: int, frame: Any) -> None:
-        self.received = True
-
-    def _any_received(self) -> bool:
-        """Whether any process received the signal. Every process calls it after each step."""
-        if self.accelerator.num_processes == 1:
-            return self.received
-        flag = torch.tensor(float(self.received), device=self.accelerator.device)
-        return self.accelerator.reduce(flag, reduction="sum").item() > 0
+        self._trains = False
 
 
-def requeue_on_sigterm() -> AbstractContextManager[None]:
-    """Raise `Preempted` at once on SIGTERM. It surrounds a run, whose steps `SaveOnSigterm` finishes.
-
-    Before them nothing is lost, and the evaluation after them continues from the samples that it has saved.
-    """
-
-    def end(number: int, frame: Any) -> None:
-        logger.warning(
-            f"SIGTERM: ends with code {REQUEUE}. The same command with `--resume_from_checkpoint latest` continues "
-            "from the last checkpoint, and an evaluation from its samples."
-        )
-        raise Preempted(REQUEUE)
-
-    return _on_sigterm(end)
-
-
-def sigterm_to_children() -> AbstractContextManager[None]:
+@contextmanager
+def sigterm_to_children() -> Iterator[None]:
     """Pass SIGTERM on to the child processes and keep waiting for them, as a launcher."""
 
     def forward(number: int, frame: Any) -> None:
         for child in psutil.Process().children():
             child.send_signal(number)
 
-    return _on_sigterm(forward)
-
-
-@contextmanager
-def _on_sigterm(handler: Callable[[int, Any], None]) -> Iterator[None]:
-    previous = signal.signal(signal.SIGTERM, handler)
+    previous = signal.signal(signal.SIGTERM, forward)
     try:
         yield
     finally:

@@ -1,13 +1,14 @@
-"""What a run leaves for its reader: one console line a log, seconds of its stages, the table of completions."""
+"""What a run leaves: `run.json`, `log.jsonl`, a console line a log, seconds of its stages, its completions."""
 
 from __future__ import annotations
 
-import math
+import json
+import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from accelerate.utils import gather_object
@@ -18,106 +19,13 @@ from transformers.trainer_callback import CallbackHandler
 
 from credit_trl.contexts.tokens import TokenContexts
 from credit_trl.rollout.batch import GenerationBatch, loss_mask
+from credit_trl.teacher.sharding import full_shape
+from credit_trl.training import run_directory as files
 from credit_trl.training.drift import DriftAlarms
+from credit_trl.training.resuming import stored_options
+from credit_trl.training.run_data import store_rows
 
-# Column of the console line -> names in the log, the first that is there; GRPO logs `kl` with a reference model.
-FIELDS = {
-    "reward": ("reward",),
-    "length": ("completions/mean_length",),
-    "s": ("credit/s_mean",),
-    "ΔV": ("credit/delta_v_mean",),
-    "generic": ("credit/generic_mean",),
-    "kl": ("credit/kl_to_target", "kl"),
-}
-_SECONDS = "credit/seconds_"
-
-
-def log_line(logs: Mapping[str, Any], step: int, last_step: int, seconds_left: float = math.nan) -> str:
-    """One line for a training or evaluation log: step, the columns of `FIELDS`, seconds by stage and the time left.
-
-    A log without any of these columns, such as that of avg@k, is shown with all its numbers.
-
-    Args:
-        logs: what the trainer logs. Names of an evaluation begin with `eval_`.
-        seconds_left: estimate for the rest of the run; NaN where there is none.
-    """
-    is_eval = any(name.startswith("eval_") for name in logs)
-    values = {name.removeprefix("eval_"): value for name, value in logs.items() if isinstance(value, int | float)}
-    parts = [f"{'eval at ' if is_eval else ''}step {step:{len(str(last_step))}}/{last_step}"]
-    for column, names in FIELDS.items():
-        found = [values[name] for name in names if name in values]
-        if found:
-            parts.append(f"{column} {found[0]:{'6.1f' if column == 'length' else '7.3f'}}")
-    if len(parts) == 1:
-        parts += [f"{name} {value:.4g}" for name, value in values.items() if name not in ("epoch", "total_flos")]
-    stages = {name.removeprefix(_SECONDS): value for name, value in values.items() if name.startswith(_SECONDS)}
-    if stages:
-        parts.append("seconds " + " ".join(f"{name} {seconds:.1f}" for name, seconds in stages.items()))
-    if not math.isnan(seconds_left):
-        parts.append(f"left {timedelta(seconds=round(seconds_left))}")
-    return "  ".join(parts)
-
-
-def text_block(parts: Mapping[str, Any]) -> str:
-    """Titled texts or messages for the console, with control characters written as `⟨U+001B⟩`."""
-    lines = []
-    for title, text in parts.items():
-        if isinstance(text, list):
-            text = "\n".join(f"{one.get('role')}: {one.get('content')}" for one in text)
-        lines += [f"--- {title}", escape_controls(str(text))]
-    return "\n".join(lines)
-
-
-def escape_controls(text: str) -> str:
-    """The text with control and formatting characters, except ends of lines, written as `⟨U+001B⟩`."""
-    return "".join(one if one.isprintable() or one == "\n" else f"⟨U+{ord(one):04X}⟩" for one in text)
-
-
-def print_completions(logs: Mapping[str, Any], step: int, count: int | None) -> None:
-    """Print the first `count` rollouts (None: one) of TRL's table of completions, each as a block of titled texts.
-
-    TRL's own table has a column for each of these texts, and so four letters a row on a console of 80.
-    """
-    columns = {"prompt": logs["prompt"], "completion": logs["completion"], **logs["rewards"]}
-    columns |= {"advantage": logs["advantages"], **logs["extra"]}
-    for sample in range(min(1 if count is None else count, len(logs["prompt"]))):
-        row = {name: values[sample] for name, values in columns.items()}
-        numbers = {name: value for name, value in row.items() if isinstance(value, int | float)}
-        title = "  ".join([f"step {step}", *(f"{name} {value:.3g}" for name, value in numbers.items())])
-        tqdm.write(f"--- {title}\n{text_block({name: row[name] for name in row if name not in numbers})}\n---")
-
-
-class LogLines(TrainerCallback):
-    """Prints one line a log, above a progress bar if there is one."""
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._started = time.monotonic()
-        self._first_step = state.global_step
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        if not state.is_world_process_zero or not logs:
-            return
-        left = math.nan
-        done = state.global_step - getattr(self, "_first_step", state.global_step)
-        if "loss" in logs and done > 0:
-            left = (state.max_steps - state.global_step) * (time.monotonic() - self._started) / done
-        tqdm.write(log_line(logs, state.global_step, state.max_steps, left))
-
-
-class _SilentProgress(ProgressCallback):
-    """transformers' progress bar, which prints no logs."""
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        pass
-
-
-def print_lines(handler: CallbackHandler) -> None:
-    """Replace transformers' callbacks that print dictionaries. The progress table of notebooks stays."""
-    replaced = {PrinterCallback: LogLines, ProgressCallback: _SilentProgress}
-    has_bar = any(type(one) is ProgressCallback for one in handler.callbacks)
-    handler.callbacks = [replaced[type(one)]() if type(one) in replaced else one for one in handler.callbacks]
-    if has_bar:
-        handler.add_callback(LogLines)
+logger = logging.getLogger(__name__)
 
 
 class StageClock:
@@ -155,16 +63,151 @@ class StageClock:
         return means
 
 
-class ContinueReports(TrainerCallback):
-    """Lets alarms and clock of a resumed run go on from what it has logged."""
+class RunLog(TrainerCallback):
+    """Writes `run.json` and `log.jsonl` into the output directory, for any `report_to`.
+
+    Every `CreditTrainer` has one, `trainer.run_log`. A resumed run first removes the lines after the step of its
+    checkpoint and sets later checkpoints aside; a run that starts from the beginning first sets aside an earlier one.
+    `segments` in `run.json` has an entry for each step from which the run went on with other options of the objective.
+    `facts` are further fields of `run.json`, such as the task; `rows` are data sets for `store_rows`. Alarms and clock
+    go on from what the run has logged.
+    """
 
     def __init__(self, drift: DriftAlarms, clock: StageClock) -> None:
         self.drift = drift
         self.clock = clock
+        self.facts: dict[str, Any] = {}
+        self.rows: dict[str, Any] = {}
+        self._unwritten: list[dict[str, Any]] = []
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.drift.restore(state.log_history)
         self.clock.start(state.global_step)
+        if state.global_step >= state.max_steps:
+            self.drift.alarms.raise_once(
+                "nothing_to_do",
+                f"The checkpoint is of step {state.global_step}, and this run ends after step {state.max_steps}, so "
+                "there is nothing to do. Raise `max_steps` or `num_train_epochs`.",
+            )
+        if not state.is_world_process_zero:
+            return
+        folder = Path(args.output_dir)
+        model = kwargs["model"]
+        name = getattr(model, "name_or_path", "")
+        files.set_aside(folder, state.global_step, name)
+        path = folder / files.RUN_FILE
+        store_rows(folder, self.facts["data"], self.rows)
+        options = stored_options(args, model)
+        segments = files.read_json(path).get("segments", []) if path.is_file() else []
+        if not segments or segments[-1]["options"] != options:
+            segments.append({"step": state.global_step, "options": options})
+        run = {
+            "config": args.to_dict(),
+            "seed": args.seed,
+            "model": name or type(model).__name__,
+            "parameters": sum(full_shape(p).numel() for p in model.parameters()),
+            "segments": segments,
+            **self.facts,
+        }
+        files.write_json(path, json.loads(json.dumps(run, default=str)))
+        files.keep_up_to(folder / files.LOG_FILE, state.global_step)
+
+    def on_log(
+        self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **kwargs: Any
+    ) -> None:
+        if not state.is_world_process_zero or not logs:
+            return
+        path = Path(args.output_dir) / files.LOG_FILE
+        self._unwritten.append({"step": state.global_step, **logs})
+        try:
+            files.append_lines(path, *self._unwritten)
+            self._unwritten.clear()
+        except OSError as error:
+            logger.warning(
+                f"{path} could not be written ({error}). {len(self._unwritten)} logs wait for the next try."
+            )
+
+
+# Names in the log -> columns of the console line.
+COLUMNS = {
+    "reward": "reward",
+    "completions/mean_length": "length",
+    "credit/s_mean": "s",
+    "credit/delta_v_mean": "ΔV",
+    "credit/generic_mean": "generic",
+    "credit/kl_to_target": "kl",
+    "sampling/importance_sampling_ratio/median": "ratio",
+}
+_SECONDS = "credit/seconds_"
+
+
+def log_line(logs: Mapping[str, Any], step: int, last_step: int) -> str:
+    """One line for a training or evaluation log: step, the `COLUMNS` that it has, and seconds by stage.
+
+    A log without any of these columns, such as that of avg@k, is shown with all its numbers.
+    """
+    is_eval = any(name.startswith("eval_") for name in logs)
+    values = {name.removeprefix("eval_"): value for name, value in logs.items() if isinstance(value, int | float)}
+    parts = [f"{column} {values[name]:7.3f}" for name, column in COLUMNS.items() if name in values]
+    parts = parts or [f"{name} {value:.4g}" for name, value in values.items() if name not in ("epoch", "total_flos")]
+    stages = [f"{name.removeprefix(_SECONDS)} {x:.1f}" for name, x in values.items() if name.startswith(_SECONDS)]
+    if stages:
+        parts.append(f"seconds {' '.join(stages)}")
+    start = f"{'eval at ' if is_eval else ''}step {step:{len(str(last_step))}}/{last_step}"
+    return "  ".join([start, *parts])
+
+
+def text_block(parts: Mapping[str, Any]) -> str:
+    """Titled texts or messages for the console, with control characters written as `⟨U+001B⟩`."""
+    lines = []
+    for title, text in parts.items():
+        if isinstance(text, list):
+            text = "\n".join(f"{one.get('role')}: {one.get('content')}" for one in text)
+        lines += [f"--- {title}", escape_controls(str(text))]
+    return "\n".join(lines)
+
+
+def escape_controls(text: str) -> str:
+    """The text with control and formatting characters, except ends of lines, written as `⟨U+001B⟩`."""
+    return "".join(one if one.isprintable() or one == "\n" else f"⟨U+{ord(one):04X}⟩" for one in text)
+
+
+def print_completions(logs: Mapping[str, Any], step: int, count: int | None) -> None:
+    """Print the first `count` rollouts (None: one) of TRL's table of completions, each as a block of titled texts.
+
+    TRL's own table has a column for each of these texts, and so four letters a row on a console of 80.
+    """
+    columns = {"prompt": logs["prompt"], "completion": logs["completion"], **logs["rewards"]}
+    columns |= {"advantage": logs["advantages"], **logs["extra"]}
+    for sample in range(min(1 if count is None else count, len(logs["prompt"]))):
+        row = {name: values[sample] for name, values in columns.items()}
+        numbers = {name: value for name, value in row.items() if isinstance(value, int | float)}
+        title = "  ".join([f"step {step}", *(f"{name} {value:.3g}" for name, value in numbers.items())])
+        tqdm.write(f"--- {title}\n{text_block({name: row[name] for name in row if name not in numbers})}\n---")
+
+
+class LogLines(PrinterCallback):
+    """Prints one line a log, above a progress bar if there is one, in place of transformers' dictionaries."""
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if state.is_world_process_zero and logs:
+            tqdm.write(log_line(logs, state.global_step, state.max_steps))
+
+
+class _SilentProgress(ProgressCallback):
+    """transformers' progress bar, which prints no logs."""
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        pass
+
+
+def print_lines(handler: CallbackHandler) -> None:
+    """Replace transformers' callbacks that print dictionaries. The progress table of notebooks stays."""
+    printed = [handler.pop_callback(kind) for kind in (PrinterCallback, ProgressCallback)]
+    if any(printed):
+        handler.add_callback(LogLines)
+    if printed[1]:
+        handler.add_callback(_SilentProgress)
 
 
 def add_completion_columns(
@@ -174,7 +217,7 @@ def add_completion_columns(
     contexts: Sequence[TokenContexts] | None,
     decode: Callable[[list[list[int]]], list[str]],
 ) -> None:
-    """Add feedback, teacher prompt and the mean of S_t to TRL's table of completions (`log_completions`).
+    """Add feedback, teacher prompt and the mean of S_t to TRL's table of completions.
 
     S_t is 0 for samples without a contrast. Every process must call it.
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from accelerate.utils import is_peft_model
@@ -13,8 +14,6 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from credit_trl.config import CreditConfig
 
-# Options of the optimizer that the configuration sets, besides the learning rate.
-_OPTIMIZER_OPTIONS = ("weight_decay", "betas", "eps")
 # Options that define what is trained: a resumed run with another value is another run.
 _OBJECTIVE = (
     *("contrastive_coef", "contrastive_form", "contrastive_count", "contrastive_source"),
@@ -40,30 +39,21 @@ def stored_options(args: CreditConfig, model: nn.Module) -> dict[str, Any]:
     return json.loads(json.dumps(options, default=sorted))
 
 
-def has_optimizer(checkpoint: Path) -> bool:
-    """Whether a checkpoint holds the optimizer's state, in any of the layouts that transformers writes."""
-    return any(any(checkpoint.glob(pattern)) for pattern in ("optimizer*", "rank*-optimizer.pt", "global_step*"))
+@contextmanager
+def configured_optimizer(optimizer: Optimizer, scheduler: LRScheduler) -> Iterator[None]:
+    """Keep the configured options of the optimizer, while the block loads its moments and the schedule's step.
 
-
-class OptimizerOptions:
-    """Learning rate and options of the optimizer that a run has configured, before it loads those of a checkpoint.
-
-    DeepSpeed loads the optimizer earlier, so only the learning rate is kept there.
+    A schedule that is not a function of the step, such as `reduce_lr_on_plateau`, keeps its restored rate. DeepSpeed
+    loads the optimizer earlier, so only the learning rate is kept there.
     """
-
-    def __init__(self, optimizer: Optimizer, scheduler: LRScheduler) -> None:
-        self.groups = [{n: group[n] for n in _OPTIMIZER_OPTIONS if n in group} for group in optimizer.param_groups]
-        self.rates = list(scheduler.base_lrs) if isinstance(scheduler, LambdaLR) else []
-
-    def apply(self, optimizer: Optimizer, scheduler: LRScheduler) -> None:
-        """Set them after loading, with the learning rate of the schedule at its restored step.
-
-        A schedule that is not a function of the step, such as `reduce_lr_on_plateau`, keeps its restored rate.
-        """
-        for group, options in zip(optimizer.param_groups, self.groups, strict=True):
-            group |= options
-        if self.rates:
-            scheduler.base_lrs = self.rates
-            for group, rate, share in zip(optimizer.param_groups, self.rates, scheduler.lr_lambdas, strict=True):
-                group |= {"initial_lr": rate, "lr": rate * share(scheduler.last_epoch)}
-            scheduler._last_lr = [group["lr"] for group in optimizer.param_groups]  # which is logged
+    names = ("weight_decay", "betas", "eps")
+    options = [{name: group[name] for name in names if name in group} for group in optimizer.param_groups]
+    rates = list(scheduler.base_lrs) if isinstance(scheduler, LambdaLR) else []
+    yield
+    for group, configured in zip(optimizer.param_groups, options, strict=True):
+        group |= configured
+    if rates:
+        scheduler.base_lrs = rates
+        for group, rate, share in zip(optimizer.param_groups, rates, scheduler.lr_lambdas, strict=True):
+            group |= {"initial_lr": rate, "lr": rate * share(scheduler.last_epoch)}
+        scheduler._last_lr = [group["lr"] for group in optimizer.param_groups]  # which is logged

@@ -18,30 +18,20 @@ MAX_STORED_BYTES = 10**9
 
 
 def describe_data(
-    reward_funcs: Sequence[Any] | Any,
-    reward_weights: Sequence[float] | None = None,
-    *,
-    task: str | None = None,
-    train: Mapping[str, Any] | None = None,
-    test: Mapping[str, Any] | None = None,
-    train_split: str = "train",
+    reward_funcs: Sequence[Any] | Any, reward_weights: Sequence[float] | None = None, **places: Any
 ) -> dict[str, Any]:
     """Field `data` of `run.json`: how the rows and reward functions of a run are found again.
 
     Args:
         reward_funcs: one reward function or several, as for `GRPOTrainer`; besides the verifier of `task`.
         reward_weights: their weights, by default 1.
-        task: name for `load_task`.
-        train, test: `describe_rows` of the training and of the held-out rows; None for `Dataset` objects, which
-            `store_rows` writes when the run starts.
-        train_split: name of the split that means the training rows; any other means the held-out ones.
+        **places: `task`, a name for `load_task`; `train` and `test`, `describe_rows` of the training and of the
+            held-out rows, None for `Dataset` objects, which `store_rows` writes; `train_split`, the split that means
+            the training rows.
     """
     functions = list(reward_funcs) if isinstance(reward_funcs, list | tuple) else [reward_funcs]
     return {
-        "task": task,
-        "train": train,
-        "test": test,
-        "train_split": train_split,
+        **{"task": None, "train": None, "test": None, "train_split": "train", **places},
         "reward_funcs": [describe_function(one) for one in functions],
         "reward_weights": None if reward_weights is None else list(reward_weights),
         "folder": os.getcwd(),

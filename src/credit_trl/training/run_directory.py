@@ -16,13 +16,17 @@ A process killed at any moment leaves each file complete, or with an unfinished 
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import json
 import logging
 import math
 import os
 import shutil
-from collections.abc import Mapping
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -37,19 +41,13 @@ SETTINGS_FILE = "settings.json"
 RESULT_FILE = "result.json"
 BEST_FILE = "best.json"
 SUMMARY_FILE = "summary.json"
-BASE_EVALUATION = f"{EVALUATIONS_FOLDER}/step-000000"  # before the first step
+LOCK_FILE = ".run_lock"
 
-# Files of a run. Checkpoints come first: if moving them is interrupted, no run resumes from them without their log.
-_MODELS = ("checkpoint-*", "best-step-*")
+# Folders that a run names by its steps, and its other records. Checkpoints come first: if moving them is interrupted,
+# no run resumes from them without their log.
+_STEPS = ("checkpoint-*", "best-step-*", f"{EVALUATIONS_FOLDER}/step-*")
 _RECORDS = (EVALUATIONS_FILE, LOG_FILE, RUN_FILE, BEST_FILE, SUMMARY_FILE)
-_EVALUATIONS = f"{EVALUATIONS_FOLDER}/step-*"
-_OUTPUTS = ("completions/*", f"{ROWS_FOLDER}/*", "credit_maps/*", "model", "learning_curve.png", "token_maps.html")
-# The final model. An adapter's configuration that remains would make transformers load that adapter.
-_FINAL_MODEL = (
-    *("adapter_*", "*.safetensors", "*.safetensors.index.json", "pytorch_model*", "config.json"),
-    *("generation_config.json", "tokenizer*", "special_tokens_map.json", "chat_template*", "training_args.bin"),
-    *("trainer_state.json", "*_results.json", "README.md"),
-)
+_OUTPUTS = ("completions/*", f"{ROWS_FOLDER}/*", "credit_maps/*", "model", "adapter_*", "token_maps.html")
 
 
 def write_atomically(path: str | Path, text: str) -> None:
@@ -126,51 +124,74 @@ def _json_object(text: bytes, place: str) -> dict[str, Any]:
     return value
 
 
+class RunLockedError(RuntimeError):
+    """Another trainer uses the run directory."""
+
+
+@contextmanager
+def run_lock(folder: Path) -> Iterator[None]:
+    """Hold the lock of a run directory inside the block. One process of a run calls it.
+
+    The system releases the lock (`flock`, on network file systems too) when its process ends in any way, so that no
+    lock is stale. On a file system without locks the run goes on with a warning.
+
+    Raises:
+        RunLockedError: another process holds it; the message names its host, process and start.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / LOCK_FILE
+    with path.open("a+") as file:
+        # A child would hold the lock beyond the death of this process.
+        os.register_at_fork(after_in_child=file.close)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise RunLockedError(
+                f"{folder} is used by another trainer: {path.read_text()}. Wait for it, end it, or set another "
+                f"`output_dir`. If it no longer runs, remove {path}."
+            ) from error
+        except OSError as error:
+            logger.warning(f"{path} cannot be locked ({error}): start no second trainer in {folder}.")
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}, started {datetime.now():%Y-%m-%d %H:%M:%S}")
+        file.flush()
+        yield
+        file.truncate(0)
+
+
 def set_aside(folder: Path, step: int = 0, base: str = "") -> None:
     """Move what an earlier run saved after a step to a folder `previous-<n>`, which is a run directory too, and warn.
 
-    Called by one process, when a run starts (`step` 0) or resumes. Of two branches of a run, `latest` then means the
-    one that trained last. Nothing is moved where no checkpoint is later, as in a run that was interrupted.
+    Called by one process, when a run starts (`step` 0), and its records move too, or resumes, and they are copied. Of
+    two branches of a run, `latest` then means the one that trained last. Nothing is moved where no checkpoint is
+    later, as in a run that was interrupted, unless it starts again. An evaluation before the first step stays.
 
     Args:
         folder: the run directory.
-        step: step that the run resumes from: log and settings are copied. At 0 all files of the earlier run move, and
-            a copy of the evaluation before the first step stays, which the run reuses if it has the same weights.
+        step: step that the run resumes from.
         base: name or path of the model that the run starts from, which stays if it is in the run directory.
     """
-    if step > 0:
-        moved = [path for path in _paths(folder, *_MODELS, _EVALUATIONS) if step_of(path) > step]
-        is_used = any(path.match(_MODELS[0]) for path in moved)
-        what = f"This run resumes from step {step}. Later checkpoints and evaluations"
-    else:
-        own = Path(base).resolve() if base else None
-        final = () if own == folder.resolve() else _FINAL_MODEL
-        moved = _paths(folder, *_MODELS, *_RECORDS, _EVALUATIONS, *_OUTPUTS, *final)
-        moved = [path for path in moved if path.resolve() != own]
-        has_steps = any(row.get("step", 0) > 0 for row in read_lines(folder / LOG_FILE))
-        is_used = bool(_paths(folder, *_MODELS, EVALUATIONS_FILE)) or has_steps
-        what = "This run starts from the beginning. Log, evaluations and models of an earlier run"
-    if not is_used:
+    own = Path(base or os.devnull).resolve()
+    later = [path for path in _paths(folder, *_STEPS) if step_of(path) > step and path.resolve() != own]
+    logged = step == 0 and any(row.get("step", 0) > 0 for row in read_lines(folder / LOG_FILE))
+    if not logged and not any(path.match(_STEPS[0]) or step == 0 for path in later):
         return
     number = next(n for n in itertools.count(1) if not (folder / f"previous-{n}").exists())
     aside = folder / f"previous-{number}"
-    for path in moved:
+    for path in later if step > 0 else [*later, *_paths(folder, *_RECORDS, *_OUTPUTS)]:
         target = aside / path.relative_to(folder)
         target.parent.mkdir(parents=True, exist_ok=True)
         path.rename(target)
-    if step > 0:
-        for path in _paths(folder, *_RECORDS):
-            shutil.copy2(path, aside)
-    elif (aside / BASE_EVALUATION).is_dir():
-        shutil.copytree(aside / BASE_EVALUATION, folder / BASE_EVALUATION)
+    for path in _paths(folder, *_RECORDS):
+        shutil.copy2(path, aside)
     logger.warning(
-        f"{what} in {folder} are now in {aside}; `output_dir={aside}` with `resume_from_checkpoint='latest'` goes on "
-        "with them."
+        f"This run starts from step {step}. Later files of an earlier run in {folder} are now in {aside}; `output_dir="
+        f"{aside}` with `resume_from_checkpoint='latest'` goes on with them."
     )
 
 
 def _paths(folder: Path, *patterns: str) -> list[Path]:
-    return list(dict.fromkeys(path for pattern in patterns for path in folder.glob(pattern)))
+    return [path for pattern in patterns for path in folder.glob(pattern)]
 
 
 def step_of(path: Path) -> int:

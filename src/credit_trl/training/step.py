@@ -9,28 +9,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 
 from credit_trl.config import CreditConfig
 from credit_trl.contexts.build import build_contexts
 from credit_trl.contexts.builder import ContextBuilder
 from credit_trl.contexts.tokens import CompletionBatch, TokenContexts
-from credit_trl.loss.correction import EngineTokens, corrects_for_engine
 from credit_trl.loss.credit_loss import credit_loss
 from credit_trl.loss.head import LMHead, choose_kernels, lm_head
 from credit_trl.loss.projection import token_logps
-from credit_trl.loss.reduction import loss_shares
 from credit_trl.loss.scores import SupportConfig, score_completions, stored_scores
 from credit_trl.loss.terms import CreditLoss, LossConfig, LossTokens, MicroBatchLoss
 from credit_trl.loss.token_weight import TokenCredit, TokenWeight, identity, weigh_tokens
 from credit_trl.rollout.batch import GenerationBatch, loss_mask
 from credit_trl.teacher.models import Teacher
 from credit_trl.teacher.packing import cannot_pack, enable_packing
-from credit_trl.teacher.policy_pass import Sequences, chosen_sequences, policy_states
+from credit_trl.teacher.passes import chosen_sequences, policy_states
 from credit_trl.teacher.sharding import run_in_wrapped_forward
 
 
@@ -76,20 +74,20 @@ class CreditStep:
         self.processes = len(gather([None]))
         support = SupportConfig(config.distillation_support, config.distillation_topk, config.distillation_tail)
         self.support = support.resolved(teacher.vocabulary_size)
-        if token_weight is not None and self.support.renormalizes:
+        if token_weight is not None and self.support.tail == "renormalize":
             raise ValueError(
                 "`distillation_tail='renormalize'` conditions f and Ĝ on the support, so that a `token_weight` would "
                 "compare them with other log-probabilities. Set `distillation_tail='bucket'`."
             )
-        is_distributed = distributed.is_available() and distributed.is_initialized()
         self.loss_config = LossConfig(
             self.support,
             config.contrastive_form,
             config.distillation_alpha,
             config.distillation_is_clip,
-            adds_to_grad=config.update_batch_tokens is not None and not is_distributed,
+            config.vllm_importance_sampling_mode,
+            (config.vllm_importance_sampling_clip_min, config.vllm_importance_sampling_clip_max),
         )
-        self.corrects_for_engine = corrects_for_engine(config)
+        self.engine_role = engine_role(config)
         self.router_loss = has_router_loss(config, teacher.student)
         self.packed = config.packed and cannot_pack(teacher.student) is None
         if config.packed:
@@ -189,13 +187,13 @@ class CreditStep:
             weights = weights * inputs["token_weight"]
         sequences = chosen_sequences(inputs, mask)
         contrasted = inputs["contrast_mask"][sequences.rows]
-        old_logps = inputs.get("old_per_token_logps")
+        engine_logps = sequences.pick(inputs.get("sampling_per_token_logps")) if self.engine_role else None
         tokens = LossTokens(
             sequences.pick(inputs["completion_ids"]),
             sequences.pick(weights),
             contrasted.to(weights.dtype) * self.config.contrastive_coef,
-            None if old_logps is None else sequences.pick(old_logps),
-            self._engine_tokens(inputs, sequences),
+            engine_logps if self.engine_role == "old" else sequences.pick(inputs.get("old_per_token_logps")),
+            engine_logps if self.engine_role == "correction" else None,
         )
         scores = stored_scores(inputs, sequences.pick)
         policy = self.teacher.unwrapped(model)
@@ -212,28 +210,59 @@ class CreditStep:
         values, read, aux_loss = run_in_wrapped_forward(model, policy, policy_loss, sequences.chosen)
         terms = CreditLoss(**values)
         fidelity = _fidelity(terms, inputs.get("success_weights"), sequences.rows, mask)
-        valid = sum(sequences.lengths)
-        return MicroBatchLoss(terms, contrasted, fidelity, aux_loss, read, valid, tokens.engine)
+        valid = sum(map(len, sequences.ids))
+        return MicroBatchLoss(terms, contrasted, fidelity, aux_loss, read, valid, engine_logps)
 
     def loss_shares(self, model: nn.Module, inputs: dict[str, Any], accumulation: float) -> Float[Tensor, "B T"]:
-        """Share of each token in the loss of a micro-batch, in fp32, or fp64 for a policy in fp64."""
-        dtype = torch.promote_types(self.teacher.student.dtype, torch.float32)
-        steps = self.config.steps_per_generation if model.training else 1
-        return loss_shares(inputs, loss_mask(inputs), self.config, accumulation, steps, self.processes, dtype)
+        """Share of each token in the loss of a micro-batch, by GRPO's reduction of the same `loss_type`.
 
-    def _engine_tokens(self, inputs: dict[str, Any], sequences: Sequences) -> EngineTokens | None:
-        if not self.corrects_for_engine or "sampling_per_token_logps" not in inputs:
-            return None
-        return EngineTokens(
-            sequences.pick(inputs["sampling_per_token_logps"]),
-            self.config.vllm_importance_sampling_mode,
-            self.config.vllm_importance_sampling_clip_min,
-            self.config.vllm_importance_sampling_clip_max,
-        )
+        Tokens of samples without a teacher count in the divisors, as in SDPO's code.
+
+        Args:
+            model: the policy; in evaluation a micro-batch is a generation batch.
+            inputs: TRL's micro-batch. `num_items_in_batch`, the tokens of the generation batch on all processes, is by
+                default those of the micro-batch; `importance_sampling_ratio` is optional.
+            accumulation: micro-batches of the optimizer step; 1 in evaluation.
+
+        Returns:
+            The shares in fp32, or fp64 for a policy in fp64.
+
+        Raises:
+            ValueError: unknown loss type.
+        """
+        loss_type = self.config.loss_type
+        mask = loss_mask(inputs).to(torch.promote_types(self.teacher.student.dtype, torch.float32))
+        if loss_type in ("grpo", "sapo"):
+            shares = mask / mask.sum(-1, keepdim=True).clamp(min=1.0) / len(mask) / accumulation
+        elif loss_type == "bnpo":
+            shares = mask / mask.sum().clamp(min=1.0) / accumulation
+        elif loss_type == "dr_grpo":
+            shares = mask / (len(mask) * self.config.max_completion_length) / accumulation
+        elif loss_type == "luspo":
+            shares = mask / len(mask) / accumulation
+        elif loss_type in ("dapo", "cispo", "vespo"):
+            tokens = inputs.get("num_items_in_batch", mask.sum()).clamp(min=1.0) / self.processes
+            steps = self.config.steps_per_generation if model.training else 1
+            shares = mask / (tokens * accumulation / steps)
+        else:
+            raise ValueError(f"Unknown `loss_type` {loss_type!r}.")
+        return shares * inputs["importance_sampling_ratio"] if "importance_sampling_ratio" in inputs else shares
 
     @torch.no_grad()
-    def policy_logps(self, model: nn.Module, inputs: dict[str, Any]) -> Float[Tensor, "B T"]:
-        """Log-probabilities of the completion tokens under the policy; 0 on padding."""
+    def policy_logps(self, model: nn.Module, inputs: dict[str, Any], size: int | None = None) -> Float[Tensor, "B T"]:
+        """Log-probabilities of the completion tokens under the policy; 0 on padding.
+
+        Args:
+            model: the policy as it is wrapped for distributed training.
+            inputs: prompts and completions with their masks, as TRL's micro-batch.
+            size: samples of one pass, which then have similar lengths; None for one pass.
+        """
+        names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
+        lengths = inputs["prompt_mask"].sum(dim=1) + inputs["completion_mask"].sum(dim=1)
+        if size is not None and size < len(lengths):
+            order = lengths.argsort(descending=True, stable=True)
+            parts = [{name: inputs[name][rows] for name in names} for rows in order.split(size)]
+            return torch.cat([self.policy_logps(model, part) for part in parts])[order.argsort()]
         mask = inputs["completion_mask"].bool()
         sequences = chosen_sequences(inputs, mask)
         ids = sequences.pick(inputs["completion_ids"]).unsqueeze(-1)
@@ -246,6 +275,21 @@ class CreditStep:
 
         logps = run_in_wrapped_forward(model, policy, sampled_logps, sequences.chosen)
         return logps.new_zeros(mask.numel()).index_put_((sequences.chosen,), logps).view_as(mask)
+
+
+def engine_role(config: CreditConfig) -> Literal["correction", "old"] | None:
+    """How the loss uses the log-probabilities that a vLLM engine reported.
+
+    `"correction"`: to correct for the engine, where one optimizer step uses the whole generation batch, so that the
+    policy of the step is that of the rollout. `"old"`: in place of those of the policy at rollout time, where several
+    steps use it and TRL's correction is off. None: a correction is TRL's, from a pass of the policy before the loss.
+    """
+    if not config.use_vllm or config.distillation_weight < 1.0:
+        return None
+    is_on_policy = config.gradient_accumulation_steps % (config.steps_per_generation * config.num_iterations) == 0
+    if not config.vllm_importance_sampling_correction:
+        return None if is_on_policy else "old"
+    return "correction" if is_on_policy and config.vllm_importance_sampling_mode.startswith("token") else None
 
 
 def has_router_loss(config: CreditConfig, policy: nn.Module) -> bool:

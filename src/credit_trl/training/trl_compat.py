@@ -24,26 +24,20 @@ HOOKS: dict[type, dict[str, str | None]] = {
         "_generate_single_turn": "prompt_ids images multimodal_fields num_generations has_tool_images",
         "_get_grad_norm": "model grad_norm",  # of transformers
         "_get_output_dir": "trial",
-        "_get_per_token_logps_and_entropies": None,
         "_get_train_sampler": "dataset",
         "_load_optimizer_and_scheduler": "checkpoint",
         "_prepare_inputs": "generation_batch",
         "_push_from_checkpoint": "checkpoint_folder",
-        "_run_epoch": None,  # of transformers
         "_save_checkpoint": "model trial",
         "compute_loss": "model inputs return_outputs num_items_in_batch",
         "log": "logs start_time",
         "save_model": "output_dir _internal_call",  # of transformers
-        "train": None,  # of transformers
+        **dict.fromkeys(("_get_per_token_logps_and_entropies", "_run_epoch", "train")),
     },
     RepeatSampler: {"__iter__": ""},
     VLLMGeneration: {"_iter_named_params": ""},
-    VLLMClient: {
-        "_post": "url kwargs",
-        "generate": None,
-        "reset_prefix_cache": "",
-        "update_named_params": "metadata named_params",
-    },
+    VLLMClient: {"_post": "url kwargs", "reset_prefix_cache": "", "update_named_params": "metadata named_params"}
+    | dict.fromkeys(["generate"]),
 }
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from credit_trl.contexts.privileged import PrivilegedContext
+from credit_trl.contexts.tokens import PrivilegedContext
 from credit_trl.lab.analysis.checkpoints import Checkpoint
 from credit_trl.lab.analysis.responses import Rollout, analysis_config
 

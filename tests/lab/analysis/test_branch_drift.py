@@ -143,6 +143,39 @@ def test_closed_form_is_the_path_one_update_of_the_teacher_later(form, coef, rat
     assert branch.after(60) == pytest.approx(branch.path([1.0] * 61)[-1], abs=1e-9)
 
 
+def descend(form: str, coef: float, rate: float, batches: int, learning_rate: float) -> list[float]:
+    """Log-odds under gradient descent on two logits, one step of the reverse KL divergence a generation batch."""
+    logits = torch.tensor([START, 0.0], dtype=torch.float64, requires_grad=True)
+    teacher = logits.detach().clone()
+    lift = torch.tensor([[DELTA, 0.0], [DELTA + S, 0.0]], dtype=torch.float64)
+    found = []
+    for _ in range(batches):
+        f, g = (teacher + lift).log_softmax(-1)
+        target = credit_target(f, g, coef, form).log_softmax(-1)
+        logps = logits.log_softmax(-1)
+        (gradient,) = torch.autograd.grad((logps.exp() * (logps - target)).sum(), logits)
+        logits = (logits - learning_rate * gradient).detach().requires_grad_()
+        teacher = torch.lerp(teacher, logits.detach(), rate)
+        found.append((logits[0] - logits[1]).item())
+    return found
+
+
+@pytest.mark.parametrize(("form", "coef"), ARMS)
+@pytest.mark.parametrize("rate", [0.0, 0.05, 1.0])
+def test_path_with_slowing_1_equals_gradient_descent_on_logits(form, coef, rate):
+    branch = BranchDrift(START, DELTA, S, coef, rate, form)
+    assert branch.path([0.3] * 60, slowing=1.0) == pytest.approx(descend(form, coef, rate, 60, 0.6), abs=1e-9)
+
+
+@pytest.mark.parametrize("coef", [0.02, 0.2, 1.0])
+def test_guide_of_a_live_teacher_falls_with_the_logarithm_of_time(coef):
+    """ℓ + sinh ℓ is linear in time: the gradient's factor p(1 − p) slows the drift of a rare token."""
+    gap, rate, batches = DELTA - coef * S, 1e-3, 4000
+    end = descend("guide", coef, 1.0, batches, rate)[-1]
+    expected = START + math.sinh(START) + gap * rate * batches
+    assert end + math.sinh(end) == pytest.approx(expected, rel=1e-2)
+
+
 def test_end_points_are_reached_or_have_the_sign_of_the_drift():
     branch = BranchDrift(START, DELTA, S, 0.1, 0.05)
     assert branch.after(10_000) == pytest.approx(branch.end_point, abs=1e-6)

@@ -6,11 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig
 
 from credit_trl import CreditTrainer, Verdict
+from credit_trl.contexts.tokens import TokenContexts
 from credit_trl.lab.analysis.callback import CreditMapCallback
+from credit_trl.lab.analysis.checkpoints import Checkpoint
 from credit_trl.lab.analysis.tokenmap import TokenMap
 from credit_trl.lab.analysis.tokenmap_json import read_maps
+from credit_trl.lab.analysis.vocabulary_logps import next_token_logps
+from credit_trl.teacher.models import Teacher
 
 
 def verdicts(completions, answer, **kwargs) -> list[Verdict]:
@@ -66,7 +71,7 @@ def test_maps_show_the_credit_of_the_loss(train, options):
     trainer = train(CreditMapCallback(every=2, rollouts=8), **support | options)
     logged = {entry["step"]: entry for entry in trainer.state.log_history if "credit/advantage_mean" in entry}
     written = pages(trainer)
-    assert list(written) == ["step-000001", "step-000002"]
+    assert list(written) == ["step-000001", "step-000002", "step-000003"]  # the last of three, too
     metrics = {"advantage": "advantage", "s": "specific", "delta_v": "delta_v", "generic": "generic"}
     for name, maps in written.items():
         current = of_this_step(maps)
@@ -123,3 +128,22 @@ def test_evaluation_rollouts_are_not_mapped(train):
     written = pages(trainer)
     assert list(written) == ["step-000001", "step-000003"]  # step 2 has no new generation batch
     assert len(of_this_step(written["step-000003"])) == 8
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_loaded_checkpoint_has_the_policy_and_the_teacher_of_the_run(
+    make_model, make_config, dataset, tokenizer, tmp_path, lora
+):
+    make_model().save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    args = make_config(save_strategy="steps", save_steps=2, learning_rate=0.05, teacher_update_rate=0.5)
+    peft = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM") if lora else None
+    trainer = CreditTrainer(str(tmp_path / "model"), verdicts, args, dataset, peft_config=peft)
+    trainer.train()
+    loaded = Checkpoint.load(str(tmp_path / "model"), Path(args.output_dir) / "checkpoint-2", device="cpu")
+    prompt, y = tokenizer("Add 1.")["input_ids"], list(range(3))
+    for mine, theirs in ((loaded.student, Teacher(trainer.model)), (loaded.teacher, trainer.teacher)):
+        scores = [next_token_logps(model, TokenContexts(prompt), y) for model in (mine, theirs)]
+        torch.testing.assert_close(*scores)
+    own, lagged = (next_token_logps(one, TokenContexts(prompt), y) for one in (loaded.student, loaded.teacher))
+    assert not torch.equal(own, lagged)

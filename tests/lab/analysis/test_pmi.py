@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from joints import Joint, JointLM, mapped_rewards, random_joint
 
 from credit_trl import objective
-from credit_trl.contexts.privileged import PrivilegedContext
+from credit_trl.contexts.tokens import PrivilegedContext
 from credit_trl.lab.analysis import pmi
 from credit_trl.lab.analysis.checkpoints import Checkpoint
 from credit_trl.lab.analysis.formula import CreditFormula

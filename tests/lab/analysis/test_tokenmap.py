@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from credit_trl import objective
-from credit_trl.contexts.privileged import PrivilegedContext
+from credit_trl.contexts.tokens import PrivilegedContext
 from credit_trl.lab.analysis.formula import CreditFormula
-from credit_trl.lab.analysis.responses import Rollout, read_rollouts, rollout_contexts
+from credit_trl.lab.analysis.responses import Rollout, rollout_contexts
 from credit_trl.lab.analysis.token_classes import default_classes
 from credit_trl.lab.analysis.tokenmap import map_response
 from credit_trl.lab.analysis.tokenmap_json import read_maps, write_maps
@@ -89,20 +89,6 @@ def test_unmappable_responses_are_refused(checkpoint, respond, config):
     config.max_reprompt_len = 10
     with pytest.raises(ValueError, match="max_reprompt_len=10"):
         map_response(checkpoint, respond("Paris"), config)
-
-
-def test_responses_of_a_file_are_tokenized_and_get_contrast_prompts(tmp_path, checkpoint, config, tokenizer):
-    path = tmp_path / "responses.jsonl"
-    rows = [{"prompt": f"Add {n}.", "response": f"{n}\u2028", "feedback": "No."} for n in range(3)]
-    path.write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in rows), "utf-8")
-    for row, own in zip(rows, read_rollouts(path, checkpoint, config), strict=True):
-        assert (own.prompt, own.privileged.feedback) == (row["prompt"], "No.")
-        assert own.token_ids == (*tokenizer(row["response"])["input_ids"], tokenizer.eos_token_id)
-        assert len(own.contrasts) == 2
-        assert own.prompt not in own.contrasts
-    path.write_text('{"prompt": "Add 1."}')
-    with pytest.raises(ValueError, match="row 1: `prompt` must be text"):
-        read_rollouts(path, checkpoint, config)
 
 
 # ------------------------------------------------------------------------------------------------------------ storage

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import html
 import json
+import re
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,10 +16,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from credit_trl import CreditTrainer, Verdict
-from credit_trl.evaluation.statistics import paired_bootstrap
+from credit_trl.evaluation.statistics import bootstrap_ci, paired_bootstrap
 from credit_trl.lab.analysis.tokenmap_json import write_maps
-from credit_trl.lab.report import ReportCallback, write_report
-from credit_trl.lab.report.comparison import compare_arms, curves
+from credit_trl.lab.report import ReportCallback, callback, write_report
+from credit_trl.lab.report.comparison import compare_arms, curves, training_table
+from credit_trl.lab.report.dashboards import send_credit
 from credit_trl.lab.report.runs import arms_of, differing_options, load_run
 from credit_trl.training.run_directory import append_lines, write_json
 from lab.drawn import HOSTILE, drawn_map
@@ -85,20 +89,19 @@ def test_differences_are_paired_by_prompt_and_seed(tmp_path, scores):
     assert other["difference"] == pytest.approx(ours.mean() - theirs.mean())
     assert (other["difference_low"], other["difference_high"]) == pytest.approx((expected.low, expected.high))
     assert other["p"] == other["p_holm"] == expected.p_value
-    assert other["difference_by_seed"] == pytest.approx((ours.mean(1) - theirs.mean(1)).tolist())
     assert base["before"] == pytest.approx(scores[:3, 0].mean())
     assert base["best"] == pytest.approx(scores[:3].mean(-1).max(-1).mean())
     assert base["low"] < base["score"] < base["high"]
     assert "difference" not in base
 
 
-def test_two_seeds_are_listed_in_place_of_an_interval(tmp_path, scores):
+def test_two_seeds_have_a_wider_interval_than_their_prompts_alone(tmp_path, scores):
     paths = [make_run(tmp_path / f"{i}", scores[i], seed=i % 2, contrastive_coef=0.1 * (i // 2)) for i in range(4)]
     base, other = compare_arms(arms(paths))
-    assert base["by_seed"] == pytest.approx(scores[:2, -1].mean(1).tolist())
-    assert "low" not in base
-    assert "p" not in other
-    assert other["difference_by_seed"] == pytest.approx((scores[2:4, -1].mean(1) - scores[:2, -1].mean(1)).tolist())
+    expected = paired_bootstrap(scores[2:4, -1], scores[:2, -1], paired_seeds=True)
+    assert (other["difference_low"], other["difference_high"]) == pytest.approx((expected.low, expected.high))
+    alone = bootstrap_ci(scores[:2, -1].mean(0))
+    assert base["high"] - base["low"] > alone.high - alone.low
 
 
 def test_runs_are_compared_on_shared_prompts(tmp_path, scores):
@@ -119,6 +122,36 @@ def test_curves_have_the_interval_of_one_run_and_the_range_of_several(tmp_path, 
     both = {one["title"]: one["series"] for one in curves(arms(paths))}
     assert both["Reward of the rollouts"][0]["points"][0] == pytest.approx([1, 0.6, 0.1, 1.1])
     assert "Fidelity of the teacher (nats)" not in both
+
+
+def test_training_table_has_the_columns_of_table_2(tmp_path, scores):
+    """Logs of steps 2 and 5 are means over two and three steps."""
+    settings = {"sdpo": (0.0, 1, 1.0), "credit": (0.1, 4, 1.0), "grpo": (0.1, 1, 0.0)}
+    logs = {
+        "sdpo": [(2, 0.25, 3.0, 1.0, None, None), (5, 0.5, 3.0, 2.0, None, None)],
+        "credit": [(2, 0.75, 4.0, 1.0, 0.2, 1.0), (5, 0.5, 5.0, 2.0, 0.1, 0.5)],
+        "grpo": [(5, 0.125, 2.0, 0.0, None, None)],
+    }
+    names = ("step", "reward", "credit/seconds_rollout", "credit/seconds_update", "credit/s_mean", "credit/s_std")
+    for (name, (coef, count, weight)), row in zip(settings.items(), scores, strict=False):
+        options = {"contrastive_coef": coef, "contrastive_count": count, "distillation_weight": weight}
+        make_run(tmp_path / name, row, **options)
+        (tmp_path / name / "log.jsonl").unlink()
+        append_lines(tmp_path / name / "log.jsonl", *(dict(zip(names, one, strict=True)) for one in logs[name]))
+    page = write_report([tmp_path / name for name in settings], tmp_path / "x.html")
+    rows = json.loads(page.with_suffix(".json").read_text())["training"]
+    found = [
+        [row[name] for name in ("contrasts", "train_score", "seconds", "ratio", "s_mean", "s_std")] for row in rows
+    ]
+    sdpo, credit = (2 * 4.0 + 3 * 5.0) / 5, (2 * 5.0 + 3 * 7.0) / 5
+    assert found[0] == [0, 0.5, pytest.approx(sdpo), pytest.approx(1.0), None, None]
+    assert found[1] == [4, 0.75, *map(pytest.approx, (credit, credit / sdpo, (0.4 + 0.3) / 5, (2.0 + 1.5) / 5))]
+    assert found[2] == [None, 0.125, pytest.approx(2.0), pytest.approx(2.0 / sdpo), None, None]
+    assert [row["score"] for row in rows] == pytest.approx(scores[:3, -1].mean(-1).tolist())
+    assert f"| 4 | {100 * scores[1, -1].mean():.1f} | 0.750 | 6.200 | 1.348 | 0.140 | 0.700 |" in (
+        page.with_suffix(".md").read_text()
+    )
+    assert training_table(arms([tmp_path / "grpo"]))[0]["ratio"] == 1.0
 
 
 # ---------------------------------------------------------------------------------------------------------- the files
@@ -159,6 +192,8 @@ def test_page_of_one_run_shows_curves_rollouts_and_maps(open_page, tmp_path, sco
     assert page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
     assert page.locator("#contents a").all_inner_texts() == ["Summary", "Token maps", "Curves", "Rollouts"]
     assert page.locator(".pane").count() == 2
+    assert page.locator("#quantities input:checked").get_attribute("value") == "centred"
+    assert page.locator("table.numbers td:nth-child(2)").first.inner_text().startswith("−")
     titles = page.locator("figure h3").all_inner_texts()
     assert titles[:3] == ["avg@k on held-out prompts", "Reward of the rollouts", "Response length (tokens)"]
     page.locator("figure svg").nth(1).focus()
@@ -172,6 +207,35 @@ def test_page_of_one_run_shows_curves_rollouts_and_maps(open_page, tmp_path, sco
     assert card.locator("h3").all_inner_texts() == ["user", "completion", "feedback"]
     background = page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert (background == "rgb(255, 255, 255)") == (scheme == "light")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize(("width", "height"), [(1280, 900), (390, 844)])
+def test_first_view_has_a_punished_token_in_the_colour_of_the_legend(
+    open_page, tmp_path, scores, scheme, width, height
+):
+    folder = make_run(tmp_path / "r", scores[0])
+    maps = [drawn_map(["the ", "answer ", "is ", "wrong"], seed=i, checkpoint=f"step-{i}") for i in (1, 3)]
+    for i, own in enumerate(maps):
+        write_maps([own], folder / "credit_maps" / f"step-{i:06d}.json")
+    page = open_page(write_report([folder]), width=width, color_scheme=scheme)
+    page.set_viewport_size({"width": width, "height": height})
+    shown = (
+        page.locator(".pane")
+        .first.locator(".t")
+        .evaluate_all(
+            """cells => cells.map(cell => [cell.getBoundingClientRect().bottom <= window.innerHeight,
+                                       getComputedStyle(cell).backgroundColor])"""
+        )
+    )
+    legend = page.locator(".bar").evaluate("bar => getComputedStyle(bar).backgroundImage")
+    punished, rewarded = (re.findall(r"rgba\((\d+, \d+, \d+), 0\.", legend)[i] for i in (0, -1))
+    assert punished != rewarded
+    values = maps[0].values("centred").tolist()
+    assert any(is_visible and value < 0 for value, (is_visible, _) in zip(values, shown, strict=True))
+    for value, (_, colour) in zip(values, shown, strict=True):
+        assert f"({punished if value < 0 else rewarded}" in colour
+    assert page.locator("#low").inner_text().endswith("punished")
 
 
 def test_hostile_rows_are_shown_as_text(open_page, tmp_path, scores):
@@ -189,19 +253,68 @@ def test_hostile_rows_are_shown_as_text(open_page, tmp_path, scores):
 # ------------------------------------------------------------------------------------------------------- the callback
 
 
-def test_callback_of_a_trainer_prints_the_link_last(make_model, make_config, dataset, tokenizer, capsys):
-    def reward(completions, **kwargs):
-        return [Verdict(float(i % 2), "Count again.") for i in range(len(completions))]
+def reward(completions, **kwargs):
+    return [Verdict(float(i % 2), "Count again.") for i in range(len(completions))]
 
-    trainer = CreditTrainer(make_model(), reward, make_config(max_steps=2), dataset, processing_class=tokenizer)
-    trainer.add_callback(ReportCallback(seconds=0.0))
+
+def test_callback_of_a_trainer_saves_rollouts_and_prints_the_link_last(
+    make_model, make_config, dataset, tokenizer, capsys, monkeypatch
+):
+    trainer = CreditTrainer(make_model(), reward, make_config(max_steps=3), dataset, processing_class=tokenizer)
+    trainer.add_callback(ReportCallback(trainer, seconds=0.0, rollouts=5))
+    shown = []
+    monkeypatch.setattr(callback, "is_in_notebook", lambda: True)
+    monkeypatch.setattr("IPython.display.display", lambda data, raw: shown.append(data["text/html"]))
     trainer.train()
-    page = Path(trainer.args.output_dir) / "report.html"
+    folder = Path(trainer.args.output_dir)
+    page = folder / "report.html"
     assert capsys.readouterr().out.splitlines()[-1] == f"Report: {page.resolve().as_uri()}"
     rewards = next(
         one for one in json.loads(page.with_suffix(".json").read_text())["curves"] if "Reward" in one["title"]
     )
-    assert [step for step, *_ in rewards["series"][0]["points"]] == [1, 2]
+    assert [step for step, *_ in rewards["series"][0]["points"]] == [1, 2, 3]
+    tables = [pq.read_table(path).to_pylist() for path in sorted(folder.glob("completions/*.parquet"))]
+    assert [[row["step"] for row in rows] for rows in tables] == [[step] * 5 for step in (1, 2, 3)]
+    for row in tables[0]:
+        assert row["feedback"] == "Count again."
+        assert "Count again." in row["teacher_prompt"]
+        assert row["completion"][0]["role"] == "assistant"
+    assert html.unescape(re.search('srcdoc="([^"]*)"', shown[0])[1]) == page.read_text("utf-8")  # in a notebook
+    assert [row["reward"] for row in tables[2]] == [0.0, 1.0, 0.0, 1.0, 0.0]
+
+
+def test_dashboards_show_the_credit_first_and_rollouts_as_traces(
+    make_model, make_config, dataset, tokenizer, tmp_path, monkeypatch
+):
+    storage = pytest.importorskip("trackio.sqlite_storage", reason="needs trackio: pip install credit-trl[dashboards]")
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    monkeypatch.setattr(storage, "TRACKIO_DIR", tmp_path)
+    sent = []
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(log=sent.append))
+    config = make_config(report_to=["trackio", "tensorboard"], project="credit")
+    trainer = CreditTrainer(make_model(), reward, config, dataset, processing_class=tokenizer)
+    trainer.add_callback(ReportCallback(trainer, rollouts=3))
+    trainer.train()
+    expected = {
+        f"CREDIT/{name}": [row[f"credit/{own}"] for row in trainer.state.log_history if "reward" in row]
+        for name, own in (("S_t", "s_mean"), ("ΔV_t", "delta_v_mean"), ("R_t", "advantage_mean"))
+    }
+    [run] = storage.SQLiteStorage.get_runs("credit")
+    rows = [row for row in storage.SQLiteStorage.get_logs("credit", run) if "CREDIT/S_t" in row]
+    assert {name: [row[name] for row in rows] for name in expected} == expected
+    assert [row["step"] for row in rows] == [1, 2]
+    traces = storage.SQLiteStorage.get_traces("credit", run)
+    assert len(traces) == 2 * 3
+    assert [message["role"] for message in traces[0]["messages"]][-2:] == ["assistant", "feedback"]
+    assert "Count again." in traces[0]["metadata"]["teacher_prompt"]
+    [events] = Path(config.output_dir).rglob("events.*")
+    board = accumulator.EventAccumulator(str(events)).Reload()
+    for name, values in expected.items():
+        assert [one.value for one in board.Scalars(name)] == pytest.approx(values)
+    assert min(board.Tags()["scalars"]).startswith("CREDIT/")
+    trainer.args.report_to = ["wandb"]
+    send_credit(trainer, {"credit/s_mean": 0.5, "credit/teacher_fidelity": None})
+    assert sent == [{"CREDIT/S_t": 0.5, "train/global_step": 2}]
 
 
 def test_report_that_cannot_be_written_warns_once(tmp_path, caplog):
@@ -209,4 +322,4 @@ def test_report_that_cannot_be_written_warns_once(tmp_path, caplog):
     callback = ReportCallback(seconds=0.0)
     for _ in range(3):
         callback.on_log(args, state, None)
-    assert sum("No report" in record.message for record in caplog.records) == 1
+    assert sum("holds no run" in record.message for record in caplog.records) == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -27,21 +28,18 @@ from credit_trl.teacher.sharding import reshard
 class CreditMapCallback(TrainerCallback):
     """Write token maps to `credit_maps/` in the output directory every few steps; the run's report shows them.
 
-    At the first step and every `every` steps, before the optimizer step, it scores rollouts of the current generation
-    batch with the feedback and contrast prompts of their loss, and writes `step-000050.json`. The rollouts of the
-    first step are scored again each time, so that they can be compared. At the end of training, `summary.md`
+    At the first step, every `every` steps and the last, before the optimizer step, it scores rollouts of the current
+    generation batch with the feedback and contrast prompts of their loss, and writes `step-000050.json`. The rollouts
+    of the first step are scored again each time, so that they can be compared. At the end of training, `summary.md`
     summarizes all maps.
 
     Args:
-        every: steps between two files; None for the first and the last step.
+        every: steps between two files.
         rollouts: number of rollouts with a teacher, over all processes.
         trainer: a `CreditTrainer`; can be set later as an attribute.
-
-    Raises:
-        RuntimeError: training begins without a trainer.
     """
 
-    def __init__(self, every: int | None = 50, *, rollouts: int = 4, trainer: Any = None) -> None:
+    def __init__(self, every: int = 50, *, rollouts: int = 4, trainer: Any = None) -> None:
         self.every = every
         self.rollouts = rollouts
         self.trainer = trainer
@@ -51,11 +49,6 @@ class CreditMapCallback(TrainerCallback):
         self._pinned_step: int | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.trainer is None:
-            raise RuntimeError(
-                "CreditMapCallback has no trainer: use `trainer.add_callback(CreditMapCallback(every=50, "
-                "trainer=trainer))`, or set `callback.trainer`."
-            )
         self.directory = Path(args.output_dir) / MAPS_FOLDER
         if state.is_world_process_zero:  # the summary would include steps to come and earlier runs
             for path in self.directory.glob("step-*.json"):
@@ -72,7 +65,7 @@ class CreditMapCallback(TrainerCallback):
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         step = state.global_step + 1
-        self._due = self._due or step == 1 or step % (self.every or state.max_steps) == 0
+        self._due = self._due or step in (1, state.max_steps) or step % self.every == 0
         if self._due and self.trainer._generation_batch is not self._evaluation_batch:
             self._due = False
             self._write(step)
@@ -150,11 +143,11 @@ class CreditMapCallback(TrainerCallback):
 
 
 def _choose(rollouts: Sequence[Rollout], count: int) -> list[Rollout]:
-    """Rollouts that are not empty, one of each group before a second of any group."""
-    sizes: dict[str, int] = {}
-    chosen = []
-    for rollout in filter(lambda one: one.token_ids, rollouts):
-        number = sizes.get(rollout.group, 0)
-        sizes[rollout.group] = number + 1
-        chosen.append((number, rollout))
-    return [rollout for _, rollout in sorted(chosen, key=lambda one: one[0])][:count]
+    """Rollouts that are not empty, the lowest reward of each group before a second of any group.
+
+    A wrong answer has the tokens that a step lowers.
+    """
+    groups: dict[str, list[Rollout]] = {}
+    for rollout in sorted((one for one in rollouts if one.token_ids), key=lambda one: one.reward):
+        groups.setdefault(rollout.group, []).append(rollout)
+    return [one for row in zip_longest(*groups.values()) for one in row if one is not None][:count]

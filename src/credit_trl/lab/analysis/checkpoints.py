@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
@@ -20,8 +19,8 @@ from credit_trl.contexts.prompts import Prompt, chat_renderer
 from credit_trl.evaluation.config import SamplingConfig
 from credit_trl.evaluation.generation import encode_prompt, end_of_turn_ids, generate_ids, pad_id
 from credit_trl.tasks.model_names import model_path, naming_model
-from credit_trl.teacher.models import ADAPTER_NAME, TEACHER_FILE, CopyTeacher, Teacher
-from credit_trl.training.check_logits import check_logits
+from credit_trl.teacher.models import TEACHER_FILE, CopyTeacher, Teacher, make_teacher
+from credit_trl.training.check_model import check_logits
 
 
 @dataclass(frozen=True)
@@ -76,26 +75,27 @@ class Checkpoint:
             checkpoint: `checkpoint-…` directory with full weights or adapters of `model`. The teacher that
                 `CreditTrainer` saved there is loaded too; without it the policy is its own teacher.
             device: None takes the GPU if there is one.
-            dtype: dtype of the weights; an averaged teacher stays in fp32.
+            dtype: dtype of the weights; the teacher is in fp32.
             name: None takes the name of the checkpoint's directory, or of the model.
 
         Raises:
-            ValueError: the model transforms its logits in an unsupported way; see `checks.check_logits`.
+            ValueError: the model transforms its logits in an unsupported way; see `check_logits`.
         """
         device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         path = model_path(model)
         with naming_model(model):
             policy = _load_policy(path, checkpoint, dtype).to(device).eval()
-        check_logits(policy, OneProcess())
+        check_logits(
+            policy, SimpleNamespace(distributed_type="NO", autocast=nullcontext)
+        )  # one process, one precision
         own = checkpoint is not None and (Path(checkpoint) / "tokenizer_config.json").exists()
         tokenizer = AutoTokenizer.from_pretrained(checkpoint if own else path)
-        teacher = None
+        student = teacher = Teacher(policy)
         if checkpoint is not None and (Path(checkpoint) / TEACHER_FILE).exists():
-            teacher = _load_teacher(policy, Path(checkpoint) / TEACHER_FILE)
+            teacher = make_teacher("ema", policy)  # in fp32, which also holds the weights of other kinds
+            teacher.load(checkpoint)
         default = Path(checkpoint).name if checkpoint is not None else model.rstrip("/").split("/")[-1]
-        return cls.from_model(
-            policy, tokenizer, teacher=teacher, name=name or default, chat_template_kwargs=chat_template_kwargs
-        )
+        return cls(name or default, tokenizer, student, teacher, chat_template_kwargs or {})
 
     def context_builder(self, config: CreditConfig) -> ContextBuilder:
         """Builder of the teacher's and the contrast prompts of this checkpoint."""
@@ -125,15 +125,6 @@ class Checkpoint:
         return end_of_turn_ids(self.student.unwrapped(self.student.student), self.tokenizer)
 
 
-class OneProcess:
-    """Stand-in for an accelerator on one device without mixed precision."""
-
-    distributed_type = "NO"
-
-    def autocast(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-
 def _load_policy(path: str, checkpoint: str | Path | None, dtype: str | torch.dtype) -> nn.Module:
     if checkpoint is None:
         return AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
@@ -143,19 +134,3 @@ def _load_policy(path: str, checkpoint: str | Path | None, dtype: str | torch.dt
 
         return PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(path, dtype=dtype), str(checkpoint))
     return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype)
-
-
-def _load_teacher(policy: nn.Module, path: Path) -> nn.Module:
-    """Copy of the policy with the saved weights of the teacher, in their saved dtype."""
-    saved = load_file(path)
-    names = {name: name.replace(f".{ADAPTER_NAME}", ".default") for name in saved}
-    model = copy.deepcopy(policy)
-    own = dict(model.named_parameters())
-    if missing := [name for name in names.values() if name not in own]:
-        raise ValueError(f"{path} has weights that the model does not have, for example {missing[:3]}.")
-    is_adapter = names.keys() != set(names.values())
-    dtype = next(iter(saved.values())).dtype
-    model = model if is_adapter else model.to(dtype)
-    for name, weight in saved.items():
-        own[names[name]].data = weight.to(own[names[name]].device)
-    return model.requires_grad_(False).eval()

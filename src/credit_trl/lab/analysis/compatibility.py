@@ -16,9 +16,8 @@ from jaxtyping import Float
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from credit_trl.contexts.privileged import PrivilegedContext
 from credit_trl.contexts.prompts import Prompt
-from credit_trl.contexts.tokens import TokenContexts
+from credit_trl.contexts.tokens import PrivilegedContext, TokenContexts
 from credit_trl.lab.analysis.checkpoints import Checkpoint
 from credit_trl.lab.analysis.responses import analysis_config
 from credit_trl.lab.analysis.vocabulary_logps import next_token_logps

@@ -144,16 +144,19 @@ class BranchDrift:
         distance = (1.0 - self.coef) * (self.log_odds - self.end_point)
         return self.end_point + distance * (1.0 - self.rate * self.coef) ** batches
 
-    def path(self, speeds: Sequence[float]) -> list[float]:
-        """ℓ after each generation batch for a student of finite speed: ℓ ← ℓ + κ (a − ℓ).
+    def path(self, speeds: Sequence[float], slowing: float = 0.0) -> list[float]:
+        """ℓ after each generation batch for a student of finite speed: ℓ ← ℓ + κ (4p(1 − p))^γ (a − ℓ), p = σ(ℓ).
 
         Args:
             speeds: κ in (0, 1] of every generation batch, such as one constant times the learning rate's warm-up.
+            slowing: γ. The gradient of the loss at a branch has the factor p(1 − p), so a rare token moves slowly:
+                γ is 1 for gradient descent on logits, 0 where the optimizer undoes the factor.
         """
         student = teacher = self.log_odds
         found = []
         for speed in speeds:
-            student += speed * (self.target(teacher) - student)
+            slowed = speed * math.cosh(student / 2.0) ** (-2.0 * slowing)
+            student += slowed * (self.target(teacher) - student)
             teacher += self.rate * (student - teacher)
             found.append(student)
         return found

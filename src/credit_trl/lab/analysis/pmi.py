@@ -142,7 +142,18 @@ def response_pmi(
         (Σ Ŝ_t), `pcmi` over the same contrast prompts and `jensen_gap = specific − pcmi`; `conditioning`, what
         conditioning on the support (`distillation_tail="renormalize"`) adds to R_t.
     """
-    scored, without_z = _scores(checkpoint, contexts, contrast_prompts, token_ids, formula)
+    prompts = TokenContexts(contexts.teacher, [*contexts.contrasts, contexts.student, *map(list, contrast_prompts)])
+    models = [(checkpoint.student, TokenContexts(contexts.student)), (checkpoint.teacher, prompts)]
+    prior = 1 + len(contexts.contrasts)  # of the teacher's prompts, those from here on are without z: x, then the x'_k
+    parts: list[dict[str, Tensor]] = []
+    for rows, ((student,), read) in vocabulary_logps(models, token_ids, temperature=formula.temperature):
+        y = torch.tensor(token_ids[rows], device=student.device)[:, None]
+        scores = gather_scores(CreditLogps(student, read[0], read[1:prior]), y, formula)
+        scores["without_z"] = read[prior:].gather(-1, y.expand(len(read) - prior, -1, -1)).cpu()
+        parts.append({name: values.squeeze(-1) for name, values in scores.items()})
+    joined = {name: torch.cat([part[name] for part in parts], dim=-1) for name in parts[0]}
+    without_z = joined.pop("without_z")
+    scored = ScoredTokens(**joined, formula=formula)
     prior_logps = without_z[0]
     split = contrastive_pmi(
         scored.teacher_logps,
@@ -168,25 +179,3 @@ def response_pmi(
         "conditioning": credit - split.total - gap if is_conditional else torch.zeros(()),
     }
     return {"tokens": len(token_ids), **{name: value.item() for name, value in sums.items()}}
-
-
-def _scores(
-    checkpoint: Checkpoint,
-    contexts: RolloutContexts,
-    contrast_prompts: Sequence[Sequence[int]],
-    token_ids: Sequence[int],
-    formula: CreditFormula,
-) -> tuple[ScoredTokens, Float[Tensor, "1+C T"]]:
-    """Scores of y, and its log π_ref without z, after x and after each x'_k."""
-    prompts = TokenContexts(contexts.teacher, [*contexts.contrasts, contexts.student, *map(list, contrast_prompts)])
-    models = [(checkpoint.student, TokenContexts(contexts.student)), (checkpoint.teacher, prompts)]
-    prior = 1 + len(contexts.contrasts)
-    parts: list[dict[str, Tensor]] = []
-    for rows, ((student,), read) in vocabulary_logps(models, token_ids, temperature=formula.temperature):
-        y = torch.tensor(token_ids[rows], device=student.device)[:, None]
-        scores = gather_scores(CreditLogps(student, read[0], read[1:prior]), y, formula)
-        scores["without_z"] = read[prior:].gather(-1, y.expand(len(read) - prior, -1, -1)).cpu()  # x, then the x'_k
-        parts.append({name: values.squeeze(-1) for name, values in scores.items()})
-    joined = {name: torch.cat([part[name] for part in parts], dim=-1) for name in parts[0]}
-    without_z = joined.pop("without_z")
-    return ScoredTokens(**joined, formula=formula), without_z

@@ -1,4 +1,4 @@
-"""Responses to analyse: sampled and graded from a task, read from a file, or taken from a running trainer."""
+"""Responses to analyse: sampled and graded from a task, or taken from a running trainer."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,8 +13,8 @@ import torch
 from credit_trl.config import CreditConfig
 from credit_trl.contexts.build import gather_contrast_batch
 from credit_trl.contexts.contrast import Contrast, ContrastBatch, draw_contrasts, find_source
-from credit_trl.contexts.privileged import PrivilegedContext
 from credit_trl.contexts.prompts import Prompt, user_text
+from credit_trl.contexts.tokens import PrivilegedContext
 from credit_trl.evaluation.config import SamplingConfig
 from credit_trl.evaluation.generation import read_responses
 from credit_trl.evaluation.protocol import distinct_names
@@ -26,7 +25,6 @@ from credit_trl.lab.analysis.vocabulary_logps import RolloutContexts
 from credit_trl.rollout.batch import GenerationBatch, prompt_key
 from credit_trl.rollout.verdict import Verdict
 from credit_trl.tasks.registry import Task
-from credit_trl.tasks.run_data import read_dataset
 
 
 @dataclass(frozen=True)
@@ -56,9 +54,11 @@ class Rollout:
     def from_json(cls, record: dict[str, Any]) -> Rollout:
         record = dict(record)
         contexts = record.pop("contexts", None)
+        z = record.pop("privileged")
+        turns = {int(turn): text for turn, text in (z.get("turns") or {}).items()}  # JSON has no integer keys
         return cls(
             token_ids=tuple(record.pop("token_ids")),
-            privileged=PrivilegedContext(**record.pop("privileged")),
+            privileged=PrivilegedContext(z.get("demonstration"), z.get("feedback"), turns or None),
             contrasts=tuple(record.pop("contrasts")),
             contexts=None if contexts is None else RolloutContexts(**contexts),
             **record,
@@ -203,37 +203,6 @@ def with_contrasts(config: CreditConfig) -> CreditConfig:
     config = copy.copy(config)
     config.contrastive_coef = config.contrastive_coef or 1.0
     return config
-
-
-def read_rollouts(path: str | Path, checkpoint: Checkpoint, config: CreditConfig) -> list[Rollout]:
-    """Read responses of any origin from a file that `datasets` reads, such as JSON Lines.
-
-    A row has `prompt` (text or messages) and `response` (text), `feedback` or `demonstration` or both, and optionally
-    `reward`, `id` and `contrasts` (a list of prompts; by default drawn from the other rows as `config` says). The
-    response is tokenized, and an end of turn is appended.
-
-    Raises:
-        ValueError: the file cannot be read, or a row has no `prompt` or `response`.
-    """
-    rows = read_dataset(path, "--responses").to_list()
-    for number, row in enumerate(rows, 1):
-        if not isinstance(row.get("prompt"), str | list) or not isinstance(row.get("response"), str):
-            raise ValueError(f"{path}, row {number}: `prompt` must be text or messages, and `response` text.")
-    prompts = [row["prompt"] for row in rows]
-    drawn = draw(prompts, prompts, config)
-    end = checkpoint.tokenizer.eos_token_id
-    names = distinct_names([_name(row, n) for n, row in enumerate(rows)])
-    return [
-        Rollout(
-            identifier=names[n],
-            prompt=row["prompt"],
-            token_ids=(*checkpoint.tokenizer(row["response"], add_special_tokens=False)["input_ids"], end),
-            privileged=PrivilegedContext(row.get("demonstration"), row.get("feedback")),
-            contrasts=tuple(drawn[n] if row.get("contrasts") is None else row["contrasts"]),
-            reward=row.get("reward"),
-        )
-        for n, row in enumerate(rows)
-    ]
 
 
 def _name(row: Mapping[str, Any], position: int) -> str:

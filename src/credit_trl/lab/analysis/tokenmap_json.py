@@ -23,12 +23,7 @@ _TENSORS = [field.name for field in fields(ScoredTokens) if field.name != "formu
 
 
 def write_maps(maps: Sequence[TokenMap], path: str | Path) -> None:
-    """Write maps as JSON, with as many digits as restore the same floats. NaN and infinities are strings.
-
-    Raises:
-        ValueError: `maps` is empty, or has two maps of one response under one checkpoint.
-    """
-    check_distinct(maps)
+    """Write maps as JSON, with as many digits as restore the same floats. NaN and infinities are strings."""
     write_atomically(path, json.dumps(list(map(_record, maps)), ensure_ascii=True, separators=(",", ":")))
 
 
@@ -45,23 +40,6 @@ def read_maps(path: str | Path) -> list[TokenMap]:
         raise ValueError(
             f"{path} holds no token maps ({type(error).__name__}: {error}). Map the run again."
         ) from error
-
-
-def check_distinct(maps: Sequence[TokenMap]) -> None:
-    """Raise a `ValueError` where there is no map, or identifiers and checkpoints do not name each map uniquely."""
-    if not maps:
-        raise ValueError("There is no token map.")
-    seen: set[tuple[str, str]] = set()
-    named: dict[str, Rollout] = {}
-    for token_map in maps:
-        response = token_map.response
-        key = (response.identifier, token_map.checkpoint)
-        if key in seen:
-            raise ValueError(f"Two maps of response {key[0]!r} under checkpoint {key[1]!r}: give them other names.")
-        seen.add(key)
-        first = named.setdefault(response.identifier, response)
-        if (first.prompt, first.token_ids) != (response.prompt, response.token_ids):
-            raise ValueError(f"Two different responses are called {key[0]!r}: give them other identifiers.")
 
 
 def json_numbers(values: Tensor) -> list[Any]:
@@ -98,7 +76,7 @@ def _scores_record(scores: ScoredTokens) -> dict[str, Any]:
 def _token_map(record: dict[str, Any]) -> TokenMap:
     formula = CreditFormula(**record["formula"])
     dtype = {"float32": torch.float32, "float64": torch.float64}[record["dtype"]]
-    length = len(record["tokens"])
+    length = len(record["classes"])
     others = record["alternatives"]
     count = len(others["texts"][0])
     alternatives = ScoredTokens(**_tensors(others["scores"], (length, count), dtype), formula=formula)
@@ -106,16 +84,14 @@ def _token_map(record: dict[str, Any]) -> TokenMap:
     return TokenMap(
         Rollout.from_json(record["response"]),
         visible(record["checkpoint"]),
-        [_token_text(**token) for token in record["tokens"]],
+        [
+            TokenText(visible(t["text"]), t["character"] and visible(t["character"]), t["special"])
+            for t in record["tokens"]
+        ],
         [visible(name) for name in record["classes"]],
         scores,
         [[visible(text) for text in row] for row in others["texts"]],
     )
-
-
-def _token_text(text: str, character: str | None, special: bool) -> TokenText:
-    """Text of a token; a file from elsewhere may hold control characters."""
-    return TokenText(visible(text), None if character is None else visible(character), bool(special))
 
 
 def _tensors(scores: dict[str, Any], shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Tensor]:

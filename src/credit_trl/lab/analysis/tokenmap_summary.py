@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
+from pandas import DataFrame
 
 from credit_trl.lab.analysis.tokenmap import TokenMap
 from credit_trl.tasks.escaping import markdown_table, pluralized, table_cell
@@ -40,31 +39,22 @@ class Summary:
 def summarize_maps(maps: Sequence[TokenMap]) -> Summary:
     """Summarize the maps of one checkpoint or of a run; those without contrast prompts are skipped."""
     maps = [m for m in maps if len(m.scores.contrast_logps)]
-    labels = [name for m in maps for name in m.classes]
-    empty = torch.zeros(0, dtype=torch.float64)
-    delta_v = torch.cat([empty, *(m.scores.delta_v.double() for m in maps)])
-    specific = torch.cat([empty, *(m.scores.specific.double() for m in maps)])
-    shares = []
-    for name in dict.fromkeys(labels):
-        rows = torch.tensor([label == name for label in labels])
-        shares.append(
-            ClassShare(
-                name,
-                int(rows.sum()),
-                int(rows.sum()) / len(labels),
-                _share(delta_v, rows),
-                _share(specific, rows),
-                delta_v[rows].mean().item(),
-                specific[rows].mean().item(),
-            )
+    rows = [
+        row for m in maps for row in zip(m.classes, m.scores.delta_v.tolist(), m.scores.specific.tolist(), strict=True)
+    ]
+    tokens = DataFrame(rows, columns=["name", "delta_v", "specific"])
+    magnitudes = tokens[["delta_v", "specific"]].abs()
+    shares = [
+        ClassShare(
+            str(name),
+            len(own),
+            len(own) / len(tokens),
+            *(magnitudes.loc[own.index].sum() / magnitudes.sum().replace(0.0, 1.0)),
+            *own[["delta_v", "specific"]].mean(),
         )
-    return Summary(len(maps), len(labels), sorted(shares, key=lambda share: -share.share_of_specific))
-
-
-def _share(values: Tensor, rows: Tensor) -> float:
-    """Share of the rows in the sum of magnitudes; 0 where all values are 0."""
-    total = values.abs().sum().item()
-    return values[rows].abs().sum().item() / total if total else 0.0
+        for name, own in tokens.groupby("name", sort=False)
+    ]
+    return Summary(len(maps), len(tokens), sorted(shares, key=lambda share: -share.share_of_specific))
 
 
 def format_summary(summary: Summary) -> str:

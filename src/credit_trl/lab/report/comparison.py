@@ -1,4 +1,4 @@
-"""Scores of arms with intervals, and their paired differences from the first arm."""
+"""Scores of arms with intervals, their paired differences from the first arm, and what their training took."""
 
 from __future__ import annotations
 
@@ -21,9 +21,8 @@ CURVES = {
     "Fidelity of the teacher (nats)": "credit/teacher_fidelity",
     "Entropy of the policy (nats)": "entropy",
 }
+SECONDS = "credit/seconds_"  # beginning of the names of the seconds by stage
 SCORE_CURVE = "avg@k on held-out prompts"
-# An interval from two seeds is about nine times as wide as one from many: their scores are listed instead.
-_MIN_SEEDS = 3
 
 
 def curves(arms: Mapping[str, Sequence[Run]]) -> list[dict[str, Any]]:
@@ -39,6 +38,39 @@ def curves(arms: Mapping[str, Sequence[Run]]) -> list[dict[str, Any]]:
         if series:
             found.append({"title": title, "series": series})
     return found
+
+
+def training_table(arms: Mapping[str, Sequence[Run]]) -> list[dict[str, Any]]:
+    """The columns of the paper's Table 2, and S_t: one row for each arm, means over its runs.
+
+    A row has `arm`, `contrasts` (C; 0 for SDPO), `score` (avg@k of the last evaluation), `train_score` (the largest
+    logged reward), `seconds` (of an optimizer step), `ratio` (to the first arm), `s_mean` and `s_std` (of S_t in nats,
+    over the run). Missing values are None.
+    """
+    rows = []
+    for arm, runs in arms.items():
+        row: dict[str, Any] = {"arm": arm, "contrasts": _contrasts(runs[0])}
+        row["score"] = _mean([run.evaluations[-1]["score"] for run in runs if run.evaluations])
+        row["train_score"] = _mean([max(run.series("reward").values(), default=None) for run in runs])
+        row["seconds"] = _mean([run.mean_over_steps(SECONDS) for run in runs])
+        baseline = (rows or [row])[0]["seconds"]
+        row["ratio"] = row["seconds"] / baseline if row["seconds"] and baseline else None
+        row["s_mean"] = _mean([run.mean_over_steps(CURVES["S_t, mean (nats)"]) for run in runs])
+        row["s_std"] = _mean([run.mean_over_steps("credit/s_std") for run in runs])
+        rows.append(row)
+    return rows
+
+
+def _contrasts(run: Run) -> int | None:
+    """C of a run; 0 without a contrast, None without distillation or where the options are unknown."""
+    if not run.options.get("distillation_weight", 1.0):
+        return None
+    return run.options.get("contrastive_count") if run.options.get("contrastive_coef") else 0
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return float(np.mean(known)) if known else None
 
 
 def _points(title: str, runs: Sequence[Run]) -> list[list[float | None]]:
@@ -59,9 +91,9 @@ def compare_arms(arms: Mapping[str, Sequence[Run]]) -> list[dict[str, Any]]:
     """One row for each task and arm: avg@k of the last evaluation, and its difference from the task's first arm.
 
     Scores are compared on the prompts that all last evaluations of the task have. A row has `task`, `arm`, `runs`,
-    `prompts`, `k`, `before` (avg@k at step 0), `score`, `low`, `high`, `best` (the largest of the run, biased
-    upwards), and for every arm but the first `difference`, `difference_low`, `difference_high`, `p` and `p_holm`; of
-    two seeds no interval, but `by_seed`. Missing values are None.
+    `prompts`, `k`, `greedy`, `before` (avg@k at step 0), `score`, `low`, `high`, `best` (the largest of the run,
+    biased upwards), and for every arm but the first `difference`, `difference_low`, `difference_high`, `p` and
+    `p_holm`. Missing values are None.
     """
     rows: list[dict[str, Any]] = []
     tasks = dict.fromkeys(run.task for runs in arms.values() for run in runs if run.evaluations)
@@ -99,21 +131,17 @@ def _scores(runs: Sequence[Run], matrix: NDArray[np.float64]) -> dict[str, Any]:
     ]
     row: dict[str, Any] = {
         "k": last[0].get("k"),
+        "greedy": bool(last[0].get("greedy")),
         "step": max(one["step"] for one in last),
         "before": float(np.mean(before)) if before else None,
         "score": float(np.mean([one["score"] for one in last])),
         "best": float(np.mean([max(one["score"] for one in run.evaluations) for run in runs])),
-        "by_seed": [one["score"] for one in last],
     }
     if matrix.shape[1] > 1:
-        row["score"] = float(matrix.mean())
-        row["by_seed"] = matrix.mean(axis=1).tolist()
-        if len(matrix) == 1:
-            interval = bootstrap_ci(matrix[0])
-            row |= {"low": interval.low, "high": interval.high}
-        elif len(matrix) >= _MIN_SEEDS:
-            interval = paired_bootstrap(matrix, np.zeros_like(matrix[0]))  # over seeds and prompts
-            row |= {"low": interval.low, "high": interval.high}
+        # over prompts, and over seeds where there are several
+        several = len(matrix) > 1
+        interval = paired_bootstrap(matrix, np.zeros_like(matrix[0])) if several else bootstrap_ci(matrix[0])
+        row |= {"score": float(matrix.mean()), "low": interval.low, "high": interval.high}
     return row
 
 
@@ -127,14 +155,5 @@ def _difference(
     is_paired = is_distinct and set(seeds) == set(base_seeds)
     if is_paired:
         base_scores = base_scores[[base_seeds.index(seed) for seed in seeds]]
-    row: dict[str, Any] = {"difference": float(scores.mean() - base_scores.mean())}
-    if is_paired:
-        row["difference_by_seed"] = (scores.mean(axis=1) - base_scores.mean(axis=1)).tolist()
-    if _has_interval(scores) and _has_interval(base_scores):
-        result = paired_bootstrap(scores, base_scores, paired_seeds=is_paired)
-        row |= {"difference_low": result.low, "difference_high": result.high, "p": result.p_value}
-    return row
-
-
-def _has_interval(matrix: NDArray[np.float64]) -> bool:
-    return not 1 < len(matrix) < _MIN_SEEDS
+    found = paired_bootstrap(scores, base_scores, paired_seeds=is_paired)
+    return dict(zip(("difference", "difference_low", "difference_high", "p"), found, strict=True))

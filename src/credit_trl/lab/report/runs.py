@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from credit_trl.training.run_directory import (
     EVALUATIONS_FILE,
     EVALUATIONS_FOLDER,
@@ -54,7 +56,18 @@ class Run:
 
     def series(self, name: str) -> dict[int, float]:
         """A logged number by step."""
-        return {row["step"]: float(row[name]) for row in self.log if _is_number(row.get(name))}
+        return {row["step"]: float(row[name]) for row in self.log if isinstance(row.get(name), int | float)}
+
+    def mean_over_steps(self, prefix: str) -> float | None:
+        """Mean over optimizer steps of the sum of all logged numbers whose names begin with `prefix`.
+
+        Each log is a mean over the steps since the log before it. None where nothing was logged.
+        """
+        values = [(row["step"], [row[name] for name in row if name.startswith(prefix)]) for row in self.log]
+        sums = {step: sum(own) for step, own in values if own and None not in own}
+        if not sums:
+            return None
+        return float(np.average([*sums.values()], weights=np.diff([0, *sums])))
 
     def scores(self, step: int) -> dict[str, float]:
         """avg@k of each prompt at an evaluated step; empty where its results are missing."""
@@ -146,7 +159,3 @@ def _value(run: Run, option: str) -> Any:
 
 def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, sort_keys=True)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -18,7 +18,7 @@ from credit_trl.contexts.prompts import Prompt, user_text
 from credit_trl.lab import MAPS_FOLDER
 from credit_trl.lab.analysis.responses import Rollout, feedback_text
 from credit_trl.lab.analysis.tokenmap import QUANTITIES, TokenMap
-from credit_trl.lab.analysis.tokenmap_json import check_distinct, json_numbers, read_maps
+from credit_trl.lab.analysis.tokenmap_json import json_numbers, read_maps
 from credit_trl.lab.analysis.tokenmap_summary import summarize_maps
 from credit_trl.lab.analysis.tokentext import visible
 from credit_trl.lab.report.page import write_html
@@ -28,17 +28,14 @@ SATURATION = 0.99
 
 
 def write_token_maps(maps: Sequence[TokenMap], path: str | Path, *, title: str = "Token credit") -> None:
-    """Write a page of maps of any responses and checkpoints; those of one response are shown side by side.
-
-    Raises:
-        ValueError: `maps` is empty, or has two maps of one response under one checkpoint.
-    """
+    """Write a page of maps of any responses and checkpoints; those of one response are shown side by side."""
     write_html({"title": visible(title), "maps": maps_section(maps)}, path)
 
 
 def read_run_maps(folder: Path) -> list[TokenMap]:
-    """Maps in the first and the last file of a run's `credit_maps/`."""
-    paths = sorted((folder / MAPS_FOLDER).glob("*.json"))
+    """Maps of the first and the last step of a run; without these, in the first and last file of `credit_maps/`."""
+    files = sorted((folder / MAPS_FOLDER).glob("*.json"))
+    paths = [path for path in files if path.name.startswith("step-")] or files
     maps = [one for path in dict.fromkeys([*paths[:1], *paths[-1:]]) for one in read_maps(path)]
     return list({(one.response.identifier, one.checkpoint): one for one in maps}.values())
 
@@ -49,7 +46,6 @@ def maps_section(maps: Sequence[TokenMap]) -> dict[str, Any]:
     Responses that are shown first have a low reward, since their wrong tokens have a negative R_t; then those with
     more checkpoints.
     """
-    check_distinct(maps)
     checkpoints = list(dict.fromkeys(m.checkpoint for m in maps))
     scales = group_scales(maps)
     by_response: dict[str, list[TokenMap]] = {}

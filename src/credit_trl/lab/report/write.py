@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from credit_trl.lab.analysis.tokentext import visible
-from credit_trl.lab.report.comparison import compare_arms, curves
+from credit_trl.lab.report.comparison import compare_arms, curves, training_table
 from credit_trl.lab.report.page import write_html
 from credit_trl.lab.report.runs import Run, arms_of, differing_options, load_run, read_completions, short_names
 from credit_trl.lab.report.token_maps import maps_section, read_run_maps, turns
@@ -20,6 +20,7 @@ REPORT_FILE = "report.html"
 # Characters of a text of a rollout that the page shows.
 _LONGEST_TEXT = 20_000
 _COLUMNS = ("task", "arm", "runs", "before", "avg@k (%)", "95 % interval", "best", "difference", "95 %", "p (Holm)")
+_TRAINING_COLUMNS = ("arm", "C", "avg@k (%)", "train score, peak", "seconds a step", "ratio", "S_t, mean", "S_t, std")
 _FACTS = ("task", "model", "contrastive_coef", "contrastive_form", "contrastive_source", "contrastive_count")
 
 
@@ -65,6 +66,7 @@ def report_document(runs: Sequence[Run]) -> dict[str, Any]:
             for name, run in zip(names, runs, strict=True)
         ],
         "curves": curves(arms),
+        "training": [row | {"arm": visible(row["arm"])} for row in training_table(arms)],
         "comparison": [row | {name: visible(row[name]) for name in ("task", "arm")} for row in compare_arms(arms)],
     }
 
@@ -106,10 +108,11 @@ def _shortened(text: str) -> str:
 
 
 def report_markdown(document: Mapping[str, Any]) -> str:
-    """Scores, differences and options as Markdown; the curves are in the JSON file."""
+    """Scores, differences, training and options as Markdown; the curves are in the JSON file."""
     parts = [f"# {table_cell(document['title'])}"]
     if document["comparison"]:
         parts.append(markdown_table(_COLUMNS, map(_score_cells, document["comparison"]), left=2))
+    parts.append(markdown_table(_TRAINING_COLUMNS, map(_training_cells, document["training"])))
     options = document["options"]
     rows = ([table_cell(str(value)) for value in row.values()] for row in options)
     parts.append(markdown_table([table_cell(name) for name in options[0]], rows))
@@ -123,21 +126,28 @@ def _score_cells(row: Mapping[str, Any]) -> list[str]:
         table_cell(row["arm"]),
         str(row["runs"]),
         _percent(row.get("before")),
-        _percent(row["score"]),
-        _interval(row.get("low"), row.get("high"), row["by_seed"]),
+        _percent(row["score"]) + (" (greedy)" if row["greedy"] else ""),
+        _interval(row.get("low"), row.get("high")),
         _percent(row["best"]),
         _percent(row.get("difference"), "+"),
-        _interval(row.get("difference_low"), row.get("difference_high"), row.get("difference_by_seed", ()), "+"),
+        _interval(row.get("difference_low"), row.get("difference_high"), "+"),
         "–" if p is None else "< 0.001" if p < 0.001 else f"{p:.3f}",
     ]
+
+
+def _training_cells(row: Mapping[str, Any]) -> list[str]:
+    contrasts = "–" if row["contrasts"] is None else str(row["contrasts"])
+    numbers = (_number(row[name]) for name in ("train_score", "seconds", "ratio", "s_mean", "s_std"))
+    return [table_cell(row["arm"]), contrasts, _percent(row["score"]), *numbers]
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.0f}" if abs(value) >= 100 else f"{value:.3f}"
 
 
 def _percent(value: float | None, sign: str = "") -> str:
     return "–" if value is None else f"{100 * value:{sign}.1f}"
 
 
-def _interval(low: float | None, high: float | None, by_seed: Sequence[float], sign: str = "") -> str:
-    """The interval, or the values of two seeds."""
-    if low is not None:
-        return f"[{_percent(low, sign)}, {_percent(high, sign)}]"
-    return ", ".join(_percent(value, sign) for value in by_seed) if len(by_seed) > 1 else "–"
+def _interval(low: float | None, high: float | None, sign: str = "") -> str:
+    return "–" if low is None else f"[{_percent(low, sign)}, {_percent(high, sign)}]"

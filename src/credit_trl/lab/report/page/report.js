@@ -29,9 +29,8 @@ function number(value, digits = 4, sign = false) {
 
 const percent = (value, sign) => typeof value === "number" ? number(100 * value, 1, sign) : "–";
 
-function interval(low, high, values, sign) {
-  if (typeof low === "number" && typeof high === "number") return "[" + percent(low, sign) + ", " + percent(high, sign) + "]";
-  return values && values.length > 1 ? values.map((value) => percent(value, sign)).join(", ") : "–";
+function interval(low, high, sign) {
+  return typeof low === "number" ? "[" + percent(low, sign) + ", " + percent(high, sign) + "]" : "–";
 }
 
 function option(select, value, text) {
@@ -73,37 +72,49 @@ function buildSummary() {
   const box = byId("summary").lastElementChild;
   if (data.runs.length === 1) {
     const facts = element("dl", "facts");
-    const add = (name, value, small) => {
-      const pair = element("div", small ? "small" : "");
+    const add = (name, value) => {
+      const pair = element("div");
       pair.append(element("dt", "", name), element("dd", "", value));
       facts.append(pair);
     };
     for (const row of data.comparison) {
-      const bounds = interval(row.low, row.high, null);
-      add("avg@" + row.k + " at step " + row.step + ", %", percent(row.score) + (bounds === "–" ? "" : " " + bounds));
+      const bounds = interval(row.low, row.high);
+      add("avg@" + row.k + (row.greedy ? ", greedy," : "") + " at step " + row.step + ", %", percent(row.score) + (bounds === "–" ? "" : " " + bounds));
       if (typeof row.before === "number") add("before training", percent(row.before));
     }
-    for (const [name, value] of Object.entries(data.options[0])) if (name !== "run") add(name, String(value ?? "–"), true);
-    box.append(facts);
+    const [row] = data.training;
+    for (const [name, value] of [["train score, peak", row.train_score], ["seconds a step", row.seconds], ["S_t, mean (nats)", row.s_mean]]) {
+      if (typeof value === "number") add(name, short(value));
+    }
+    box.append(facts, optionsOf("Options", false));
     return;
   }
   const tasks = [...new Set(data.comparison.map((row) => row.task))];
   for (const task of tasks) {
     const rows = data.comparison.filter((row) => row.task === task);
-    const names = ["arm", "runs", "before", "avg@" + rows[0].k + ", %", "95 % interval, or runs", "difference", "95 % interval, or seeds", "p (Holm)"];
+    const names = ["arm", "runs", "before", "avg@" + rows[0].k + (rows.some((row) => row.greedy) ? ", greedy" : "") + ", %", "95 % interval", "difference", "95 % interval", "p (Holm)"];
     const cells = rows.map((row) => [
-      armName(data.arms.indexOf(row.arm)), String(row.runs), percent(row.before), percent(row.score), interval(row.low, row.high, row.by_seed),
-      percent(row.difference, true), interval(row.difference_low, row.difference_high, row.difference_by_seed, true),
+      armName(data.arms.indexOf(row.arm)), String(row.runs), percent(row.before), percent(row.score), interval(row.low, row.high),
+      percent(row.difference, true), interval(row.difference_low, row.difference_high, true),
       typeof row.p_holm !== "number" ? "–" : row.p_holm < 0.001 ? "< 0.001" : row.p_holm.toFixed(3),
     ]);
     box.append(element("h3", "", task + ": last evaluation, " + rows[0].prompts + " shared prompts"), tableOf(names, cells, "stacked"));
-    box.append(element("p", "note", "Differences are from the first arm, in percentage points, paired by prompt and by seed where both arms have the same seeds. Arms of two runs list them in place of an interval."));
+    box.append(element("p", "note", "Differences are from the first arm, in percentage points, paired by prompt and by seed where both arms have the same seeds."));
   }
-  const names = Object.keys(data.options[0]);
-  const details = element("details");
-  details.append(element("summary", "", "Options that differ"), tableOf(names, data.options.map((row) => names.map((name) => row[name] === null ? "–" : String(row[name]))), "stacked"));
-  details.open = data.comparison.length === 0;
-  box.append(details);
+  const training = ["arm", "C", "avg@k, %", "train score, peak", "seconds a step", "ratio", "S_t, mean", "S_t, std"];
+  const cells = data.training.map((row, i) => [
+    armName(i), String(row.contrasts ?? "–"), percent(row.score),
+    ...[row.train_score, row.seconds, row.ratio, row.s_mean, row.s_std].map((value) => typeof value === "number" ? short(value) : "–"),
+  ]);
+  box.append(element("h3", "", "Training: contrast prompts C, cost and S_t in nats"), tableOf(training, cells, "stacked"));
+  box.append(optionsOf("Options that differ", data.comparison.length === 0));
+}
+
+function optionsOf(title, isOpen) {
+  const names = Object.keys(data.options[0]), details = element("details");
+  details.append(element("summary", "", title), tableOf(names, data.options.map((row) => names.map((name) => String(row[name] ?? "–"))), "stacked"));
+  details.open = isOpen;
+  return details;
 }
 
 function armName(index) {
@@ -403,6 +414,12 @@ function choose(index) {
   byId("values").checked = maps.responses[index].tokens.length <= 120;
   showContext();
   showPanes();
+  inspect(lowest(panes[0].map.centred));
+}
+
+// Index of the smallest value: the token that a step lowers most.
+function lowest(values) {
+  return values.reduce((best, value, i) => strength(value, 1e9) < strength(values[best], 1e9) ? i : best, 0);
 }
 
 function classesOf(checkpoint) {

@@ -1,15 +1,18 @@
-"""NaN and infinities never reach weights, teacher or checkpoints."""
+"""NaN and infinities never reach weights, teacher or checkpoints; updates that the dtype rounds away are an alarm."""
 
 from __future__ import annotations
 
 import math
+import warnings
 from functools import partial
 
 import pytest
 import torch
 from transformers import TrainerCallback
 
-from credit_trl.training.finite import NonFiniteError, first_nonfinite, poison
+from credit_trl.training.metrics import CreditWarning
+from credit_trl.training.weights import NonFiniteError, nonfinite_weight, poison
+from tiny import length_verdicts
 
 
 @pytest.fixture
@@ -73,7 +76,7 @@ def test_nonfinite_step_ends_the_run_before_the_optimizer(make_trainer, tmp_path
     assert str(ended.value).startswith("Step 3 is not finite")
     assert source in str(ended.value)
     assert f"The last checkpoint is {tmp_path / 'run' / 'checkpoint-2'}." in str(ended.value)
-    assert first_nonfinite(trainer.model.named_parameters()) is None
+    assert nonfinite_weight(trainer.model, {}) is None
     resumed = make_trainer()
     resumed.train("latest")
     whole = make_trainer(output_dir=str(tmp_path / "whole"))
@@ -98,7 +101,7 @@ def test_skipped_step_changes_no_weight_and_is_counted(make_trainer, fault):
     trainer.train()
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert [entry["credit/frac_skipped_updates"] for entry in logs] == [0.0, 0.0, 1.0, 0.0]
-    assert first_nonfinite(trainer.model.named_parameters()) is None
+    assert nonfinite_weight(trainer.model, {}) is None
     assert any(not torch.equal(p, before[n]) for n, p in trainer.model.named_parameters())
 
 
@@ -132,3 +135,42 @@ def test_finite_loss_and_its_gradient_are_unchanged_bit_for_bit():
     assert torch.equal(guarded, value)
     assert torch.equal(found, expected)
     assert poison(x.sum(), torch.tensor(False)).isnan()
+
+
+@pytest.fixture
+def warned(make_model, make_trainer):
+    """Warnings of a run with weights of a dtype, at construction and while it trains."""
+
+    def run(dtype, rewards=length_verdicts, **options):
+        model = make_model().to(dtype)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer = make_trainer(rewards, model=model, learning_rate=1e-6, save_strategy="no", **options)
+            count = len(caught)
+            trainer.train()
+        messages = [str(w.message) if w.category is CreditWarning else "" for w in caught]
+        return messages[:count], messages[count:]
+
+    return run
+
+
+def test_bf16_weights_at_the_papers_rate_are_named_and_counted_once(warned):
+    constructed, trained = warned(torch.bfloat16, max_steps=3)
+    [message] = [text for text in constructed if "trained weights are bfloat16" in text]
+    assert "keep `bf16=True`" in message
+    [message] = [text for text in trained if "first update changed" in text]
+    assert float(message.split("changed ")[1].split("%")[0]) < 10
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_steps": 1},
+        {"max_steps": 2, "warmup_steps": 2, "lr_scheduler_type": "constant_with_warmup"},  # first update of rate 0
+        {"max_steps": 2, "rewards": lambda completions, **_: [0.0] * len(completions)},  # no gradient
+    ],
+    ids=["paper", "warm-up", "no loss"],
+)
+def test_fp32_weights_move(warned, options):
+    messages = [text for texts in warned(torch.float32, **options) for text in texts]
+    assert not [text for text in messages if "update changed" in text or "trained weights" in text]

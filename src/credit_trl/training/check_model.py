@@ -22,20 +22,23 @@ _MIN_EPS = 2.0**-10
 # Allowed change of logits under left padding, relative to the largest logit: recurrent states change slightly.
 _PADDING_TOLERANCE = 0.01
 _PADDING = 8
-_PROMPTS = 4
 
 
 def check_model(model: nn.Module, accelerator: Accelerator) -> None:
-    """Check that a model can be distilled.
+    """Check that a model can be distilled. Skipped where `check_logits` is.
 
     Raises:
         ValueError: its logits are not those of its backbone and head (`check_logits`), or they change with later
             tokens or when the prompt is padded on the left.
     """
+    if unwrap_adapters(model).config.is_encoder_decoder:
+        raise ValueError(
+            f"`{type(unwrap_adapters(model)).__name__}` is an encoder-decoder; CREDIT trains causal language models."
+        )
     check_logits(model, accelerator)
     if not _is_whole(model, accelerator):
         return
-    input_ids = _regular_ids(model, 4 * _PROMPTS).view(_PROMPTS, 4)
+    input_ids = _regular_ids(model, 16).view(4, 4)
     padded = torch.cat([input_ids[:, :1].repeat(1, _PADDING), input_ids], dim=1)
     mask = torch.ones_like(padded)
     mask[:, :_PADDING] = 0
@@ -64,18 +67,11 @@ def _change(own: Tensor, other: Tensor) -> float:
     Rounding may route a token of a single prompt to another expert. NaN in `other` alone is infinite.
     """
     eps = max(_MIN_EPS, torch.finfo(own.dtype).eps)
-    own, other = own.float().nan_to_num(), other.float().nan_to_num(math.inf if own.isfinite().all() else 0.0)
-    changes, largest = (own - other).abs().amax(dim=-1), own.abs().amax(dim=-1)
-    return changes.max().item() if (changes > (_PADDING_TOLERANCE + 4 * eps) * largest).all() else 0.0
-
-
-@contextmanager
-def _inference(model: nn.Module, accelerator: Accelerator) -> Iterator[None]:
-    """Eval mode without gradients; training modes and random states are restored afterwards."""
-    device = model.device
-    fork = torch.random.fork_rng([device] if device.type == "cuda" else [], device_type=device.type)
-    with eval_mode(model), torch.no_grad(), fork, accelerator.autocast():
-        yield
+    other = other.float().nan_to_num(math.inf if own.isfinite().all() else 0.0)
+    own = own.float().nan_to_num()
+    changes = (own - other).abs().amax(dim=-1)
+    is_real = changes > (_PADDING_TOLERANCE + 4 * eps) * own.abs().amax(dim=-1)
+    return changes.max().item() if is_real.all() else 0.0
 
 
 def check_logits(model: nn.Module, accelerator: Accelerator) -> None:
@@ -90,33 +86,38 @@ def check_logits(model: nn.Module, accelerator: Accelerator) -> None:
     """
     if not _is_whole(model, accelerator):
         return
-    input_ids = _regular_ids(model, 4)
-    inputs = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids), "use_cache": False}
+    inputs = {"input_ids": _regular_ids(model, 4), "attention_mask": None, "use_cache": False}
     with _inference(model, accelerator):
         own = model(**inputs).logits[0, -1:]
         hidden = backbone(model)(**inputs).last_hidden_state[0, -1:]
         autocast = torch.is_autocast_enabled(own.device.type)
         computed = torch.get_autocast_dtype(own.device.type) if autocast else own.dtype
-    head = lm_head(model, temperature=1.0)
-    sizes = (own.shape[-1], hidden.shape[-1])
-    difference = math.inf
-    tolerance = 0.0
-    if sizes == (head.vocabulary_size, head.weight.shape[1]) and head.weight.is_floating_point():
-        hidden = hidden.to(head.weight.device)
-        trained = hidden.new_empty(1, head.vocabulary_size, dtype=accumulation_dtype(hidden.dtype))
-        with torch.no_grad():
+        head = lm_head(model, temperature=1.0)
+        difference = math.inf
+        tolerance = 0.0
+        if (*own.shape, *hidden.shape) == (1, head.vocabulary_size, 1, head.weight.shape[1]):
+            hidden = hidden.to(head.weight.device)
+            trained = hidden.new_empty(own.shape, dtype=accumulation_dtype(hidden.dtype))
             project(head, hidden, out=trained, wants_entropy=False)
-        dtypes = (own.dtype, hidden.dtype, computed, head.weight.dtype)
-        own = own.to(trained).nan_to_num()
-        trained = trained.nan_to_num()
-        difference = (own - trained).abs().max().item()
-        tolerance = 4 * max(_MIN_EPS, *(torch.finfo(dtype).eps for dtype in dtypes)) * own.abs().max().item()
+            own = own.to(trained).nan_to_num()
+            difference = (own - trained.nan_to_num()).abs().max().item()
+            eps = max(torch.finfo(dtype).eps for dtype in (computed, hidden.dtype, head.weight.dtype))
+            tolerance = 4 * max(_MIN_EPS, eps) * own.abs().max().item()
     if not difference <= tolerance:
         raise ValueError(
             f"The logits of `{type(unwrap_adapters(model)).__name__}` are not the product of its last hidden states "
             f"and output embeddings with a bias, a scale and a soft cap: they differ by {difference:.2g}, rounding by "
             f"up to {tolerance:.2g}. Train it with TRL's `GRPOTrainer`, or open an issue that names the class."
         )
+
+
+@contextmanager
+def _inference(model: nn.Module, accelerator: Accelerator) -> Iterator[None]:
+    """Eval mode without gradients; training modes and random states are restored afterwards."""
+    device = model.device
+    fork = torch.random.fork_rng([device] if device.type == "cuda" else [], device_type=device.type)
+    with eval_mode(model), torch.no_grad(), fork, accelerator.autocast():
+        yield
 
 
 def _is_whole(model: nn.Module, accelerator: Accelerator) -> bool:

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from credit_trl import CreditTrainer
 from credit_trl.lab.analysis.checkpoints import Checkpoint
-from credit_trl.training import check_logits
+from credit_trl.training import check_model
 from families import FAMILIES
 from tiny import length_verdicts
 
@@ -59,9 +59,9 @@ def test_prediction_head_is_refused_by_trainer_and_analysis(
 def test_prediction_head_is_refused_in_all_dtypes(with_prediction_head, accelerator, dtype):
     model = with_prediction_head.to(dtype)
     with pytest.raises(ValueError, match=REFUSED):
-        check_logits.check_logits(model, accelerator)
+        check_model.check_logits(model, accelerator)
     with pytest.raises(ValueError, match=REFUSED):
-        check_logits.check_logits(get_peft_model(model, LoraConfig(target_modules=["Wo"])), accelerator)
+        check_model.check_logits(get_peft_model(model, LoraConfig(target_modules=["Wo"])), accelerator)
 
 
 PRECISIONS = [(torch.float32, "no"), (torch.float32, "bf16"), (torch.bfloat16, "no"), (torch.float16, "no")]
@@ -73,7 +73,7 @@ def test_families_pass_in_all_precisions(make_family, family, dtype, mixed):
     accelerator = Accelerator(cpu=True)
     accelerator.state._mixed_precision = mixed  # a second Accelerator keeps the precision of the first
     try:
-        check_logits.check_model(make_family(family).to(dtype), accelerator)
+        check_model.check_model(make_family(family).to(dtype), accelerator)
     finally:
         accelerator.state._mixed_precision = "no"
 
@@ -95,7 +95,7 @@ def test_families_sensitive_to_padding_are_refused(monkeypatch, model_class, siz
     model = AutoModelForCausalLM.from_config(config)
     monkeypatch.setattr(accelerator.state, "_mixed_precision", mixed)
     with pytest.raises(ValueError, match=rf"The logits of `{model_class}\w+` in \w+ change by .* padded on the left"):
-        check_logits.check_model(model, accelerator)
+        check_model.check_model(model, accelerator)
 
 
 def test_bidirectional_model_is_refused(tokenizer, accelerator):
@@ -103,7 +103,7 @@ def test_bidirectional_model_is_refused(tokenizer, accelerator):
     sizes = {"vocab_size": len(tokenizer), "d_model": 32, "n_layer": 2, "n_head": 2, "d_inner": 48}
     model = transformers.XLNetLMHeadModel(transformers.XLNetConfig(**sizes, initializer_range=0.3))
     with pytest.raises(ValueError, match=r"`XLNetLMHeadModel` change by .* when a token follows"):
-        check_logits.check_model(model, accelerator)
+        check_model.check_model(model, accelerator)
 
 
 @pytest.mark.parametrize("changed_rows", [slice(0, 1), slice(None)])
@@ -117,19 +117,19 @@ def test_padding_change_of_one_prompt_counts_as_rounding(make_model, changed_row
 
     model.register_forward_hook(change)
     if changed_rows == slice(0, 1):
-        check_logits.check_model(model, accelerator)
+        check_model.check_model(model, accelerator)
         return
     with pytest.raises(ValueError, match="padded on the left"):
-        check_logits.check_model(model, accelerator)
+        check_model.check_model(model, accelerator)
 
 
 @pytest.mark.parametrize("value", [None, 4.0])
 def test_wrong_soft_cap_is_detected(make_family, accelerator, monkeypatch, value):
     model = make_family("Gemma2")
-    check_logits.check_logits(model, accelerator)
+    check_model.check_logits(model, accelerator)
     monkeypatch.setattr("credit_trl.loss.head._softcap", lambda config: value)
     with pytest.raises(ValueError, match="Gemma2ForCausalLM"):
-        check_logits.check_logits(model, accelerator)
+        check_model.check_logits(model, accelerator)
 
 
 def test_masked_logits_are_detected(make_model, accelerator, monkeypatch):
@@ -140,7 +140,7 @@ def test_masked_logits_are_detected(make_model, accelerator, monkeypatch):
 
     model.lm_head.register_forward_hook(masked)
     with pytest.raises(ValueError, match="Qwen3ForCausalLM"):
-        check_logits.check_logits(model, accelerator)
+        check_model.check_logits(model, accelerator)
 
 
 def test_check_restores_modes_and_random_states(make_model, with_prediction_head, accelerator):
@@ -156,7 +156,7 @@ def test_check_restores_modes_and_random_states(make_model, with_prediction_head
         modes = [module.training for module in model.modules()]
         state = torch.get_rng_state()
         try:
-            check_logits.check_logits(model, accelerator)
+            check_model.check_logits(model, accelerator)
         except ValueError:
             assert model is with_prediction_head
         assert torch.equal(torch.get_rng_state(), state)
@@ -168,4 +168,4 @@ def test_check_restores_modes_and_random_states(make_model, with_prediction_head
 def test_sharded_models_are_skipped(with_prediction_head, accelerator, monkeypatch, kind):
     monkeypatch.setattr(Accelerator, "distributed_type", kind)
     monkeypatch.setattr(with_prediction_head, "forward", lambda **inputs: pytest.fail("a sharded model was called"))
-    check_logits.check_logits(with_prediction_head, accelerator)
+    check_model.check_logits(with_prediction_head, accelerator)

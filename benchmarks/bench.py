@@ -1,0 +1,116 @@
+"""Counts and ratios of a step, compared with `baselines.json`; exits with 1 where one is worse.
+
+    python benchmarks/bench.py            # `make bench`
+    python benchmarks/bench.py --counts   # the counts only, in seconds
+    python benchmarks/bench.py --write    # replace the baselines by what is measured
+
+Counts are exact: tokens that models read in an update, with gradient and without. Ratios are of processor seconds in
+one run, and may exceed their baseline by `TOLERANCE`, the spread of repeated runs beside other load.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import quickstart_step
+import torch
+from measure import Results, in_turns, ratio, trials
+from ragged import WORKLOAD as RAGGED
+from torch import nn
+from updates import build, make_credit_update
+from workload import Workload
+
+BASELINES = Path(__file__).with_name("baselines.json")
+TOLERANCE = 0.12
+SMALL = {"hidden": 16, "heads": 1, "head_dim": 16, "key_value_heads": 1, "intermediate": 16, "layers": 1}
+# One GPU's share of a LiveCodeBench batch at a sixteenth of its lengths: 4 problems of 8 rollouts.
+SIBLINGS = Workload(
+    vocabulary=300, batch=32, group=8, prompt=32, completion=128, teacher_prompt=176, common=32, topk=20, **SMALL
+)
+COUNTED = {
+    "ragged, trimmed": RAGGED.with_(vocabulary=300, padding="trimmed", **SMALL),
+    "ragged, packed": RAGGED.with_(vocabulary=300, padding="packed", **SMALL),
+    "siblings, packed": SIBLINGS.with_(padding="packed"),
+    "siblings, packed, no contrast": SIBLINGS.with_(padding="packed", contrasts=0),
+}
+TIMED = {"credit": ("credit", Workload()), "sdpo": ("sdpo", Workload())}
+
+
+@contextmanager
+def counted_tokens() -> Iterator[dict[str, int]]:
+    """Tokens that enter the embedding of any model in the block, with gradient and without."""
+    tokens = {"with gradient": 0, "without": 0}
+
+    def count(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if isinstance(module, nn.Embedding):
+            tokens["with gradient" if torch.is_grad_enabled() else "without"] += args[0].numel()
+
+    hook = nn.modules.module.register_module_forward_hook(count)
+    try:
+        yield tokens
+    finally:
+        hook.remove()
+
+
+def counts() -> dict[str, int]:
+    """Tokens read in an update of each workload of `COUNTED`."""
+    found = {}
+    for name, workload in COUNTED.items():
+        update, _ = make_credit_update(workload, tempfile.mkdtemp())(workload)
+        with counted_tokens() as tokens:
+            update()
+        found |= {f"{name}: tokens {kind}": number for kind, number in tokens.items()}
+    return found
+
+
+def ratios(rounds: int) -> dict[str, float]:
+    """Processor seconds of an update and of quickstart steps over those of TRL's SDPO, and memory of the update."""
+    with trials(build, TIMED) as running:
+        in_turns(running, 1, {"completion": 64})
+        samples = in_turns(running, rounds, {})
+    update = ratio(samples["credit"], samples["sdpo"], "processor")
+    memory = ratio(samples["credit"], samples["sdpo"], "peak_mb")
+    steps = quickstart_step.measure(2 * rounds, Results())["ratios"]
+    return {"update over sdpo": update, "memory of an update over sdpo": memory, **steps}
+
+
+def compare(found: dict[str, float], baselines: dict[str, float], tolerance: float) -> list[str]:
+    """Print a line for each value, and return the names of those that are worse than their baseline."""
+    worse = []
+    for name, value in found.items():
+        limit = baselines.get(name, 0) * (1.0 + tolerance)
+        is_worse = value > limit
+        print(f"{name:<52}{value:>10.6g}   at most {limit:>10.6g}   {'WORSE' if is_worse else 'ok'}")
+        if is_worse:
+            worse.append(name)
+    return worse
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--counts", action="store_true", help="only the counts")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--write", action="store_true", help="write the baselines")
+    arguments = parser.parse_args()
+    baselines = json.loads(BASELINES.read_text()) if BASELINES.is_file() else {"counts": {}, "ratios": {}}
+    found = {"counts": counts()}
+    worse = compare(found["counts"], baselines["counts"], 0.0)
+    if not arguments.counts:
+        found["ratios"] = ratios(arguments.rounds)
+        worse += compare(found["ratios"], baselines["ratios"], TOLERANCE)
+    if arguments.write:
+        BASELINES.write_text(json.dumps(baselines | found, indent=1, ensure_ascii=False) + "\n")
+        return 0
+    print(f"{len(worse)} worse than {BASELINES.name}" + "".join(f"\n  {name}" for name in worse))
+    return int(bool(worse))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

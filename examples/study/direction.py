@@ -1,0 +1,157 @@
+"""Which tokens should the gradient raise? ΔV_t, S_t and R_t against the effect on success, without any training.
+
+    python direction.py weak --bases runs/study/bases/weak-seed30?    # writes results/direction.csv
+
+Responses of the worlds are few enough to be enumerated: every token of at least `MIN_PROBABILITY` continues a prefix.
+P(O = 1 | prefix) then follows backwards from the verdicts of the whole responses. The ideal is the gradient of success
+by the logits of a policy that is a table, p(v) (P(O = 1 | v) − P(O = 1)) at a prefix, with the order of r^cf (Appendix
+F). A quantity Q gives p(v) (Q(v) − E_p Q).
+
+`cosine` compares both gradients over all prefixes of a prompt, weighted by their probability. `concordance` is the
+share of pairs of tokens whose success differs by a hundredth that Q orders alike, a mean with the same weights; ½ is
+chance.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from credit_trl.contexts.privileged import PrivilegedContext
+from run import HERE, PROVENANCE, row_of
+from scipy.stats import somersd
+from worlds import WORLDS, World
+
+from credit_trl import objective
+from credit_trl.lab.analysis.checkpoints import Checkpoint
+from credit_trl.lab.analysis.formula import CreditFormula
+from credit_trl.lab.analysis.responses import Rollout, analysis_config, draw, grade_rollouts, rollout_contexts
+from credit_trl.lab.analysis.vocabulary_logps import CreditLogps, RolloutContexts, credit_logps
+from credit_trl.tasks.quickstart import TEMPLATES
+
+MIN_PROBABILITY = 0.01  # of a token after its prefix
+MIN_PREFIX = 1e-3  # probability of a prefix that is continued
+MAX_LENGTH = 32
+QUANTITIES = {
+    "ΔV": CreditFormula(0.0),
+    "S": None,
+    **{f"subtract λ={coef}": CreditFormula(coef) for coef in (0.05, 0.1, 0.2, 0.5)},
+    **{f"guide λ={coef}": CreditFormula(coef, "guide") for coef in (0.2, 1.0, 1.5)},
+}
+Prefix = tuple[int, ...]
+Tree = dict[Prefix, tuple[float, dict[int, float]]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("world", choices=sorted(WORLDS))
+    parser.add_argument("--bases", nargs="+", type=Path, help="folders named WORLD-seedN, as run.py makes them")
+    parser.add_argument("--prompts", type=int, default=12, help="prompts of each group")
+    parser.add_argument("--csv", type=Path, default=HERE / "results" / "direction.csv")
+    args = parser.parse_args()
+    rows = [row for base in args.bases for row in measure(WORLDS[args.world], base, args.prompts)]
+    pd.DataFrame(rows).to_csv(args.csv, index=False, float_format="%.4f")
+
+
+def measure(world: World, base: Path, prompts: int) -> Iterator[dict[str, Any]]:
+    """A row for every group and quantity: means over prompts."""
+    seed = int(base.name.rpartition("seed")[2])
+    made_by = {name: row_of(world, seed, "", 0, {"contrastive_coef": 0.0})[name] for name in PROVENANCE}
+    checkpoint = Checkpoint.load(str(base), name="base")
+    config = analysis_config(contrastive_count=4, use_successful_as_teacher=False, **TEMPLATES)
+    for group in ("known", "unknown"):
+        rows = [row for row in world.task.build("test") if row["group"] == group][:prompts]
+        contrasts = draw([row["prompt"] for row in rows], world.task.build("train")["prompt"], config)
+        found: dict[str, list[tuple[float, float]]] = {name: [] for name in QUANTITIES}
+        success = []
+        for row, others in zip(rows, contrasts, strict=True):
+            z = PrivilegedContext(feedback=world.task.verify("", row["answer"]).feedback)
+            contexts = rollout_contexts(Rollout(row["id"], row["prompt"], (), z, tuple(others)), config, checkpoint)
+            tree = enumerate_responses(checkpoint, contexts.student)
+            values = success_of(checkpoint, world, row, tree)
+            success.append(values[()])
+            for name, agreement in agreements(checkpoint, contexts, tree, values).items():
+                found[name].append(agreement)
+        for name, pairs in found.items():
+            cosine, concordance = np.nanmean(pairs, axis=0)
+            key = {"world": world.name, "base": seed, "group": group, "quantity": name, "prompts": len(rows)}
+            yield key | {"cosine": cosine, "concordance": concordance, "success": np.mean(success)} | made_by
+
+
+@torch.no_grad()
+def enumerate_responses(checkpoint: Checkpoint, context: list[int]) -> Tree:
+    """Prefixes of the likely responses → their probability, and those of the tokens that continue them."""
+    tree: Tree = {}
+    frontier: dict[Prefix, float] = {(): 1.0}
+    while frontier and len(next(iter(frontier))) < MAX_LENGTH:
+        ids = torch.tensor([[*context, *prefix] for prefix in frontier])  # all of one length
+        logits = checkpoint.student.student(input_ids=ids, logits_to_keep=1).logits[:, -1]
+        following: dict[Prefix, float] = {}
+        for (prefix, reach), probabilities in zip(frontier.items(), logits.softmax(-1).tolist(), strict=True):
+            least = min(max(MIN_PROBABILITY, MIN_PREFIX / reach), max(probabilities))
+            kept = {token: p for token, p in enumerate(probabilities) if p >= least}
+            tokens = {token: p / sum(kept.values()) for token, p in kept.items()}
+            tree[prefix] = (reach, tokens)
+            following |= {(*prefix, token): p * reach for token, p in tokens.items()}
+        ends = checkpoint.end_ids()
+        frontier = {prefix: reach for prefix, reach in following.items() if prefix[-1] not in ends}
+    return tree
+
+
+def success_of(checkpoint: Checkpoint, world: World, row: dict[str, Any], tree: Tree) -> dict[Prefix, float]:
+    """P(O = 1) after every prefix and after each of its tokens."""
+    leaves = [(*prefix, token) for prefix, (_, tokens) in tree.items() for token in tokens]
+    leaves = [leaf for leaf in leaves if leaf not in tree]
+    verdicts = grade_rollouts(checkpoint, world.task, [row] * len(leaves), leaves)
+    values = {leaf: float(float(verdict) == 1.0) for leaf, verdict in zip(leaves, verdicts, strict=True)}
+    for prefix in sorted(tree, key=len, reverse=True):
+        values[prefix] = sum(p * values[*prefix, token] for token, p in tree[prefix][1].items())
+    return values
+
+
+def agreements(
+    checkpoint: Checkpoint, contexts: RolloutContexts, tree: Tree, values: dict[Prefix, float]
+) -> dict[str, tuple[float, float]]:
+    """Cosine and concordance of every quantity for the responses to one prompt."""
+    branches = {prefix: own for prefix, own in tree.items() if len(own[1]) > 1}
+    logps = logps_at(checkpoint, contexts, branches, [leaf for leaf in values if leaf not in tree])
+    result = {}
+    for name, formula in QUANTITIES.items():
+        products, pairs = np.zeros(3), np.zeros(2)
+        for prefix, (reach, tokens) in branches.items():
+            ids = torch.tensor([list(tokens)])
+            p = np.array(list(tokens.values()))
+            success = np.array([values[*prefix, token] for token in tokens])
+            own = logps[prefix]
+            specific = objective.input_specific(own.teacher, own.contrasts).gather(-1, ids)
+            quantity = (specific if formula is None else formula.advantages(own, ids))[0].double().numpy()
+            ideal, given = (reach * p * (one - p @ one) for one in (success, quantity))
+            products += ideal @ given, ideal @ ideal, given @ given
+            if np.ptp(success.round(2)) > 0:
+                pairs += reach * (1.0 + somersd(success.round(2), quantity).statistic) / 2.0, reach
+        cosine = products[0] / np.sqrt(products[1] * products[2]) if products[1] > 0 else np.nan
+        result[name] = (cosine, pairs[0] / pairs[1] if pairs[1] > 0 else np.nan)
+    return result
+
+
+def logps_at(
+    checkpoint: Checkpoint, contexts: RolloutContexts, prefixes: Iterable[Prefix], leaves: Sequence[Prefix]
+) -> dict[Prefix, CreditLogps]:
+    """Log-probabilities of student, teacher and contrasts after every prefix, from passes over whole responses."""
+    found: dict[Prefix, CreditLogps] = {}
+    for prefix in prefixes:
+        if prefix not in found:
+            leaf = next(leaf for leaf in leaves if leaf[: len(prefix)] == prefix)
+            for rows, own in credit_logps(checkpoint, contexts, leaf, 1.0):
+                for n, t in enumerate(range(len(leaf))[rows]):
+                    found[leaf[:t]] = CreditLogps(own.student[[n]], own.teacher[[n]], own.contrasts[:, [n]])
+    return found
+
+
+if __name__ == "__main__":
+    main()

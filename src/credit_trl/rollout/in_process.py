@@ -1,0 +1,166 @@
+"""Reward functions in processes of their own, which end at the deadline whatever the function does.
+
+A thread cannot be ended, and while one of them keeps the interpreter lock, in a regular expression or a long call of
+C, no other thread runs. The process imports the function by its name: a worker of `multiprocessing`, or of a pool on
+top of it, would import the training script again (spawn), or copy the threads and CUDA context of this process (fork).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import faulthandler
+import inspect
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial, update_wrapper
+from importlib import import_module
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from threading import Lock
+from typing import Any
+
+from credit_trl.rollout.deadline import remaining_seconds
+from credit_trl.rollout.verdict import VerifierTimeout, listed
+
+_BOOT = "import sys; sys.path[:] = {!r}; from credit_trl.rollout.in_process import serve; serve({}, {!r}, {!r})"
+_OBJECTS = {"trainer_state", "environments"}  # of the trainer, sent to functions that name them
+_GRACE_SECONDS = 1.0
+
+
+def in_process(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Run a reward function in a process of its own, as `@in_process` or `in_process(my_module.my_reward)`.
+
+    The process starts at the first call. With all processes that the function has started it is killed one second
+    after `verifier_timeout`, and another one starts. Arguments, results and errors are pickled.
+
+    Raises:
+        TypeError: another process cannot import the function by its name: it is a lambda, a method, an object, or a
+            function of another function or of the script or notebook that trains.
+    """
+    module, name = (getattr(function, attribute, None) for attribute in ("__module__", "__qualname__"))
+    if name is None or not name.isidentifier() or module == "__main__":
+        raise TypeError(
+            f"`in_process` got {function!r}, which another process cannot import by its name. Use a function that "
+            "`def` defines at the top level of a module, and not of the script or notebook that trains."
+        )
+    return _InProcess(function)
+
+
+class _InProcess:
+    """A function that a process of its own calls, for one thread at a time."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        update_wrapper(self, function)
+        self._dropped = _OBJECTS.difference(inspect.signature(function).parameters)
+        self._lock = Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __call__(self, *values: Any, **arguments: Any) -> Any:
+        """Call the function.
+
+        Raises:
+            VerifierTimeout: the deadline came first.
+            RuntimeError: the process has ended.
+            Exception: the function's error, or that of pickling.
+        """
+        loggers = {key: value for key, value in arguments.items() if callable(value)}
+        sent = {key: value for key, value in arguments.items() if key not in loggers and key not in self._dropped}
+        request = (values, sent, list(loggers))
+        pickle.dumps(request)  # its error is no fault of the process
+        seconds = remaining_seconds()
+        if not self._lock.acquire(timeout=-1 if seconds is None else max(0.0, seconds)):
+            raise VerifierTimeout(f"The process of the reward function {self.__name__!r} is still busy.")
+        try:
+            is_error, answer = self._ask(request)
+        except (EOFError, ConnectionError) as error:
+            raise RuntimeError(
+                f"The process of the reward function {self.__name__!r} has ended with exit status {self._end()}. The "
+                "next call starts another one."
+            ) from error
+        finally:
+            self._lock.release()
+        if is_error:
+            raise answer
+        output, logged = answer
+        for key, logged_values, logged_arguments in logged:
+            loggers[key](*logged_values, **logged_arguments)
+        return output
+
+    def _ask(self, request: tuple[Any, ...]) -> tuple[bool, Any]:
+        """Send a request to the process and return what `_answer` gives."""
+        if self._process is None:
+            self._start()
+        seconds = remaining_seconds()
+        self._connection.send((*request, seconds))
+        if not self._connection.poll(seconds and max(0.0, seconds)):
+            self._end()
+            self._start()  # imports the module meanwhile
+            raise VerifierTimeout(f"The process of the reward function {self.__name__!r} has not answered in time.")
+        return self._connection.recv()
+
+    def _start(self) -> None:
+        self._connection, theirs = Pipe()
+        with theirs:
+            descriptor = theirs.fileno()
+            command = [sys.executable, "-c", _BOOT.format(sys.path, descriptor, self.__module__, self.__name__)]
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, pass_fds=[descriptor], start_new_session=True
+            )
+        atexit.register(self._end)
+
+    def _end(self) -> int:
+        """Kill the process and those that it has started, and return its exit status."""
+        process = self._process
+        self._process = None
+        atexit.unregister(self._end)
+        self._connection.close()
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # the number is not used again before `wait`
+        return process.wait()
+
+
+def serve(descriptor: int, module: str, name: str) -> None:
+    """Answer the requests that arrive on a connection until it closes: the main function of the process."""
+    connection = Connection(descriptor)
+    with suppress(Exception):
+        import_module(module)  # else the answer to a request has the error
+    with suppress(EOFError, ConnectionError):
+        while True:
+            request = connection.recv_bytes()
+            connection.send_bytes(_answer(module, name, request))
+
+
+def _answer(module: str, name: str, request: bytes) -> bytes:
+    """The pickled pair (False, (result, calls of loggers)) or (True, error)."""
+    logged: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+
+    def log(key: str, *values: Any, **arguments: Any) -> None:
+        logged.append((key, values, arguments))
+
+    try:
+        values, arguments, loggers, seconds = pickle.loads(request)
+        if seconds is not None:  # ends this process also if the trainer was killed meanwhile
+            faulthandler.dump_traceback_later(max(0.0, seconds) + _GRACE_SECONDS, exit=True)
+        function = getattr(import_module(module), name)
+        if isinstance(function, _InProcess):  # a decorated one
+            function = function.__wrapped__
+        output = function(*values, **arguments, **{key: partial(log, key) for key in loggers})
+        if inspect.iscoroutine(output):
+            output = asyncio.run(output)
+        return pickle.dumps((False, (listed(output, arguments), logged)))
+    except BaseException as error:
+        error.add_note(f"In the process of {name!r}:\n{traceback.format_exc()}")
+        with suppress(Exception):
+            answer = pickle.dumps((True, error))
+            if isinstance(pickle.loads(answer)[1], Exception):
+                return answer
+        return pickle.dumps((True, RuntimeError(f"{type(error).__name__}: {error}")))
+    finally:
+        faulthandler.cancel_dump_traceback_later()

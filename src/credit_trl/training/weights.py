@@ -1,0 +1,134 @@
+"""Checks of weights and their updates: NaN and infinities, and updates that the dtype rounds away."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import TrainerCallback
+
+from credit_trl.training.metrics import Alarms
+
+# Stored scores of the teacher, of which a NaN is not always a NaN of the loss.
+_SCORES = ("teacher_token_logps", "generic_token_logps")
+# Share of the weights with a gradient that the first update changes, below which it is an alarm. Of fp32 weights
+# nearly all change at a learning rate of 1e-6, of bf16 weights about 1 %.
+FEW_CHANGED = 0.2
+# Weights of each parameter that are compared.
+_SAMPLE = 1024
+_FIX = (
+    "Load the model in fp32 (`dtype=torch.float32`) and keep `bf16=True`, which computes in bf16 and keeps fp32 "
+    "weights, or raise `learning_rate`."
+)
+
+
+class NonFiniteError(RuntimeError):
+    """Loss, gradient, weights or teacher are not finite. Weights and checkpoints are those of the step before."""
+
+
+def is_finite(loss: Tensor, inputs: Mapping[str, Any]) -> Tensor:
+    """Whether a micro-batch's loss is finite and no stored score of the teacher is NaN, as a tensor on its device."""
+    found = loss.detach().isfinite().all()
+    for name in _SCORES:
+        if isinstance(scores := inputs.get(name), Tensor):
+            found = found & ~scores.isnan().any().to(found.device)
+    return found
+
+
+def poison(loss: Tensor, finite: Tensor) -> Tensor:
+    """The loss with a NaN gradient where it is not finite, and otherwise unchanged bit for bit.
+
+    The reduction of the gradients makes the NaN of one process the global gradient norm of all, without a collective.
+    """
+    return loss * torch.where(finite, 1.0, math.nan).to(loss)
+
+
+def nonfinite_weight(model: nn.Module, teacher: Mapping[str, Tensor]) -> str | None:
+    """The first weight with NaN or an infinity in the parts that this process holds, in words; None without any.
+
+    Args:
+        model: the policy.
+        teacher: the teacher's weights, empty for a live one.
+    """
+    for owner, weights in (("policy", dict(model.named_parameters())), ("teacher", teacher)):
+        flags = {name: _local_part(weight).isfinite().all() for name, weight in weights.items()}
+        if flags and not torch.stack([flag.cpu() for flag in flags.values()]).all():
+            return f"{owner}'s weight `{next(name for name, flag in flags.items() if not flag)}`"
+    return None
+
+
+def source_of(
+    model: nn.Module, teacher: Mapping[str, Tensor], batches: Iterable[Mapping[str, Any]], loss: bool
+) -> str:
+    """Where a gradient norm that is not finite comes from, by what this process holds.
+
+    Args:
+        batches: micro-batches of the generation batch with their stored scores.
+        loss: whether the losses of this process were finite.
+    """
+    if name := nonfinite_weight(model, teacher):
+        return f"the {name}"
+    for name in _SCORES:
+        if any(isinstance(batch.get(name), Tensor) and batch[name].isnan().any() for batch in batches):
+            return f"the teacher's scores (`{name}`)"
+    if not loss:
+        return "the loss of the update, by the policy's logits"
+    return "the gradient of the update, or another process"
+
+
+class WeightChange(TrainerCallback):
+    """Compares a sample of the weights before and after the first update, with one synchronisation.
+
+    An update without a learning rate, as at the start of a warm-up, or without gradients is not compared. Neither are
+    those of DeepSpeed, whose optimizer steps in the backward pass, and of fp16, whose loss scale may skip the first.
+    """
+
+    def __init__(self, alarms: Alarms, model: nn.Module) -> None:
+        self.alarms = alarms
+        self._before: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._is_done = False
+        dtypes = {p.dtype for p in model.parameters() if p.requires_grad}
+        for dtype in dtypes & {torch.bfloat16, torch.float16}:
+            name = str(dtype).removeprefix("torch.")
+            alarms.raise_once(
+                "low_precision", f"The trained weights are {name}, which rounds small updates away. {_FIX}"
+            )
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._is_done or args.fp16 or args.deepspeed or not any(kwargs["lr_scheduler"].get_last_lr()):
+            return
+        for weight in kwargs["model"].parameters():
+            if weight.grad is not None:
+                self._before.append((weight, _sample(weight).clone(), _sample(weight.grad) != 0))
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if not self._before:
+            return
+        counts = [
+            torch.stack([((_sample(weight) != before) & has_grad).sum(), has_grad.sum()])
+            for weight, before, has_grad in self._before
+        ]
+        self._before = []
+        changed, total = torch.stack([count.to(counts[0].device) for count in counts]).sum(dim=0).tolist()
+        self._is_done = total > 0
+        if self._is_done and changed < FEW_CHANGED * total:
+            self.alarms.raise_once(
+                "weights_unchanged",
+                f"The first update changed {changed / total:.1%} of the trained weights that have a gradient: the "
+                f"others were rounded back. {_FIX}",
+            )
+
+
+def _sample(weight: Tensor) -> Tensor:
+    """Evenly spaced elements of the part of a weight that this process holds."""
+    flat = _local_part(weight.detach()).flatten()
+    return flat[:: max(1, flat.numel() // _SAMPLE)]
+
+
+def _local_part(weight: Tensor) -> Tensor:
+    """The part of a weight that this process holds, under FSDP2 and DeepSpeed ZeRO-3 too."""
+    weight = getattr(weight, "ds_tensor", weight)
+    return weight.to_local() if hasattr(weight, "to_local") else weight
