@@ -53,6 +53,9 @@ from credit_trl.training.run_data import describe_data
 from credit_trl.training.step import CreditStep
 from credit_trl.training.weights import WeightChange
 
+# Model of the alias `quickstart`, as on the command line; `credit_trl.tasks` is not part of the core.
+_SHIPPED = str(files("credit_trl.tasks.quickstart_model") / "plain")
+
 
 class CreditTrainer(ResumableTrainer):
     """Train a language model from verdicts with feedback.
@@ -121,8 +124,7 @@ class CreditTrainer(ResumableTrainer):
         if not isinstance(args, CreditConfig):
             raise TypeError(f"`args` must be a `CreditConfig` (it extends `GRPOConfig`), got {type(args).__name__}.")
         refuse_unknown("CreditTrainer", "argument", kwargs, inspect.signature(GRPOTrainer).parameters)
-        if model == "quickstart":  # as on the command line; `credit_trl.tasks` is not part of the core
-            model = str(files("credit_trl.tasks.quickstart_model") / "plain")
+        model = _SHIPPED if isinstance(model, str) and model == "quickstart" else model
         self._verdicts = VerdictLog(VerifierPolicy(args.on_verifier_error, args.verifier_timeout))
         self.clock = reporting.StageClock(counts=lambda: self.model.training)
         self._eval_batches = 0
