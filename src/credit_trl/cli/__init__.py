@@ -40,17 +40,17 @@ def main(argv: list[str] | None = None) -> int:
         _help_parser().parse_args(argv)  # exits on `--help` and `--version`
         _help_parser().print_help()
         return 0
-    own = argv[argv.index(command) + 1 :]
-    if command in COMPANIONS:
-        return _run_companion(command, own)
-    if command != TRAINING[0]:
+    if command not in COMPANIONS and command != TRAINING[0]:
         return _run_trl(command, argv)
+    own = argv[argv.index(command) + 1 :]
     try:
+        if command in COMPANIONS:
+            return _run_companion(command, own)
         from credit_trl.cli.credit import run
 
         return run(own)
-    except KeyboardInterrupt:  # before the launch, whose own message says how to continue
-        print("trl credit: interrupted", file=sys.stderr)
+    except KeyboardInterrupt as interrupt:  # of a run before the launch, whose own message says how to continue
+        print(f"trl {command}: interrupted{interrupt}", file=sys.stderr)
         return 128 + signal.SIGINT
 
 
@@ -87,8 +87,7 @@ def _run_companion(name: str, argv: list[str]) -> int:
         return report_user_error(f"trl {name}", error)
     except KeyboardInterrupt:
         continues = getattr(module, "continues", lambda _: False)(options)
-        print(f"trl {name}: interrupted{'; the same command continues' if continues else ''}", file=sys.stderr)
-        return 128 + signal.SIGINT
+        raise KeyboardInterrupt("; the same command continues" if continues else "") from None
 
 
 def _help_parser() -> ArgumentParser:

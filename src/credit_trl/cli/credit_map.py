@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from credit_trl.cli.arguments import add_run_arguments
 from credit_trl.cli.options_file import read_options
@@ -16,12 +16,7 @@ from credit_trl.training.run_directory import RUN_FILE
 
 if TYPE_CHECKING:
     from credit_trl.config import CreditConfig
-    from credit_trl.lab.analysis.checkpoints import Checkpoint
-    from credit_trl.lab.analysis.responses import Rollout
     from credit_trl.lab.analysis.tokenmap import TokenMap
-
-# Options of TRL on which the teacher's prompt, R_t and the predicted drift depend, besides those of `CreditConfig`.
-_OF_TRL = {"chat_template_kwargs", "max_completion_length", "seed", "temperature"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,6 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from credit_trl.lab.analysis.checkpoints import Checkpoint
+    from credit_trl.lab.analysis.responses import sample_rollouts
     from credit_trl.lab.analysis.token_classes import task_classes
     from credit_trl.lab.analysis.tokenmap import map_response
     from credit_trl.lab.report.runs import short_names
@@ -72,7 +68,14 @@ def run(args: argparse.Namespace) -> int:
         Checkpoint.load(args.model, path, name=name, chat_template_kwargs=config.chat_template_kwargs)
         for path, name in zip([None, *args.checkpoint], names, strict=True)
     ]
-    responses = _responses(args, task, checkpoints[-1], config)
+    dataset = task.build(args.split, args.path)
+    rows = list(dataset.take(args.max_prompts))
+    population = list(dataset["prompt"])
+    sampled = sample_rollouts(checkpoints[-1], task, rows, config, samples=args.samples, population=population)
+    responses = [one for one in sampled if one.privileged and one.token_ids]
+    print(f"{len(sampled)} responses to {len(rows)} prompts, {len(responses)} with a teacher")
+    if responses and not any(one.contrasts for one in responses):
+        raise ValueError("The responses have no contrast prompt, which S_t needs. Give more prompts: --max_prompts.")
     classify = task_classes(task, checkpoints[-1].tokenizer)
     maps = [map_response(one, response, config, classify=classify) for one in checkpoints for response in responses]
     if not maps:
@@ -98,27 +101,13 @@ def measuring_config(args: argparse.Namespace) -> CreditConfig:
             f"{path}: no checkpoint contains the teacher of this run, another model or one that reads the student's "
             "prompt. Map it with `CreditMapCallback` during training."
         )
-    own = {field.name for field in fields(CreditConfig)} - {field.name for field in fields(GRPOConfig)}
-    measured = (own | _OF_TRL) - {"distillation_weight", "distillation_kernels"}
+    # Those on which the teacher's prompt, R_t and the predicted drift depend.
+    measured = {field.name for field in fields(CreditConfig)} - {field.name for field in fields(GRPOConfig)}
+    measured |= {"chat_template_kwargs", "max_completion_length", "seed", "temperature"}
+    measured -= {"distillation_weight", "distillation_kernels"}
     given = {"contrastive_count": 4} | {name: options[name] for name in options if name in measured}
     given |= {name: getattr(args, name) for name in ("contrastive_coef", "seed") if getattr(args, name) is not None}
     return analysis_config(**given)
-
-
-def _responses(args: argparse.Namespace, task: Any, checkpoint: Checkpoint, config: CreditConfig) -> list[Rollout]:
-    """Responses that have a teacher, sampled by the last checkpoint."""
-    from credit_trl.lab.analysis.responses import sample_rollouts
-
-    dataset = task.build(args.split, args.path)
-    rows = list(dataset.take(args.max_prompts))
-    population = list(dataset["prompt"])
-    sampled = sample_rollouts(checkpoint, task, rows, config, samples=args.samples, population=population)
-    responses = [one for one in sampled if one.privileged and one.token_ids]
-    source = f"{len(sampled)} responses to {len(rows)} prompts"
-    if responses and not any(one.contrasts for one in responses):
-        raise ValueError(f"The {source} have no contrast prompt, which S_t needs. Give more prompts: --max_prompts.")
-    print(f"{source}, {len(responses)} with a teacher")
-    return responses
 
 
 def _write(directory: Path, maps: list[TokenMap], config: CreditConfig, generation_batches: int) -> None:

@@ -26,8 +26,6 @@ from credit_trl.sandbox.protocol import printable
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-TRACEBACK = "CREDIT_TRL_TRACEBACK"
-
 # Exception types that may report a user error: a wrong value, name, file, module, sandbox or YAML. Those of a run that
 # cannot go on, such as `CheckpointError`, `NonFiniteError` and `RunLockedError`, are `RuntimeError`s.
 USER_ERRORS = (ValueError, TypeError, OSError, ImportError, SandboxError, YAMLError, RuntimeError)
@@ -44,7 +42,7 @@ def report_user_error(command: str, error: BaseException, code: int = 1) -> int:
     """
     if isinstance(error, BrokenPipeError) and _output_is_closed():
         return 128 + SIGPIPE
-    if os.environ.get(TRACEBACK) == "1":
+    if os.environ.get("CREDIT_TRL_TRACEBACK") == "1":
         raise error
     tqdm = sys.modules.get("tqdm.std")
     for bar in list(getattr(tqdm and tqdm.tqdm, "_instances", ())):

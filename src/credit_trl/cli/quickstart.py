@@ -54,7 +54,10 @@ def run_quickstart(output_dir: str | Path, steps: int = 130, **options: Any) -> 
     import torch
 
     from credit_trl.config import CreditConfig
+    from credit_trl.lab import MAPS_FOLDER
+    from credit_trl.lab.analysis.tokenmap_json import write_maps
     from credit_trl.lab.analysis.tokenmap_summary import summarize_maps
+    from credit_trl.lab.report import write_report
     from credit_trl.tasks.quickstart import TEMPLATES
     from credit_trl.training.run_directory import EVALUATIONS_FOLDER, RESULT_FILE, read_json
 
@@ -67,12 +70,16 @@ def run_quickstart(output_dir: str | Path, steps: int = 130, **options: Any) -> 
     maps_before = token_maps(trainer, "before")
     trainer.train()
     maps_after = token_maps(trainer, "after")
-    page = write_page(trainer, maps_before, directory)
+    shown = sorted((one for one in maps_before if one.response.privileged), key=lambda one: one.response.reward)[
+        :SHOWN
+    ]
+    pairs = [*shown, *token_maps(trainer, "after", [one.response for one in shown])]
+    write_maps(pairs, directory / MAPS_FOLDER / "before_and_after.json")
     trainer.save_model(str(directory / "model"))
     trainer.accelerator.end_training()
     before, after = (read_json(directory / EVALUATIONS_FOLDER / f"step-{at:06d}" / RESULT_FILE) for at in (0, steps))
     credit = _credit_lines(summarize_maps(maps_before).classes, summarize_maps(maps_after).classes)
-    link = f"report: {page} (open it in a browser)"
+    link = f"report: {write_report([directory])} (open it in a browser)"
     return "\n".join([*_accuracy_lines(before, after), "", *credit, "", link])
 
 
@@ -127,18 +134,6 @@ def token_maps(trainer: CreditTrainer, name: str, responses: Sequence[Rollout] |
         responses = sample_rollouts(checkpoint, task, rows, trainer.args, samples=2)
     classify = task_classes(task, tokenizer)
     return [map_response(checkpoint, response, trainer.args, classify=classify) for response in responses]
-
-
-def write_page(trainer: CreditTrainer, before: Sequence[TokenMap], directory: Path) -> Path:
-    """Write the report with `SHOWN` responses before and after training, wrong ones first, and return its path."""
-    from credit_trl.lab import MAPS_FOLDER
-    from credit_trl.lab.analysis.tokenmap_json import write_maps
-    from credit_trl.lab.report import write_report
-
-    shown = sorted((one for one in before if one.response.privileged), key=lambda one: one.response.reward)[:SHOWN]
-    after = token_maps(trainer, "after", [one.response for one in shown])
-    write_maps([*shown, *after], directory / MAPS_FOLDER / "before_and_after.json")
-    return write_report([directory])
 
 
 def _accuracy_lines(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
