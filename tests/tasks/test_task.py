@@ -23,6 +23,12 @@ def test_batch_grades_texts_and_conversations_alike():
     assert [verdict.feedback for verdict in verdicts] == ["expected yes", "expected yes (cut)", "expected yes"]
 
 
+@pytest.mark.parametrize("of", [str, lambda text: [{"role": "assistant", "content": text}]], ids=["text", "messages"])
+def test_response_of_ten_million_characters_is_cut_in_the_middle_and_marked(of):
+    text = response_text(of("a" * 5_000_000 + "b" * 5_000_000))
+    assert text == "a" * 500_000 + "\n[... 9,000,000 characters dropped ...]\n" + "b" * 500_000
+
+
 def test_asynchronous_reward_has_the_deadline_in_a_daemon_thread():
     """A thread that is not a daemon keeps the process of a verifier that hangs alive."""
 
