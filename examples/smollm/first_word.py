@@ -18,7 +18,6 @@ accuracy, transfer, length, kl. Runs that are in the file are skipped.
 from __future__ import annotations
 
 import argparse
-import csv
 import random
 import re
 import subprocess
@@ -26,13 +25,14 @@ import sys
 from collections.abc import Sequence
 from html import escape
 from importlib.metadata import version
+from itertools import product
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import torch
 from credit_trl.contexts.privileged import PrivilegedContext
 from datasets import Dataset
-from filelock import FileLock
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
 
 from credit_trl import CreditTrainer, Verdict
@@ -85,7 +85,7 @@ UNRELATED = [
     for request in ("Why do people like {}?", "Explain {} to a child.", "Name three things related to {}.")
     for subject in ("volcanoes", "bicycles", "honey bees", "the moon", "chess", "glass", "elephants", "bread")
 ]
-COLUMNS = ("arm", "seed", "step", "accuracy", "transfer", "length", "kl", "version", "commit", "torch", "trl")
+COLUMNS = ["arm", "seed", "step", "accuracy", "transfer", "length", "kl", "version", "commit", "torch", "trl"]
 
 
 def make_rows(words: Sequence[str], nouns: Sequence[str] = NOUNS, constraint: str = "first") -> list[dict[str, Any]]:
@@ -250,36 +250,19 @@ def train(
 
 
 def run_study(args: argparse.Namespace, load: Any) -> None:
-    """Append the rows of the arms and seeds that the table does not have."""
-    for seed in args.seeds:
-        for arm in args.arms:
-            if (arm, str(seed), str(args.steps)) in read_keys(args.csv):
-                continue
-            folder = args.output_dir / f"{arm}-seed{seed}"
-            found = train(*load(), arm, seed, args.every, max_steps=args.steps, output_dir=str(folder))
-            append(args.csv, [{"arm": arm, "seed": seed} | row for row in found.table])
-
-
-def read_keys(file: Path) -> set[tuple[str, str, str]]:
-    if not file.is_file():
-        return set()
-    with file.open(encoding="utf-8", newline="") as lines:
-        return {(row["arm"], row["seed"], row["step"]) for row in csv.DictReader(lines)}
-
-
-def append(file: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Append rows with the versions that made them, one process at a time."""
+    """Append the rows of the arms and seeds that the table does not have, with the versions that made them."""
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
     commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
     made_by = {"version": version("credit-trl"), "commit": commit, "torch": version("torch"), "trl": version("trl")}
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{file}.lock"):
-        is_new = not file.exists()
-        with file.open("a", encoding="utf-8", newline="") as lines:
-            writer = csv.DictWriter(lines, COLUMNS, lineterminator="\n")
-            if is_new:
-                writer.writeheader()
-            writer.writerows(row | made_by for row in rows)
+    args.csv.parent.mkdir(parents=True, exist_ok=True)
+    for seed, arm in product(args.seeds, args.arms):
+        known = pd.read_csv(args.csv) if args.csv.exists() else pd.DataFrame(columns=COLUMNS)
+        if ((known["arm"] == arm) & (known["seed"] == seed) & (known["step"] == args.steps)).any():
+            continue
+        folder = args.output_dir / f"{arm}-seed{seed}"
+        found = train(*load(), arm, seed, args.every, max_steps=args.steps, output_dir=str(folder))
+        rows = pd.DataFrame([{"arm": arm, "seed": seed} | row | made_by for row in found.table], columns=COLUMNS)
+        rows.to_csv(args.csv, mode="a", header=not args.csv.exists(), index=False)
 
 
 def demonstrate(args: argparse.Namespace, load: Any) -> Path:

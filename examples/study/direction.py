@@ -5,11 +5,8 @@
 Responses of the worlds are few enough to be enumerated: every token of at least `MIN_PROBABILITY` continues a prefix.
 P(O = 1 | prefix) then follows backwards from the verdicts of the whole responses. The ideal is the gradient of success
 by the logits of a policy that is a table, p(v) (P(O = 1 | v) − P(O = 1)) at a prefix, with the order of r^cf (Appendix
-F). A quantity Q gives p(v) (Q(v) − E_p Q).
-
-`cosine` compares both gradients over all prefixes of a prompt, weighted by their probability. `concordance` is the
-share of pairs of tokens whose success differs by a hundredth that Q orders alike, a mean with the same weights; ½ is
-chance.
+F). A quantity Q gives p(v) (Q(v) − E_p Q). `cosine` compares both over all prefixes of a prompt, weighted by their
+probability. `concordance` is the share of pairs of tokens whose success differs by a hundredth that Q orders alike.
 """
 
 from __future__ import annotations
@@ -37,6 +34,7 @@ from credit_trl.tasks.quickstart import TEMPLATES
 MIN_PROBABILITY = 0.01  # of a token after its prefix
 MIN_PREFIX = 1e-3  # probability of a prefix that is continued
 MAX_LENGTH = 32
+PROMPTS = 8  # of each group
 QUANTITIES = {
     "ΔV": CreditFormula(0.0),
     "S": None,
@@ -51,11 +49,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("world", choices=sorted(WORLDS))
     parser.add_argument("--bases", nargs="+", type=Path, help="folders named WORLD-seedN, as run.py makes them")
-    parser.add_argument("--prompts", type=int, default=12, help="prompts of each group")
-    parser.add_argument("--csv", type=Path, default=HERE / "results" / "direction.csv")
     args = parser.parse_args()
-    rows = [row for base in args.bases for row in measure(WORLDS[args.world], base, args.prompts)]
-    pd.DataFrame(rows).to_csv(args.csv, index=False, float_format="%.4f")
+    rows = [row for base in args.bases for row in measure(WORLDS[args.world], base, PROMPTS)]
+    pd.DataFrame(rows).to_csv(HERE / "results" / "direction.csv", index=False, float_format="%.4f")
 
 
 def measure(world: World, base: Path, prompts: int) -> Iterator[dict[str, Any]]:
@@ -105,8 +101,8 @@ def enumerate_responses(checkpoint: Checkpoint, context: list[int]) -> Tree:
 
 def success_of(checkpoint: Checkpoint, world: World, row: dict[str, Any], tree: Tree) -> dict[Prefix, float]:
     """P(O = 1) after every prefix and after each of its tokens."""
-    leaves = [(*prefix, token) for prefix, (_, tokens) in tree.items() for token in tokens]
-    leaves = [leaf for leaf in leaves if leaf not in tree]
+    following = ((*prefix, token) for prefix, (_, tokens) in tree.items() for token in tokens)
+    leaves = [prefix for prefix in following if prefix not in tree]
     verdicts = grade_rollouts(checkpoint, world.task, [row] * len(leaves), leaves)
     values = {leaf: float(float(verdict) == 1.0) for leaf, verdict in zip(leaves, verdicts, strict=True)}
     for prefix in sorted(tree, key=len, reverse=True):

@@ -11,16 +11,15 @@ over other bases that were seen when the law was written (`SEEN`).
 
 from __future__ import annotations
 
-import csv
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache
-from itertools import product
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 from scipy import optimize, stats
 
 from credit_trl.lab.analysis.drift import BranchDrift, holding_coef
@@ -56,12 +55,8 @@ class Row:
 
 def read_rows(files: Iterable[Path]) -> list[dict[str, str]]:
     """Rows of the tables of worlds that exist."""
-    found = []
-    for file in files:
-        if file.is_file():
-            with file.open(encoding="utf-8", newline="") as lines:
-                found += csv.DictReader(lines)
-    return found
+    tables = (pd.read_csv(file, dtype=str, keep_default_na=False) for file in files if file.is_file())
+    return [row for table in tables for row in table.to_dict("records")]
 
 
 def rate_of(arm: str) -> float:
@@ -150,28 +145,21 @@ def with_bands(rows: Sequence[Row]) -> list[Row]:
 
 def write_rows(file: Path, rows: Sequence[Row]) -> None:
     """Write `predicted.csv`."""
-    with file.open("w", encoding="utf-8", newline="") as lines:
-        writer = csv.DictWriter(lines, [field.name for field in fields(Row)], lineterminator="\n")
-        writer.writeheader()
-        for row in rows:
-            writer.writerow({name: _text(value) for name, value in asdict(row).items()})
+    frame = pd.DataFrame([asdict(row) for row in rows])
+    for name in ("in_band", "seen"):
+        frame[name] = frame[name].map({True: "yes", False: "no"})
+    frame.to_csv(file, index=False, float_format="%.4f")
 
 
-def _text(value: object) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return f"{value:.4f}" if isinstance(value, float) else str(value)
-
-
-def explained(rows: Sequence[Row], column: str = "predicted") -> tuple[float, float, int]:
-    """R² of the change of the log-odds, mean absolute error in nats, and number of measured rows."""
-    measured = [row for row in rows if row.measured is not None]
-    change = np.array([row.measured - row.log_odds_0 for row in measured])
-    error = np.array([row.measured - getattr(row, column) for row in measured])
-    r_squared = 1.0 - np.sum(error**2) / np.sum((change - change.mean()) ** 2)
-    return float(r_squared), float(np.abs(error).mean()), len(measured)
+def fit(rows: pd.DataFrame) -> pd.Series:
+    """R² of the change of the log-odds and mean error in nats of both predictions, and rows with a band and in it."""
+    change = rows["measured"] - rows["log_odds_0"]
+    found = {"rows": len(rows), "banded": rows["in_band"].notna().sum(), "in band": rows["in_band"].eq(True).sum()}
+    for column in ("predicted", "predicted_finite"):
+        error = rows["measured"] - rows[column]
+        found[f"R² {column}"] = 1.0 - (error**2).sum() / ((change - change.mean()) ** 2).sum()
+        found[f"error {column}"] = error.abs().mean()
+    return pd.Series(found)
 
 
 def right_signs(rows: Sequence[dict[str, str]]) -> tuple[int, int]:
@@ -196,23 +184,10 @@ def main() -> None:
     found = predictions(rows, steps)
     write_rows(RESULTS / "predicted.csv", found)
     print("runs of subtract {}, sign of the change right in {}".format(*right_signs(rows)))
-    for seen, is_guide in product((True, False), (False, True)):
-        for world in (*WORLDS, ""):
-            own = [row for row in found if (world or row.world) == row.world and row.seen == seen]
-            print_fit(f"{world or 'all':7}", [row for row in own if ("guide" in row.arm) == is_guide])
-
-
-def print_fit(name: str, rows: Sequence[Row]) -> None:
-    measured = [row for row in rows if row.measured is not None]
-    if len(measured) > 2:
-        seen = "seen  " if measured[0].seen else "unseen"
-        arms = "guide " if "guide" in measured[0].arm else "others"
-        banded = [row.in_band for row in measured if row.in_band is not None]
-        fits = "".join(
-            " {} R² {:6.3f}, error {:.2f} nats;".format(column, *explained(measured, column)[:2])
-            for column in ("predicted", "predicted_finite")
-        )
-        print(f"{name} {seen} {arms} rows {len(measured):4} {fits} in band {sum(banded)} of {len(banded)}")
+    frame = pd.DataFrame([asdict(row) for row in found if row.measured is not None])
+    frame["arms"] = np.where(frame["arm"].str.contains("guide"), "guide", "others")
+    frame = pd.concat([frame, frame.assign(world="all")])
+    print(frame.groupby(["seen", "arms", "rho", "world"]).apply(fit, include_groups=False).round(3).to_string())
 
 
 if __name__ == "__main__":
