@@ -340,7 +340,8 @@ def test_median_weight_of_a_token_under_an_engine_with_noise(trained, mode, lowe
     assert lowest < history[0]["sampling/importance_sampling_ratio/median"] < highest
 
 
-UPDATES = dict(per_device_train_batch_size=16, steps_per_generation=2, gradient_accumulation_steps=1, max_steps=2)
+UPDATES = {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 1}
+UPDATES |= dict.fromkeys(("steps_per_generation", "max_steps"), 2)
 
 
 def test_the_engines_log_probabilities_serve_as_the_old_ones(trained):
