@@ -110,9 +110,9 @@ UNREAD = re.compile(  # words, joined numbers, dates, digits of another base, tr
 )
 
 
-EXPENSIVE = re.compile(  # long exponents, powers of powers, factorials and binomials of large numbers, many bars
+EXPENSIVE = re.compile(  # long exponents, towers, factorials and binomials of large numbers, many bars or functions
     r".*(?:\^\{?-?\d{5}|\d\}?\^\{?\d+\}?\^\{?\d|\d{4}\)*!|\\binom\{\d*(?:\d{4}|\d\^)"
-    r"|\^(?:\{[-+\w]+|\w)\^(?:\{[-+\w]+|\w)\^|(?:[^|]*\|){13})"
+    rf"|\^(?:\{{[-+\w]+|\w)\^(?:\{{[-+\w]+|\w)\^|(?:[^|]*\|){{13}}|(?:.*?\\(?:{FUNCTIONS})){{9}})"
 )
 
 
