@@ -49,9 +49,8 @@ def project(
         bias = None if head.bias is None else head.bias[block]
         if kernels is None:
             head.finish(logits, bias)
-        for which in taken:
-            if which is not None:
-                which[0].take(i, logits, which[1])
+        for entries, values in filter(None, taken):
+            entries.take(i, logits, values)
         if ids is not None:
             taken[1][0].put(i, logits, BLANK)
         if kernels is not None and (topk is None or head.finishes):
@@ -67,8 +66,7 @@ def project(
         ids = top_columns(out, topk)
         columns = out.gather(-1, ids)
         out.scatter_(-1, ids, BLANK)
-        # Sum the tokens outside the support again, instead of subtracting those inside.
-        statistics = type(statistics)(wants_entropy)
+        statistics = type(statistics)(wants_entropy)  # of the tokens outside, which lose no digits by a difference
         for block in blocks:
             statistics.fold(out[:, block], scratch)
     outside, entropy = statistics.result()
