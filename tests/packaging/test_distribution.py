@@ -155,7 +155,8 @@ def test_notebook_runs_with_the_wheel_alone(clean, tmp_path, name):
     code = (
         "import runpy, sys, nbformat; folder, name = sys.argv[1:]; "
         "notebook = nbformat.read(f'{folder}/{name}.ipynb', as_version=4); "
-        "where = nbformat.v4.new_code_cell('import credit_trl; print(credit_trl.__file__)'); notebook.cells.append(where); "
+        "where = nbformat.v4.new_code_cell('import credit_trl; print(credit_trl.__file__)'); "
+        "notebook.cells.append(where); "
         "runpy.run_path(f'{folder}/run.py')['execute'](notebook, timeout=3000); print(where.outputs[0]['text'])"
     )
     where = run(clean / "python", "-c", code, str(ROOT / "notebooks"), name, cwd=tmp_path, timeout=3500)
