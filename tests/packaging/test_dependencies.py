@@ -21,8 +21,10 @@ OPTIONAL = {
     "pebble": {"tasks"},
     "requests": {"rollout"},  # the extra `vllm`
     "sympy": {"tasks"},
+    "trackio": {"lab"},  # the extra `dashboards`
     "triton": {"loss"},  # a dependency of torch's GPU builds
     "vllm": {"evaluation"},
+    "wandb": {"lab"},
 }
 
 
