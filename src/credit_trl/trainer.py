@@ -151,7 +151,7 @@ class CreditTrainer(ResumableTrainer):
             for position, func in enumerate(self.reward_funcs)
         ]
         render = chat_renderer(self.processing_class, self._is_vlm, self.chat_template, self.chat_template_kwargs)
-        self.context_builder = ContextBuilder(self._tokenizer, args, self.eos_token_ids, render)
+        self.context_builder = ContextBuilder(self._tokenizer, args, self.eos_token_ids, render, self._is_vlm)
         self._init_reports()
         self.run_log.facts["data"] = describe_data(reward_funcs or [], args.reward_weights)
         self.run_log.rows = {"train": train_dataset, "test": eval_dataset}
