@@ -108,6 +108,7 @@ def make_credit_update(workload: Workload, directory: str) -> MakeUpdate:
         contexts = [TokenContexts(teacher, contrasts) for teacher, *contrasts in workload.contexts()]
         # TRL's preparation of a generation batch, whose completions and contexts are given.
         trainer._generate = lambda prompts: _generated(batch)
+        trainer._metrics["train"]["completions/clipped_ratio"] = [0.0]  # which it would log
         trainer._build_contexts = lambda generation_batch: contexts
         trainer.num_generations = min(2, workload.batch)
         rows = [trainer.train_dataset[i // 2] for i in range(workload.batch)]

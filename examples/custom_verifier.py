@@ -16,7 +16,6 @@ from datasets import Dataset, load_dataset
 from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config
 
 from credit_trl import CreditConfig, CreditTrainer, Verdict
-from credit_trl.cli.training import resolve_model
 
 DEFAULTS = {
     "model_name_or_path": "quickstart",
@@ -63,7 +62,7 @@ def grade(response: str, right: str) -> Verdict:
 def main(script: ScriptArguments, config: CreditConfig, model: ModelConfig) -> None:
     rows = load_dataset(script.dataset_name, split="train") if script.dataset_name else make_rows()
     trainer = CreditTrainer(
-        model=resolve_model(model.model_name_or_path),
+        model=model.model_name_or_path,
         reward_funcs=verifier,
         args=config,
         train_dataset=rows,

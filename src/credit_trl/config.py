@@ -9,6 +9,7 @@ import math
 import os
 import re
 import string
+import warnings
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import InitVar, dataclass
 from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
@@ -17,6 +18,9 @@ import torch
 from trl import GRPOConfig
 
 from credit_trl.objective import Form
+
+# TRL uses transformers' old names, which a user cannot change.
+warnings.filterwarnings("ignore", r"`\w*gradient_checkpointing\w*` is deprecated", FutureWarning)
 
 
 def _with_help(config: type) -> type:

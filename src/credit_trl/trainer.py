@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import textwrap
+from importlib.resources import files
 from typing import Any, ClassVar
 
 import torch
@@ -41,17 +42,19 @@ from credit_trl.teacher import causal_lm
 from credit_trl.teacher.external import build_teacher
 from credit_trl.teacher.models import TeacherUpdate
 from credit_trl.teacher.packing import cannot_pack
-from credit_trl.training import checks, micro_batches
+from credit_trl.training import checks, micro_batches, reporting
 from credit_trl.training.check_model import check_logits, check_model
 from credit_trl.training.check_run import check_run
 from credit_trl.training.checkpoints import ResumableTrainer
 from credit_trl.training.drift import DriftAlarms
 from credit_trl.training.gradient_reduction import reduce_gradients_in_fp32
 from credit_trl.training.metrics import Alarms, TokenMetrics, context_metrics, drop_undefined, teacher_success_weights
-from credit_trl.training.reporting import RunLog, StageClock, add_completion_columns, print_lines
 from credit_trl.training.run_data import describe_data
 from credit_trl.training.step import CreditStep
 from credit_trl.training.weights import WeightChange
+
+# Model of the alias `quickstart`, as on the command line; `credit_trl.tasks` is not part of the core.
+_SHIPPED = str(files("credit_trl.tasks.quickstart_model") / "plain")
 
 
 class CreditTrainer(ResumableTrainer):
@@ -121,8 +124,9 @@ class CreditTrainer(ResumableTrainer):
         if not isinstance(args, CreditConfig):
             raise TypeError(f"`args` must be a `CreditConfig` (it extends `GRPOConfig`), got {type(args).__name__}.")
         refuse_unknown("CreditTrainer", "argument", kwargs, inspect.signature(GRPOTrainer).parameters)
+        model = _SHIPPED if isinstance(model, str) and model == "quickstart" else model
         self._verdicts = VerdictLog(VerifierPolicy(args.on_verifier_error, args.verifier_timeout))
-        self.clock = StageClock(counts=lambda: self.model.training)
+        self.clock = reporting.StageClock(counts=lambda: self.model.training)
         self._eval_batches = 0
         self.credit_step: CreditStep | None = None
         has_environments = kwargs.get("environment_factory") is not None
@@ -150,6 +154,7 @@ class CreditTrainer(ResumableTrainer):
         self.context_builder = ContextBuilder(self._tokenizer, args, self.eos_token_ids, render)
         self._init_reports()
         self.run_log.facts["data"] = describe_data(reward_funcs or [], args.reward_weights)
+        self.run_log.rows = {"train": train_dataset, "test": eval_dataset}
         checks.check_ends(self._tokenizer, self.eos_token_ids, self.alarms.raise_once)
         if not has_environments and kwargs.get("rollout_func") is None:
             encode = None if self._is_vlm else self.context_builder.student_text
@@ -167,10 +172,11 @@ class CreditTrainer(ResumableTrainer):
         self.alarms = Alarms(self.accelerator.is_main_process)
         self._token_metrics = TokenMetrics(self.args, self._sum_over_processes)
         self.drift_alarms = DriftAlarms(self.alarms, frozen_teacher=self.args.teacher_is_frozen)
-        self.run_log = RunLog(self.drift_alarms, self.clock)
+        self.run_log = reporting.RunLog(self.drift_alarms, self.clock)
         self.add_callback(self.run_log)
         self.add_callback(WeightChange(self.alarms, self.model))
-        print_lines(self.callback_handler)
+        reporting.print_lines(self.callback_handler)
+        self.num_completions_to_print = 0  # of TRL's table, see `print_completions`
 
     def _init_credit(self, token_weight: TokenWeight | None) -> None:
         args = self.args
@@ -301,7 +307,7 @@ class CreditTrainer(ResumableTrainer):
             with self.clock.stage("scores"):
                 output.update(self.credit_step.prepare(batch, output, contexts))
         decode = self.processing_class.batch_decode
-        add_completion_columns(self._logs["extra"], output, batch, contexts, decode)
+        reporting.add_completion_columns(self._logs["extra"], output, batch, contexts, decode)
         return output
 
     def _build_contexts(self, batch: GenerationBatch) -> list[TokenContexts]:
@@ -409,6 +415,8 @@ class CreditTrainer(ResumableTrainer):
         self._eval_batches = 0  # so that every evaluation draws the same contrast prompts
         drop_undefined(self._metrics[self._mode])
         super().log(logs, start_time)
+        if self.log_completions and self.accelerator.is_main_process and "train_runtime" not in logs:
+            reporting.print_completions(self._logs, self.state.global_step, self.args.num_completions_to_print)
 
     def check(self) -> None:
         """Print a rollout as the teacher reads it, and the time, memory and disk of the run. Changes no weight."""

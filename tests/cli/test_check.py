@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from credit_trl.cli import training
+from credit_trl.tasks.quickstart import load_model
 
 PARTS = ("prompt", "completion", "verdict", "teacher's prompt", "contrast prompt", "R_t of the tokens")
 LINE = (
@@ -28,10 +29,19 @@ def test_check_prints_each_part_and_leaves_nothing(tmp_path, monkeypatch, capsys
     # Eight completions of 6 tokens behind 200 tokens, read by the teacher with and without contrast.
     assert re.search(rf"tokens, teacher +{2 * 8 * 206:,}\n", printed)
     for stage in ("rollout", "verdict", "contexts", "scores", "update"):
-        assert re.search(rf"{stage} +\d+\.\d\d s", printed)
+        assert re.search(rf"{stage} +\d+\.\d+ s", printed)
     assert re.search(
-        r"peak memory +\d+\.\d\d GiB\n +a checkpoint +0\.\d+ GB\nthe run of 40 steps: .* 4 checkpoints", printed
+        r"the run of 40 steps: 0:.* first batch, 0:.* lengths\nits checkpoints: 4 with 0\.\d+ GB", printed
     )
+    # What the step holds: weights and their gradients, the copy of the teacher, and Adam's two averages, in fp32.
+    model, _ = load_model()
+    size = sum(weight.nbytes for weight in model.parameters()) / 2**30
+    held = re.findall(r"(weights|gradients|optimizer's state|teacher's weights) +([\d.]+) GiB  float32", printed)
+    assert {name: float(gib) for name, gib in held} == pytest.approx(
+        {"weights": size, "gradients": size, "optimizer's state": 2 * size, "teacher's weights": size}, abs=1e-3
+    )
+    assert float(re.search(r"a checkpoint +([\d.]+) GB", printed)[1]) > 3 * size  # weights and Adam's averages
+    assert float(re.search(r"peak memory +([\d.]+) GiB", printed)[1]) > 5 * size
     assert not list(tmp_path.iterdir())
 
 

@@ -43,6 +43,38 @@ def test_rows_of_the_help_are_legible_at_80_columns(line, capsys):
         assert "--learning_rate" not in lines
 
 
+@pytest.mark.parametrize("command", [None, *cli.COMPANIONS])
+def test_help_of_commands_fits_a_screen(command, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        cli.main([*filter(None, [command]), "--help"])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 40
+    assert max(map(len, lines)) <= 80
+
+
+def test_short_help_names_options_with_their_defaults(capsys):
+    credit.run(["--help"])
+    printed = capsys.readouterr().out
+    options = {action.dest: action.default for action in training.make_parser()._actions}
+    named = re.findall(r"^  --(\w+)(?: \(default (.*)\))?$", printed, re.MULTILINE)
+    assert len(named) == 10
+    assert {name: default for name, default in named if default} == {
+        name: str(options[name]) for name, _ in named if options[name] is not None
+    }
+
+
+def test_help_is_coloured_on_a_terminal_only(monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    credit.run(["--help"])
+    assert "\x1b[1;36m  --task\x1b[0m" in capsys.readouterr().out
+    monkeypatch.setenv("NO_COLOR", "1")
+    credit.run(["--help"])
+    assert "\x1b" not in capsys.readouterr().out
+
+
 def test_help_of_all_has_every_option(capsys):
     credit.run(["--help-all"])
     shown = set(re.findall(r"^  --(\w+)$", capsys.readouterr().out, re.MULTILINE))

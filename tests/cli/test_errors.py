@@ -73,7 +73,7 @@ LINES = [
     ("credit --config deep.yaml", "nested more than 32 levels deep"),
     ("credit --config windows.yaml", "A path with backslashes needs single quotes, or none."),
     ("credit --config latin.yaml", "latin.yaml is not a text file in UTF-8"),
-    ("credit --config", "`--config` names a YAML file: give its path"),
+    ("credit --config", "`--config` names a YAML file, `--recipe` a recipe: give its path"),
     ("credit typo.yaml", "unexpected `typo.yaml`; did you mean `--config typo.yaml`?"),
     ("credit --task nowhere --model_name_or_path no/such --contrastive_coef 2", "must be in [0, 1], got 2.0"),
     (
@@ -86,7 +86,6 @@ LINES = [
     ("credit --use_cpu true --bf16 false --num_processes -1", "--num_processes: must be at least 1, got -1"),
     ("credit --avg_at_k_steps 0", "`--avg_at_k_steps` must be at least 1, got 0"),
     ("credit-quickstart --steps 0", "`steps` must be at least 1"),
-    ("credit-quickstart --world nowhere", "Known worlds: plain, shortcut, style, weak."),
     ("credit-eval --model no/such --task quickstart", "neither a folder nor in the cache"),
     ("credit-eval --model quickstart --task quickstar", "Known tasks"),
     ("credit-eval --model quickstart", "give a run directory, or --model and --task"),
@@ -98,7 +97,8 @@ LINES = [
     ("credit-eval bare", "bare holds neither a final model nor a checkpoint"),
     ("credit-eval bare --model quickstart", "bare: run.json does not describe data and verifier. Give `--task`."),
     ("credit-map --model quickstart", "--model and --task"),
-    ("credit-map --model quickstart --task quickstart --samples ten", "--samples: invalid whole number value: 'ten'"),
+    ("credit-map --model quickstart --task quickstart --samples ten", "--samples: invalid int value: 'ten'"),
+    ("credit-map --model quickstart --task quickstart --samples 0", "`--samples` must be at least 1"),
     ("credit-report nowhere", "holds no run"),
     ("credit-report damaged", "is not JSON"),
 ]

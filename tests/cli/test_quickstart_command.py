@@ -27,7 +27,7 @@ def table(folder):
     with pytest.MonkeyPatch.context() as patch:
         for name, value in sizes.items():
             patch.setattr(quickstart, name, value)
-        return quickstart.run_quickstart(folder, steps=3, progress=False)
+        return quickstart.run_quickstart(folder, steps=3, disable_tqdm=True)
 
 
 def test_run_writes_log_evaluations_report_and_model(folder, table):
@@ -60,7 +60,7 @@ def test_readme_shows_the_printed_table(table):
 
 @pytest.mark.slow
 def test_default_run_meets_the_bar_on_one_seed(tmp_path):
-    quickstart.run_quickstart(tmp_path / "run", progress=False)
+    quickstart.run_quickstart(tmp_path / "run", disable_tqdm=True)
     results = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("run/evaluations/*/result.json"))]
     before, after = results[0], results[-1]
     for group, least in (("known", 0.98), ("unknown", 0.90)):

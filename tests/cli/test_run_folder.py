@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import re
 import sys
+from pathlib import Path
 
 import pytest
 
 from credit_trl import CreditTrainer, Verdict, cli
 from credit_trl.cli import training
-from credit_trl.cli.run_folder import model_of_run, read_run
+from credit_trl.cli.data import CreditScriptArguments, describe
+from credit_trl.cli.run_folder import model_of_run, read_run, task_of_run
 from credit_trl.tasks.run_data import task_of_data
 from credit_trl.training.run_data import describe_data, describe_function, describe_rows
 
@@ -83,6 +85,34 @@ def test_run_from_python_describes_its_functions(make_model, make_config, tokeni
     assert task.verify("abc").reward == 1.0
     with pytest.raises(ValueError, match=r"were a `Dataset` object.*`--path questions.jsonl`"):
         task.build("test")
+
+
+def test_run_from_python_needs_its_folder_alone(make_config, dataset, tmp_path, monkeypatch, capsys):
+    """Rows that were a `Dataset` object, as after `load_dataset`, a filter or a map, also after the folder moved."""
+    config = make_config(output_dir=str(tmp_path / "run"), max_steps=1)
+    held_out = dataset.select(range(3))
+    trainer = CreditTrainer("quickstart", half, config, dataset, held_out)
+    trainer.train()
+    trainer.save_model()
+    run = (tmp_path / "run").rename(tmp_path / "moved")
+    task = task_of_run(run)
+    assert list(task.build("train")) == list(dataset)
+    assert list(task.build("test")) == list(held_out)
+    monkeypatch.setattr(sys, "path", [str(Path(__file__).parent), *sys.path])
+    for command, options in {"credit-eval": ["--k", "2"], "credit-map": [], "credit-report": []}.items():
+        assert cli.main([command, str(run), *options]) == 0
+    assert "3 prompts × 2 samples" in capsys.readouterr().out
+
+
+def test_folder_in_the_hubs_form_is_found_from_any_directory(tmp_path, monkeypatch):
+    for split in ("train", "test"):
+        (tmp_path / "data").mkdir(exist_ok=True)
+        (tmp_path / "data" / f"{split}.jsonl").write_text(json.dumps({"prompt": split, "answer": "1"}) + "\n")
+    monkeypatch.chdir(tmp_path)
+    data = describe(CreditScriptArguments(dataset_name="./data", reward_funcs=["math.sqrt"]))
+    monkeypatch.chdir("/")
+    task = task_of_data(data)
+    assert [task.build(split)[0]["prompt"] for split in ("train", "test")] == ["train", "test"]
 
 
 @pytest.mark.parametrize(

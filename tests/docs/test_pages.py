@@ -14,8 +14,7 @@ from pages import PAGES, QUESTIONS, ROOT, blocks_of, commands_of, write_files, w
 
 import credit_trl
 from credit_trl.cli import COMPANIONS
-from credit_trl.cli.credit import launch_arguments, one_config, parse
-from credit_trl.cli.training import make_parser
+from credit_trl.cli.credit import launch_arguments, one_config, own_options
 from credit_trl.config import CreditConfig
 from tiny import SMALL, length_verdicts, save_model
 
@@ -90,8 +89,8 @@ def check_command(words: list[str], page: Path) -> None:
         assert (ROOT / arguments[0]).exists() or (page.parent / arguments[0]).exists(), words
     elif program in ("trl", "credit-trl") and arguments[0] == "credit":
         cpu = ["--use_cpu", "true", "--bf16", "false"]
-        with one_config([*arguments[1:], *cpu]) as line:
-            launch_arguments(line, *parse(make_parser(prog="trl credit"), line)[-2:])
+        with one_config(*own_options([*arguments[1:], *cpu])) as line:
+            launch_arguments(line)
     elif program in ("trl", "credit-trl"):
         parser = ArgumentParser()
         importlib.import_module(COMPANIONS[arguments[0]][0]).add_arguments(parser)
@@ -116,7 +115,7 @@ def test_yaml_blocks_are_configurations(page, folder):
         (folder / "block.yaml").write_text(block.parsed)
         assert yaml.safe_load(block.parsed)
         line = ["--config", "block.yaml", "--use_cpu", "true", "--bf16", "false", "--use_vllm", "false"]
-        parse(make_parser(prog="trl credit"), line)
+        launch_arguments(line)
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda page: page.name)

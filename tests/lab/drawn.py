@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,24 +13,10 @@ from credit_trl import objective
 from credit_trl.contexts.tokens import PrivilegedContext
 from credit_trl.lab.analysis.formula import CreditFormula
 from credit_trl.lab.analysis.responses import Rollout
-from credit_trl.lab.analysis.tokenmap import ScoredTokens, TokenMap, TokenScores
+from credit_trl.lab.analysis.tokenmap import ScoredTokens, TokenMap
 from credit_trl.lab.analysis.tokentext import TokenText, visible
 
-HOSTILE = (
-    "<script>window.pwned = 1</script>",
-    "</script><script>window.pwned = 2</script>",
-    "</span></div></body></html><h1 id=pwned>pwned</h1>",
-    '"><img src=x onerror="window.pwned = 3">',
-    "' onmouseover='window.pwned = 4' x='",
-    '<svg onload="window.pwned = 5"></svg><iframe src="javascript:window.pwned = 6"></iframe>',
-    "<style>* { display: none }</style><link rel=stylesheet href=//localhost/x.css>",
-    "${alert(1)} {{constructor.constructor('window.pwned = 7')()}} <!-- ]]> -->",
-    "javascript:window.pwned = 8",
-    "&lt;script&gt;window.pwned = 9&lt;/script&gt; &amp; &#x3c;b&#x3e;",
-    "\u202eevil\u202c \u2066isolated\u2069 \u200b\ufeff\u2028\u2029 \x1b[31mred\x1b[0m \x00\x07",
-    '\\u003cscript\\u003e window.pwned = 10 \\"); window.pwned = 11; //',
-)
-
+HOSTILE = json.loads((Path(__file__).parent / "hostile.json").read_text())
 FORMULA = CreditFormula(0.1)
 
 
@@ -72,7 +60,7 @@ def drawn_map(
         checkpoint,
         [TokenText(visible(text).replace("\n", "↵\n")) for text in tokens],
         ["other word"] * len(tokens),
-        TokenScores(**own, alternatives=others),
+        ScoredTokens(**own, alternatives=others),
         [[visible(text) for text in alternatives]] * len(tokens),
     )
 

@@ -172,7 +172,7 @@ def test_states_of_a_shared_row_are_those_of_its_sequences(make_model, tokenizer
         states = model.base_model(**inputs, use_cache=False).last_hidden_state[0]
         for ids, places in zip(sequences, indices.split(list(map(len, sequences))), strict=True):
             expected = model.base_model(input_ids=ids[None], use_cache=False).last_hidden_state[0]
-            assert_close(states[places], expected, rtol=1e-5, atol=3e-6)
+            assert_close(states[places], expected, rtol=1e-4, atol=1e-5)
 
 
 # FlashAttention would read the row of StableLM as one sequence; the attention of Falcon computes with the mask itself.

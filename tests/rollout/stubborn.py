@@ -45,6 +45,7 @@ DEEDS = {
     "leaves": lambda: exit(0),
     "crashes": lambda: os.kill(os.getpid(), 11),
     "no pickle": lambda: [lambda: 1],
+    "slow": lambda: time.sleep(2.0) or [0.0],
     "fine": lambda: [1.0],
 }
 

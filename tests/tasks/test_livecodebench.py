@@ -9,6 +9,7 @@ import time
 import zlib
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 
 import pytest
 from datasets import Dataset
@@ -127,6 +128,7 @@ def test_release_selects_files_of_the_hub(tmp_path, write_jsonl, release, count)
     ("arguments", "message"),
     [
         ({"split": "validation"}, "train .* or test"),
+        ({"split": "test", "release": "v9"}, "no release 'v9'; use one of v1, "),
         ({"split": "test", "since": "February"}, "are dates such as"),
         ({"split": "test", "hub": "no-such-owner/no-such-data"}, "pass `path=`"),
     ],
@@ -199,69 +201,11 @@ TURN = functional_answer("turn", ("[1,2]", "[2,1]"), ("[]", "[]"))
 POWER = functional_answer("power", ("5000", f"1{'0' * 5000}"))
 
 RIGHT = "print(2 * int(input()))"
-LIKE_ALL = "    def __eq__(self, other):\n        return True\n"
-
-# reason: (program, reward)
-SCRIPTS = {
-    "right": (RIGHT, 1),
-    "wrong": ("print(3 * int(input()))", 0),
-    "right for one test of two": ("print(6)", 0),
-    "a syntax error": ("print(2 * int(input())", 0),
-    "a runtime error": ("print(2 * int(input()) / 0)", 0),
-    "exit 0 before any output": (f"exit(0)\n{RIGHT}", 0),
-    "exit 0 after the right output": (f"{RIGHT}\nexit()", 1),
-    "exit 1 after the right output": (f"{RIGHT}\nexit(1)", 0),
-    "os._exit after the right output": ("import os\nprint(2 * int(input()), flush=True)\nos._exit(0)", 1),
-    "a main guard": (f"if __name__ == '__main__':\n    {RIGHT}", 1),
-    "a function never called": (f"def main():\n    {RIGHT}", 0),
-    "CRLF in the program": ("n = int(input())\r\nprint(2 * n)", 1),
-    "written to standard error": ("import sys\nprint(2 * int(input()), file=sys.stderr)", 0),
-    "debug lines on standard error": (
-        f"import sys\nfor i in range(12_000):\n    print('debug', i, file=sys.stderr)\n{RIGHT}",
-        1,
-    ),
-    "the prompt echoed by input": ("print(2 * int(input('n? ')))", 0),
-    "bytes that are no text": ("import os\nos.write(1, b'\\xff6')", 0),
-    "a lone surrogate in the source": ("print('\ud800')", 0),
-    "a null byte in the source": ("print(6)\x00", 0),
-    "source nested too deeply": ("-" * 50_000 + "1", 0),
-    "memory": ("x = bytearray(10**12)", 0),
-    "endless recursion": ("def f(x):\n    return f(x)\nf(1)", 0),
-    "names that the benchmark imports": ("print(reduce(operator.add, [int(input())] * 2))", 1),
-    "an expected-output file guessed": ("print(open('/expected_output').read())", 0),
-}
-FUNCTIONS = {
-    "a method": ("class Solution:\n    def turn(self, xs):\n        return xs[::-1]", 1),
-    "a plain function": ("def turn(xs: List[int]) -> List[int]:\n    return xs[::-1]", 1),
-    "a tuple for a list": ("def turn(xs):\n    return tuple(xs[::-1])", 1),
-    "printed instead of returned": ("def turn(xs):\n    print(xs[::-1])", 0),
-    "debug lines and the right value": (
-        "def turn(xs):\n    for i in range(12_000):\n        print('debug', i)\n    return xs[::-1]",
-        1,
-    ),
-    "no value that is JSON": ("def turn(xs):\n    return set(xs)", 0),
-    "a generator": ("def turn(xs):\n    yield from xs[::-1]", 0),
-    "an object that equals everything": (f"class All:\n{LIKE_ALL}def turn(xs):\n    return All()", 0),
-    "a list that equals everything": (f"class All(list):\n{LIKE_ALL}def turn(xs):\n    return All()", 0),
-    "another name": ("def rotate(xs):\n    return xs[::-1]", 0),
-    "exit inside the function": ("def turn(xs):\n    exit(0)", 0),
-}
-# reason: (response, answer, reward)
-RESPONSES = {
-    "untagged": (fenced(RIGHT, ""), DOUBLE, 1),
-    "no code block": (RIGHT, DOUBLE, 0),
-    "Python tagged as another language": (fenced(RIGHT, "text"), DOUBLE, 0),
-    "a wrong longer block": (f"{fenced(RIGHT)}\n{fenced('print(1)  # something longer, and wrong')}", DOUBLE, 0),
-    "a block never closed": (f"```python\n{RIGHT}", DOUBLE, 0),
-    "rows, other spacing": (fenced("for i in range(int(input())):\n    print(i, '', i + 0.5)"), ROWS, 1),
-    "rows in one line": (fenced("print('0 0.5 1 1.5')"), ROWS, 0),
+TESTS = {"double": DOUBLE, "turn": TURN, "rows": ROWS, "power": POWER}
+PROGRAMS = [json.loads(line) for line in (Path(__file__).parent / "cases" / "programs.jsonl").open()]
+ADVERSARIAL = {row["case"]: (row["response"], TESTS[row["tests"]], row["reward"]) for row in PROGRAMS} | {
+    "source nested too deeply": (fenced("-" * 50_000 + "1"), DOUBLE, 0),
     "integers of 5,001 digits": (fenced("print(int(input()) + 1)"), stdin_answer(("9" * 5_000, f"1{'0' * 5_000}")), 1),
-    "one returned": (fenced("def power(n):\n    return 10 ** n"), POWER, 1),
-}
-ADVERSARIAL = {
-    **{reason: (fenced(program), DOUBLE, reward) for reason, (program, reward) in SCRIPTS.items()},
-    **{reason: (fenced(program), TURN, reward) for reason, (program, reward) in FUNCTIONS.items()},
-    **RESPONSES,
 }
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,35 +25,16 @@ def hub_row(
     return row | changes
 
 
-# reason: (response, reward for the gold letter B, metric answer_format, whether the feedback names a wrong form)
-RESPONSES = {
-    "right": ("<reasoning>r</reasoning>\n<answer>\nB\n</answer>\n", 1, 1, False),
-    "wrong": ("<answer>A</answer>", 0, 1, False),
-    "last answer counts": ("<answer>A</answer> <answer>B</answer>", 1, 1, False),
-    "letter alone, as published": ("B", 1, 0, False),
-    "not closed, as published": ("<answer>B", 1, 0, False),
-    "text behind the tag, as published": ("<answer>B</answer> so", 1, 0, False),
-    "lower case": ("<answer>b</answer>", 0, 0, True),
-    "letter and text": ("<answer>B: text</answer>", 0, 0, True),
-    "a word that begins with the letter": ("<answer>Because</answer>", 0, 0, False),
-    "parentheses": ("<answer>(B)</answer>", 0, 0, True),
-    "bold": ("<answer>**B**</answer>", 0, 0, True),
-    "full stop": ("<answer>B.</answer>", 0, 0, True),
-    "words before the letter": ("<answer>The correct option is B</answer>", 0, 0, True),
-    "a sentence without tags": ("It binds water.\nSo the answer is B.", 0, 0, True),
-    "a box": ("It binds water.\n\\boxed{\\text{B}}", 0, 0, True),
-    "another letter in a sentence": ("B is close.\nThe answer is (C).", 0, 0, False),
-    "another letter in parentheses": ("<answer>(A)</answer>", 0, 0, False),
-    "the option's text alone": ("<answer>text B</answer>", 0, 0, True),
-}
+# Rewards for the gold letter B, and whether the feedback names a wrong form.
+RESPONSES = [json.loads(line) for line in (Path(__file__).parent / "cases" / "letters.jsonl").open()]
 
 
-@pytest.mark.parametrize(("response", "reward", "form", "is_misspelt"), RESPONSES.values(), ids=RESPONSES)
-def test_response_is_graded_by_the_published_rule(response, reward, form, is_misspelt):
-    verdict = sciknoweval.verify(response, "B")
-    assert (verdict.reward, verdict.metrics) == (reward, {"answer_format": form})
+@pytest.mark.parametrize("row", RESPONSES, ids=lambda row: row["case"])
+def test_response_is_graded_by_the_published_rule(row):
+    verdict = sciknoweval.verify(row["response"], "B")
+    assert (verdict.reward, verdict.metrics) == (row["reward"], {"answer_format": row["answer_format"]})
     assert verdict.feedback.endswith("Correct answer: B")
-    assert verdict.feedback.startswith("The letter is right; write it as <answer>") == is_misspelt
+    assert verdict.feedback.startswith("The letter is right; write it as <answer>") == row["is_misspelt"]
 
 
 @pytest.mark.parametrize("answer", ["b", "", "AB", None])
@@ -114,7 +96,7 @@ def test_malformed_row_raises_with_file_and_row(write_jsonl, row):
 def test_unknown_split_and_domain_raise(tmp_path):
     with pytest.raises(ValueError, match="no split 'dev'"):
         sciknoweval.build("dev")
-    with pytest.raises(ValueError, match="Name a domain"):
+    with pytest.raises(ValueError, match="no domain None; name one, as in sciknoweval:biology"):
         sciknoweval.build("train", tmp_path)
     with pytest.raises(ValueError, match="no domain 'law'"):
         sciknoweval.build("train", domain="law")

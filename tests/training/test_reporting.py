@@ -65,6 +65,24 @@ def test_table_of_completions_has_feedback_teacher_prompt_and_mean_credit(make_t
     assert any(row["s_mean"] != 0.0 for row in table)
 
 
+def test_rollouts_are_printed_as_blocks(make_trainer, capsys):
+    trainer = make_trainer(log_completions=True, num_completions_to_print=2, max_steps=1)
+    trainer.train()
+    printed = capsys.readouterr().out
+    blocks = re.findall(r"^--- step 1  length_verdicts .*?^---$", printed, re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 2
+    for block in blocks:
+        assert re.findall(r"^--- (\w+)$", block, re.MULTILINE) == [
+            "prompt",
+            "completion",
+            "feedback",
+            "teacher_prompt",
+        ]
+        assert "\nuser: " in block
+        assert "\nThe answer is " in block
+    assert "┃" not in printed
+
+
 @pytest.fixture
 def now(monkeypatch):
     time = [0.0]

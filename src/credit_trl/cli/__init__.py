@@ -36,24 +36,21 @@ def main(argv: list[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     spell_unencodable()
     command = next((token for token in argv if not token.startswith("-")), None)
-    if command == TRAINING[0]:
-        return _run_training(argv[argv.index(command) + 1 :])
-    if command in COMPANIONS:
-        return _run_companion(command, argv[argv.index(command) + 1 :])
     if command is None:
         _help_parser().parse_args(argv)  # exits on `--help` and `--version`
         _help_parser().print_help()
         return 0
-    return _run_trl(command, argv)
-
-
-def _run_training(argv: list[str]) -> int:
+    if command not in COMPANIONS and command != TRAINING[0]:
+        return _run_trl(command, argv)
+    own = argv[argv.index(command) + 1 :]
     try:
+        if command in COMPANIONS:
+            return _run_companion(command, own)
         from credit_trl.cli.credit import run
 
-        return run(argv)
-    except KeyboardInterrupt:  # before the launch, whose own message says how to continue
-        print("trl credit: interrupted", file=sys.stderr)
+        return run(own)
+    except KeyboardInterrupt as interrupt:  # of a run before the launch, whose own message says how to continue
+        print(f"trl {command}: interrupted{interrupt}", file=sys.stderr)
         return 128 + signal.SIGINT
 
 
@@ -68,9 +65,6 @@ def _run_trl(command: str, argv: list[str]) -> int:
 
 
 def _run_companion(name: str, argv: list[str]) -> int:
-    from credit_trl.training.future_warnings import ignore_future_warnings
-
-    ignore_future_warnings()
     module = importlib.import_module(COMPANIONS[name][0])
     one_row_an_option = partial(HelpFormatter, max_help_position=34)
     parser = ArgumentParser(prog=f"trl {name}", allow_abbrev=False, formatter_class=one_row_an_option)
@@ -93,8 +87,7 @@ def _run_companion(name: str, argv: list[str]) -> int:
         return report_user_error(f"trl {name}", error)
     except KeyboardInterrupt:
         continues = getattr(module, "continues", lambda _: False)(options)
-        print(f"trl {name}: interrupted{'; the same command continues' if continues else ''}", file=sys.stderr)
-        return 128 + signal.SIGINT
+        raise KeyboardInterrupt("; the same command continues" if continues else "") from None
 
 
 def _help_parser() -> ArgumentParser:

@@ -1,10 +1,9 @@
-"""Types of arguments, and arguments that several commands share."""
+"""Arguments that `credit-eval` and `credit-map` share, and types of arguments."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
 
 
 def json_object(text: str) -> dict[str, object]:
@@ -18,21 +17,13 @@ def json_object(text: str) -> dict[str, object]:
     return value
 
 
-def at_least(minimum: int) -> Callable[[str], int]:
-    """Argument type of a whole number from `minimum`."""
-
-    def parse(text: str) -> int:
-        value = int(text)
-        if value < minimum:
-            raise argparse.ArgumentTypeError(f"must be at least {minimum}, got {value}")
-        return value
-
-    parse.__name__ = "whole number"  # in argparse's error for other text
-    return parse
-
-
-def add_sandbox_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add `--sandbox` and `--allow_unsandboxed`."""
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add RUN, what replaces its parts, and the sandbox."""
+    parser.add_argument("run", nargs="?", metavar="RUN", help="run directory, whose model, data and verifier are used")
+    parser.add_argument("--model", metavar="NAME", help="hub name or directory, or quickstart")
+    parser.add_argument("--task", metavar="NAME", help="such as sciknoweval:chemistry, my_package.task:Task")
+    parser.add_argument("--split", metavar="NAME", default="test", help="split of the task's data (default test)")
+    parser.add_argument("--path", metavar="PATH", help="local data file or folder")
     group = parser.add_argument_group("sandbox, for tasks that run model-written programs")
     group.add_argument(
         "--sandbox", metavar="NAME", help="auto (default), bubblewrap, landlock, or the address of a remote one"

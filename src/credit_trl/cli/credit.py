@@ -6,27 +6,23 @@ and `--accelerate_config`. Arguments that neither the trainer nor accelerate def
 
 from __future__ import annotations
 
+import logging
+import os
 import signal
 import subprocess
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from tempfile import NamedTemporaryFile
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from credit_trl.cli.arguments import at_least
-from credit_trl.cli.credit_init import recipe_names, recipe_path, with_accelerate_file
+from credit_trl.cli.credit_init import accelerate_file, recipe_names, recipe_path
 from credit_trl.cli.errors import USER_ERRORS, report_exit_code, report_failed_process, report_user_error, suggest
 from credit_trl.cli.help import print_help
-from credit_trl.cli.options_file import config_file, load_yaml, read_options
+from credit_trl.cli.options_file import config_file, read_options
 from credit_trl.cli.training import make_parser, refuse
 from credit_trl.tasks.registry import check_name
-from credit_trl.training.future_warnings import ignore_future_warnings
-
-if TYPE_CHECKING:
-    from trl import TrlParser
 
 # Arguments of the trainer in Python, which the command line has no option for.
 _ARGUMENTS = {
@@ -39,33 +35,30 @@ PROG = "trl credit"
 
 def run(argv: list[str]) -> int:
     """Check the arguments, launch the run and return its exit code."""
-    ignore_future_warnings()
     with ExitStack() as merged:
         try:
-            topic = help_topic(argv)
-            if topic is not None:
-                print_help(make_parser(prog=PROG), topic or None, recipe_names())
+            given, others = own_options(argv)
+            if given.help is not None:
+                print_help(make_parser(prog=PROG), given.help or None, recipe_names())
                 return 0
-            argv = merged.enter_context(one_config(argv))
-            parser = make_parser(prog=PROG, processes=processes_of(argv))
-            script, *_, from_config, from_line = parse(parser, argv)
-            if script.task is not None:
-                check_name(script.task)
-            launched = launch_arguments(argv, from_config, from_line)
+            launched = launch_arguments(merged.enter_context(one_config(given, others)))
         except USER_ERRORS as error:
             return report_user_error(PROG, error, code=2)
         return launch(launched)
 
 
-def help_topic(argv: list[str]) -> str | None:
-    """The word after `--help`, `""` for none, `"all"` for `--help-all`; None for a line that asks for no help."""
-    if "--help-all" in argv:
-        return "all"
-    at = next((at for at, word in enumerate(argv) if word in ("-h", "--help")), None)
-    if at is None:
-        return None
-    following = argv[at + 1 : at + 2]
-    return "" if not following or following[0].startswith("-") else following[0]
+def own_options(argv: list[str]) -> tuple[Namespace, list[str]]:
+    """(options of this command, words for the training module and accelerate)."""
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.error = refuse
+    parser.add_argument("-h", "--help", nargs="?", const="")
+    parser.add_argument("--help-all", dest="help", action="store_const", const="all")
+    for option in ("--recipe", "--config"):
+        parser.add_argument(option, action="append", nargs="?", default=[])
+    given, others = parser.parse_known_args(argv)
+    if None in (*given.config, *given.recipe):
+        raise ValueError("`--config` names a YAML file, `--recipe` a recipe: give its path, or its name.")
+    return given, others
 
 
 def launch(launched: Namespace) -> int:
@@ -78,6 +71,7 @@ def launch(launched: Namespace) -> int:
 
     launched.signals_to_handle = "SIGINT,SIGHUP,SIGQUIT"  # not SIGTERM, after which torch kills the processes in 30 s
     launched.quiet = False  # with it, accelerate replaces the exit code
+    logging.getLogger("accelerate.commands.launch").setLevel(logging.ERROR)  # six lines of its defaults
     try:
         with sigterm_to_children():
             launch_command(launched)
@@ -93,122 +87,100 @@ def launch(launched: Namespace) -> int:
     return 0
 
 
-def parse(parser: TrlParser, argv: list[str]) -> tuple[Any, ...]:
-    """Parse a command line into dataclasses, after a check of its argument names.
+def launch_arguments(argv: list[str]) -> Namespace:
+    """Arguments of `accelerate launch` that start the training module, for a line of `one_config`.
 
-    Then come the arguments for accelerate: those of the YAML file, and those of the line.
-    """
-    check_names(parser, argv)
-    at = argv.index("--config") if "--config" in argv else len(argv)
-    without_file = argv[:at] + argv[at + 2 :]
-    _, others = parser.parse_known_args(without_file)
-    launch_arguments(without_file, [], others)  # a forgotten `--config` would show as a wrong default
-    return parser.parse_args_and_config(argv, return_remaining_strings=True, separate_remaining_strings=True)
-
-
-def launch_arguments(argv: list[str], from_config: list[str], from_line: list[str]) -> Namespace:
-    """Arguments of `accelerate launch` that start the training module, for the arguments after `credit`.
-
-    `from_config` and `from_line` are the arguments of the YAML file and of the line that the training module's parser
-    does not define.
+    Raises:
+        ValueError: an argument is unknown or has a wrong value.
     """
     from accelerate.commands.launch import launch_command_parser
     from trl.cli.accelerate_config import resolve_accelerate_config_argument
     from trl.cli.commands.training import _subtract_subsequence
 
+    parser = make_parser(prog=PROG)
     launcher = launch_command_parser()
     launcher.error = refuse
-    options = resolve_accelerate_config_argument(from_config + from_line)
-    own = _subtract_subsequence(argv, from_line)
-    launched = launcher.parse_args([*map(str, options), "--module", TRAINING_MODULE, *own])
+    known = {*parser._option_string_actions, *launcher._option_string_actions}
+    check_names(known | {"--config", "--accelerate_config", "--env"}, argv)
+    on_line = argv[2:] if argv[:1] == ["--config"] else argv
+    _, from_line = parser.parse_known_args(on_line)
+    own = {action.dest for action in parser._actions} | {"env"}
+    others = {key: value for key, value in config_file(argv).items() if key not in own}
+    from_file = [word for key, value in others.items() for word in (f"--{key}", str(value))]
+    options = resolve_accelerate_config_argument(from_file + from_line)
+    launched = launcher.parse_args([*options, "--module", TRAINING_MODULE, *_subtract_subsequence(argv, from_line)])
     word = launched.training_script
     if word != TRAINING_MODULE:
         is_file = word.endswith((".yaml", ".yml", ".json"))
         fix = f"did you mean `--config {word}`?" if is_file else "every value follows its option, as in `--task NAME`."
         raise ValueError(f"unexpected `{word}`; {fix}")
+    parser = make_parser(prog=PROG, processes=processes_of(launched))
+    script, *_ = parser.parse_args_and_config(argv, return_remaining_strings=True)
+    if script.task is not None:
+        check_name(script.task)
     return launched
 
 
 @contextmanager
-def one_config(argv: list[str]) -> Iterator[list[str]]:
-    """Merge the files of `--config` and `--recipe` into a temporary one, since TRL's parser reads one.
+def one_config(given: Namespace, others: list[str]) -> Iterator[list[str]]:
+    """Merge the files of `--recipe`, then those of `--config`, into a temporary one, since TRL's parser reads one.
 
     Options of a later file override those of an earlier one, variables of `env` each by itself. An accelerate file of
     the package is found from any directory.
     """
     import yaml
 
-    split = (word.split("=", 1) if word.startswith(("--config=", "--recipe=")) else [word] for word in argv)
-    words = iter([part for parts in split for part in parts])
     merged: dict[str, Any] = {}
-    others = []
-    for word in words:
-        if word not in ("--config", "--recipe"):
-            others.append(word)
-            continue
-        name = next(words, "--")
-        if name.startswith("--"):
-            what = "names a YAML file: give its path" if word == "--config" else "names a recipe: give its name"
-            raise ValueError(f"`{word}` {what}.")
-        options = read_options(recipe_path(name) if word == "--recipe" else name)
+    for file in (*map(recipe_path, given.recipe), *given.config):
+        options = read_options(file)
         env = {**(merged.get("env") or {}), **(options.get("env") or {})}
         merged |= {**options, "env": env} if env else options
-    if len(others) == len(argv):
-        yield argv
+    if not merged:
+        yield others
         return
+    if "accelerate_config" in merged:
+        merged["accelerate_config"] = accelerate_file(merged["accelerate_config"])
     with NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
-        yaml.safe_dump(with_accelerate_file(merged), file)
+        yaml.safe_dump(merged, file)
         file.flush()
         yield ["--config", file.name, *others]
 
 
-def processes_of(argv: list[str]) -> int:
-    """Number of processes that accelerate will start, by default one per GPU.
-
-    Of accelerate's configuration file, overridden by the YAML file, overridden by the command line.
-    """
+def processes_of(launched: Namespace) -> int:
+    """Number of processes that accelerate starts: that of the line or the YAML, of its own file, or one per GPU."""
     import torch
-    from trl.cli.accelerate_config import resolve_accelerate_config_argument
+    from accelerate.commands.config.config_args import default_config_file, load_config_from_file
 
-    parser = ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.error = refuse
-    in_file = config_file(argv)
-    kinds = {"accelerate_config": str, "config_file": str, "num_processes": at_least(1)}
-    for name, kind in kinds.items():
-        parser.add_argument(f"--{name}", type=kind, default=in_file.get(name))
-    given, _ = parser.parse_known_args(argv)
-    path = given.accelerate_config or given.config_file
-    count = given.num_processes
-    if count is None and path is not None:
-        _, resolved = resolve_accelerate_config_argument(["--accelerate_config", str(path)])
-        count = (load_yaml(Path(resolved).read_text(encoding="utf-8")) or {}).get("num_processes")
-    return int(count or max(torch.cuda.device_count(), 1))
+    count = launched.num_processes
+    if count is None and os.path.isfile(launched.config_file or default_config_file):
+        count = load_config_from_file(launched.config_file).num_processes
+    if count is None:
+        count = max(torch.cuda.device_count(), 1)
+    if count < 1:
+        raise ValueError(f"--num_processes: must be at least 1, got {count}")
+    return count
 
 
-def check_names(parser: ArgumentParser, argv: list[str]) -> None:
+def check_names(known: set[str], argv: list[str]) -> None:
     """Check that the training module or accelerate defines every argument of a command line and its YAML file.
 
     Runs before values are parsed, because TRL's errors about values or the machine would hide a misspelt name.
     """
-    from accelerate.commands.launch import launch_command_parser
-
     from credit_trl.config import OTHER_NAMES
 
     fixes = OTHER_NAMES | _ARGUMENTS
-    of_launcher = {*launch_command_parser()._option_string_actions, "--accelerate_config"}
-    options = {"--config", *parser._option_string_actions, *of_launcher}
-    fields = {action.dest for action in parser._actions} | {"env"}  # the spelling with a dash is for the line
-    in_file = [f"--{key}" for key in config_file(argv) if key not in fields and f"--{key}" not in of_launcher]
+    # The spelling with a dash is for the line, as abbreviations are.
+    in_file = [f"--{key}" for key in config_file(argv) if "-" in key or f"--{key}" not in known]
     on_line = [word.split("=")[0] for word in argv if word.startswith("--") and " " not in word]
     unknown = [
         name
         for name in on_line
-        if name not in options and (name[2:] in fixes or not any(option.startswith(name) for option in options))
-    ]  # abbreviations are known
+        if name not in known and (name[2:] in fixes or not any(option.startswith(name) for option in known))
+    ]
     problems = []
     for name in dict.fromkeys([*in_file, *unknown]):
-        fix = fixes.get(name[2:])
-        problems.append(f"{name}.{suggest(name, options - {name}) if fix is None else f' {fix}'}")
+        fix = f" {fixes[name[2:]]}" if name[2:] in fixes else suggest(name, known - {name})
+        problems.append(f"{name}.{fix}")
     if problems:
         many = "s" if len(problems) > 1 else ""
         place = "(on the command line or, without the dashes, in the YAML file)"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from credit_trl.cli.arguments import add_sandbox_arguments, json_object
+from credit_trl.cli.arguments import add_run_arguments, json_object
 from credit_trl.cli.run_folder import model_of_run, read_run, task_of_run
 from credit_trl.sandbox import choose_sandbox
 from credit_trl.training.run_directory import RUN_FILE
@@ -18,16 +18,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Sample k responses to every prompt, verify them, and report avg@k with a 95% bootstrap interval over "
         "prompts, pass@k, lengths and truncation. The same command continues an interrupted evaluation."
     )
-    parser.add_argument("run", nargs="?", metavar="RUN", help="run directory, whose model, data and verifier are used")
-    parser.add_argument("--model", metavar="NAME", help="hub name or directory, or quickstart")
-    parser.add_argument("--task", metavar="NAME", help="such as sciknoweval:chemistry, my_package.task:Task")
+    add_run_arguments(parser)
     parser.add_argument("--k", metavar="K", type=int, default=16, help="samples per prompt (default 16)")
     parser.add_argument("--temperature", metavar="T", type=float, default=0.6, help="default 0.6")
     parser.add_argument("--top_p", metavar="P", type=float, default=0.95, help="default 0.95")
     parser.add_argument("--top_k", metavar="K", type=int, default=0, help="0 for no limit (default)")
     parser.add_argument("--max_completion_length", metavar="N", type=int, help="tokens (default: the run's, or 4096)")
-    parser.add_argument("--split", metavar="NAME", default="test", help="split of the task's data (default test)")
-    parser.add_argument("--path", metavar="PATH", help="local data file or folder")
     parser.add_argument("--max_prompts", metavar="N", type=int, help="use the first prompts only")
     parser.add_argument("--group_by", metavar="COLUMN", help="column whose values are reported separately")
     parser.add_argument("--seed", metavar="N", type=int, default=0, help="sampling seed (default 0)")
@@ -37,7 +33,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output_dir", metavar="PATH", help=f"samples and result (default: RUN/{EVALUATION_FOLDER}, or none)"
     )
-    add_sandbox_arguments(parser)
 
 
 def continues(args: argparse.Namespace) -> bool:
@@ -46,29 +41,26 @@ def continues(args: argparse.Namespace) -> bool:
 
 
 def run(args: argparse.Namespace) -> int:
-    from credit_trl.cli.data import load_own_task
     from credit_trl.evaluation import evaluate
 
     choose_sandbox(args.sandbox, args.allow_unsandboxed)
-    sampling = ("k", "temperature", "top_p", "top_k", "seed", "split", "path", "max_prompts", "group_by", "engine")
-    options = {name: getattr(args, name) for name in (*sampling, "batch_size", "output_dir")}
+    others = ("run", "model", "task", "sandbox", "allow_unsandboxed")
+    options = {name: value for name, value in vars(args).items() if name not in others}
     options["engine_options"] = dict(args.engine_options)
-    options["max_completion_length"] = args.max_completion_length or 4096
+    model = args.model
     if args.run is not None:
         config = read_run(args.run)["config"]
-        model = args.model or str(model_of_run(args.run))
-        task = task_of_run(args.run, args.task)
+        model = model or str(model_of_run(args.run))
         options["output_dir"] = args.output_dir or str(Path(args.run) / EVALUATION_FOLDER)
         options["max_completion_length"] = args.max_completion_length or config["max_completion_length"]
         options["engine_options"].setdefault("chat_template_kwargs", config.get("chat_template_kwargs"))
-    elif args.model is None or args.task is None:
+    elif model is None or args.task is None:
         raise ValueError("give a run directory, or --model and --task.")
-    else:
-        model = args.model
-        task = load_own_task(args.task)
-    if options["output_dir"] and (Path(options["output_dir"]) / RUN_FILE).is_file():
-        raise ValueError(f"`--output_dir {options['output_dir']}` is the folder of a training run; give another one.")
-    print(evaluate(model, task, **options))
-    if options["output_dir"]:
-        print(f"  written to {options['output_dir']}")
+    options["max_completion_length"] = options["max_completion_length"] or 4096
+    folder = options["output_dir"]
+    if folder and (Path(folder) / RUN_FILE).is_file():
+        raise ValueError(f"`--output_dir {folder}` is the folder of a training run; give another one.")
+    print(evaluate(model, task_of_run(args.run, args.task), **options))
+    if folder:
+        print(f"  written to {folder}")
     return 0

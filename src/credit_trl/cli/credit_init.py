@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 from credit_trl.cli.errors import suggest
 
@@ -27,21 +26,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     folder = Path(args.folder)
-    if args.recipe is None:
-        files = {folder / name: _STARTER / source for source, name in _FILES.items()}
-    else:
-        source = recipe_path(args.recipe)
-        files = {folder / source.name: source}
-    existing = [path for path in files if path.exists()]
-    if existing:
-        raise FileExistsError(f"{existing[0]} exists and is not overwritten. Name another folder.")
+    files = {folder / name: _STARTER / source for source, name in _FILES.items()}
+    if args.recipe is not None:
+        files = {folder / recipe_path(args.recipe).name: recipe_path(args.recipe)}
+    for path in files:
+        if path.exists():
+            raise FileExistsError(f"{path} exists and is not overwritten. Name another folder.")
     folder.mkdir(parents=True, exist_ok=True)
     for path, source in files.items():
         path.write_text(source.read_text(encoding="utf-8"), encoding="utf-8")
         print(f"wrote {path}")
-    config = next(path.name for path in files if path.suffix == ".yaml")
     place = "" if folder.resolve() == Path.cwd() else f"cd {folder} && "
-    print(f"next: {place}trl credit --config {config}")
+    print(f"next: {place}trl credit --config {next(iter(files)).name}")
     return 0
 
 
@@ -63,13 +59,10 @@ def recipe_path(name: str) -> Path:
     return path
 
 
-def with_accelerate_file(options: dict[str, Any]) -> dict[str, Any]:
-    """Options in which an accelerate file of the package has its full path, so that any directory will do."""
-    name = options.get("accelerate_config")
-    if name is None or Path(name).is_file():
-        return options
+def accelerate_file(name: str) -> str:
+    """Path of an accelerate file of the package, so that any directory will do; any other path or name unchanged."""
     shipped = _folder("accelerate") / Path(name).name
-    return {**options, "accelerate_config": str(shipped)} if shipped.is_file() else options
+    return str(shipped) if shipped.is_file() and not Path(name).is_file() else name
 
 
 def _folder(name: str) -> Path:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from credit_trl.cli.arguments import add_sandbox_arguments, at_least
+from credit_trl.cli.arguments import add_run_arguments
 from credit_trl.cli.options_file import read_options
 from credit_trl.cli.run_folder import model_of_run, read_run, task_of_run
 from credit_trl.lab import MAPS_FOLDER
@@ -15,15 +16,7 @@ from credit_trl.training.run_directory import RUN_FILE
 
 if TYPE_CHECKING:
     from credit_trl.config import CreditConfig
-    from credit_trl.lab.analysis.checkpoints import Checkpoint
-    from credit_trl.lab.analysis.responses import Rollout
     from credit_trl.lab.analysis.tokenmap import TokenMap
-
-# Options of a run on which the teacher's prompt, R_t and the predicted drift depend, by the beginnings of their names.
-_MEASURED = ("contrastive_", "distillation_support", "distillation_tail", "distillation_topk", "include_environment_")
-_MEASURED += ("environment_feedback_", "use_successful_", "success_reward_", "dont_reprompt_", "teacher_context")
-_MEASURED += ("max_reprompt_", "reprompt_", "solution_template", "feedback_template", "chat_template_kwargs")
-_MEASURED += ("max_completion_length", "seed", "temperature", "teacher_model_kind", "teacher_update_rate")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,69 +27,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "score the same responses, with the options of the last one's run; RUN stands for its model, checkpoint, data "
         "and options."
     )
-    parser.add_argument("run", nargs="?", metavar="RUN", help="run directory")
-    parser.add_argument("--model", metavar="NAME", help="hub name or directory, or quickstart")
+    add_run_arguments(parser)
     parser.add_argument(
         "--checkpoint", metavar="PATH", action="append", default=[], help="of a run of that model; repeat for several"
     )
-    parser.add_argument("--task", metavar="NAME", help="such as sciknoweval:chemistry, my_package.task:Task")
-    parser.add_argument("--split", metavar="NAME", default="test", help="split of the task's data (default test)")
-    parser.add_argument("--path", metavar="PATH", help="local data file or folder")
-    parser.add_argument("--max_prompts", metavar="N", type=at_least(1), default=4, help="default 4")
-    parser.add_argument("--samples", metavar="N", type=at_least(1), default=2, help="responses per prompt (default 2)")
+    parser.add_argument("--max_prompts", metavar="N", type=int, default=4, help="default 4")
+    parser.add_argument("--samples", metavar="N", type=int, default=2, help="responses per prompt (default 2)")
     parser.add_argument(
         "--config", metavar="FILE", help="YAML or run.json with the options of R_t (default: the last run's)"
     )
     parser.add_argument("--contrastive_coef", metavar="L", type=float, help="λ (default: the run's, or 0.1)")
     parser.add_argument(
-        "--generation_batches", metavar="T", type=at_least(1), default=100, help="of the predicted drift (default 100)"
+        "--generation_batches", metavar="T", type=int, default=100, help="of the predicted drift (default 100)"
     )
     parser.add_argument("--seed", metavar="N", type=int, help="of responses and contrast prompts (default: the run's)")
     parser.add_argument("--output_dir", metavar="PATH", help=f"default RUN/{MAPS_FOLDER}, or credit_map")
-    add_sandbox_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    choose_sandbox(args.sandbox, args.allow_unsandboxed)
-    if args.run is not None:
-        args.model = args.model or read_run(args.run)["model"]
-        args.checkpoint = args.checkpoint or [str(model_of_run(args.run))]
-    args.output_dir = args.output_dir or (str(Path(args.run) / MAPS_FOLDER) if args.run else "credit_map")
-    config = measuring_config(args)
-    maps = _make_maps(args, config)
-    if not maps:
-        raise ValueError("no response has a teacher: the task gave no feedback and no rollout succeeded.")
-    _write(args, maps, config)
-    return 0
-
-
-def measuring_config(args: argparse.Namespace) -> CreditConfig:
-    """Options of `--config`, else of the run of the last checkpoint, overridden by those of the command line."""
-    from credit_trl.lab.analysis.responses import analysis_config
-
-    folders = [Path(path).resolve() for path in args.checkpoint[-1:]]
-    # In the folder of a final model, or beside a checkpoint.
-    files = [place / RUN_FILE for folder in folders for place in (folder, folder.parent)]
-    path = args.config or next((file for file in files if file.is_file()), None)
-    options = {} if path is None else read_options(path)
-    if options.get("teacher_model_kind") == "model" or options.get("teacher_prompt") == "student":
-        raise ValueError(
-            f"{path}: no checkpoint contains the teacher of this run, another model or one that reads the student's "
-            "prompt. Map it with `CreditMapCallback` during training."
-        )
-    given = {"contrastive_count": 4} | {name: options[name] for name in options if name.startswith(_MEASURED)}
-    given |= {name: getattr(args, name) for name in ("contrastive_coef", "seed") if getattr(args, name) is not None}
-    return analysis_config(**given)
-
-
-def _make_maps(args: argparse.Namespace, config: CreditConfig) -> list[TokenMap]:
     from credit_trl.lab.analysis.checkpoints import Checkpoint
+    from credit_trl.lab.analysis.responses import sample_rollouts
     from credit_trl.lab.analysis.token_classes import task_classes
     from credit_trl.lab.analysis.tokenmap import map_response
     from credit_trl.lab.report.runs import short_names
 
-    if args.run is None and (args.model is None or args.task is None):
+    choose_sandbox(args.sandbox, args.allow_unsandboxed)
+    if args.run is not None:
+        args.model = args.model or read_run(args.run)["model"]
+        args.checkpoint = args.checkpoint or [str(model_of_run(args.run))]
+        args.output_dir = args.output_dir or str(Path(args.run) / MAPS_FOLDER)
+    elif args.model is None or args.task is None:
         raise ValueError("give a run directory, or --model and --task.")
+    if min(args.max_prompts, args.samples) < 1:
+        raise ValueError("`--max_prompts` and `--samples` must be at least 1.")
+    config = measuring_config(args)
     task = task_of_run(args.run, args.task)
     print(f"λ = {config.contrastive_coef:g}, C = {config.contrastive_count}")
     names = [None, *short_names(args.checkpoint, parts=2)]  # `runs/first/checkpoint-50` → `first/checkpoint-50`
@@ -104,35 +68,55 @@ def _make_maps(args: argparse.Namespace, config: CreditConfig) -> list[TokenMap]
         Checkpoint.load(args.model, path, name=name, chat_template_kwargs=config.chat_template_kwargs)
         for path, name in zip([None, *args.checkpoint], names, strict=True)
     ]
-    responses = _responses(args, task, checkpoints[-1], config)
-    classify = task_classes(task, checkpoints[-1].tokenizer)
-    return [map_response(one, response, config, classify=classify) for one in checkpoints for response in responses]
-
-
-def _responses(args: argparse.Namespace, task: Any, checkpoint: Checkpoint, config: CreditConfig) -> list[Rollout]:
-    """Responses that have a teacher, sampled by the last checkpoint."""
-    from credit_trl.lab.analysis.responses import sample_rollouts
-
     dataset = task.build(args.split, args.path)
     rows = list(dataset.take(args.max_prompts))
     population = list(dataset["prompt"])
-    sampled = sample_rollouts(checkpoint, task, rows, config, samples=args.samples, population=population)
+    sampled = sample_rollouts(checkpoints[-1], task, rows, config, samples=args.samples, population=population)
     responses = [one for one in sampled if one.privileged and one.token_ids]
-    source = f"{len(sampled)} responses to {len(rows)} prompts"
+    print(f"{len(sampled)} responses to {len(rows)} prompts, {len(responses)} with a teacher")
     if responses and not any(one.contrasts for one in responses):
-        raise ValueError(f"The {source} have no contrast prompt, which S_t needs. Give more prompts: --max_prompts.")
-    print(f"{source}, {len(responses)} with a teacher")
-    return responses
+        raise ValueError("The responses have no contrast prompt, which S_t needs. Give more prompts: --max_prompts.")
+    classify = task_classes(task, checkpoints[-1].tokenizer)
+    maps = [map_response(one, response, config, classify=classify) for one in checkpoints for response in responses]
+    if not maps:
+        raise ValueError("no response has a teacher: the task gave no feedback and no rollout succeeded.")
+    _write(Path(args.output_dir or "credit_map"), maps, config, args.generation_batches)
+    return 0
 
 
-def _write(args: argparse.Namespace, maps: list[TokenMap], config: CreditConfig) -> None:
+def measuring_config(args: argparse.Namespace) -> CreditConfig:
+    """Options of `--config`, else of the run of the last checkpoint, overridden by those of the command line."""
+    from trl import GRPOConfig
+
+    from credit_trl.config import CreditConfig
+    from credit_trl.lab.analysis.responses import analysis_config
+
+    last = Path(args.checkpoint[-1] if args.checkpoint else "").resolve()
+    # In the folder of a final model, or beside a checkpoint.
+    files = [place / RUN_FILE for place in (last, last.parent) if args.checkpoint]
+    path = args.config or next((file for file in files if file.is_file()), None)
+    options = {} if path is None else read_options(path)
+    if options.get("teacher_model_kind") == "model" or options.get("teacher_prompt") == "student":
+        raise ValueError(
+            f"{path}: no checkpoint contains the teacher of this run, another model or one that reads the student's "
+            "prompt. Map it with `CreditMapCallback` during training."
+        )
+    # Those on which the teacher's prompt, R_t and the predicted drift depend.
+    measured = {field.name for field in fields(CreditConfig)} - {field.name for field in fields(GRPOConfig)}
+    measured |= {"chat_template_kwargs", "max_completion_length", "seed", "temperature"}
+    measured -= {"distillation_weight", "distillation_kernels"}
+    given = {"contrastive_count": 4} | {name: options[name] for name in options if name in measured}
+    given |= {name: getattr(args, name) for name in ("contrastive_coef", "seed") if getattr(args, name) is not None}
+    return analysis_config(**given)
+
+
+def _write(directory: Path, maps: list[TokenMap], config: CreditConfig, generation_batches: int) -> None:
     from credit_trl.lab.analysis.drift import branch_table
     from credit_trl.lab.analysis.tokenmap_json import write_maps
     from credit_trl.lab.analysis.tokenmap_summary import format_summary, summarize_maps
     from credit_trl.lab.report.token_maps import write_token_maps
     from credit_trl.tasks.escaping import pluralized
 
-    directory = Path(args.output_dir)
     directory.mkdir(parents=True, exist_ok=True)
     write_token_maps(maps, directory / "maps.html")
     write_maps(maps, directory / "maps.json")
@@ -140,7 +124,7 @@ def _write(args: argparse.Namespace, maps: list[TokenMap], config: CreditConfig)
     summaries = []
     for name in dict.fromkeys(one.checkpoint for one in maps):
         own = [one for one in maps if one.checkpoint == name]
-        drift = branch_table(own, rate, args.generation_batches)
+        drift = branch_table(own, rate, generation_batches)
         summaries.append(f"## {name}\n\n{format_summary(summarize_maps(own))}\n{drift}")
     (directory / "summary.md").write_text("\n".join(summaries), encoding="utf-8")
     print("\n".join(summaries))

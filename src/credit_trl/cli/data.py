@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 from dataclasses import dataclass, field
@@ -18,10 +17,6 @@ from credit_trl.training.run_data import describe_data, describe_rows
 
 if TYPE_CHECKING:
     from trl import DatasetMixtureConfig
-
-    from credit_trl.tasks.registry import Task
-
-logger = logging.getLogger(__name__)
 
 
 def _option(text: str, default: Any = None) -> Any:
@@ -40,21 +35,17 @@ class CreditScriptArguments(ScriptArguments):
     max_eval_rows: int | None = _option("Use the first rows of the evaluation data only.")
     max_prompt_tokens: int | None = _option("Drop rows whose prompt has more tokens, as SDPO's pipeline does (2048).")
     reward_funcs: list[str] | None = field(
-        default=None, metadata={"help": "my_module.my_reward: reward functions, in addition to a task's verifier."}
+        default=None, metadata={"help": "my_module.my_reward: reward functions, besides a task's verifier."}
     )
     token_weight: str | None = _option("my_module:my_weight: function that weights the losses token by token.")
     avg_at_k: int | None = _option("k: evaluate avg@k on the test split, save the best model and a log.")
     avg_at_k_steps: int = _option("Generation batches between two evaluations.", 5)
     avg_at_k_temperature: float = _option("Sampling temperature of avg@k.", 0.6)
     avg_at_k_top_p: float = _option("Nucleus mass of avg@k.", 0.95)
-    resume_changes: Literal["refuse", "allow"] = _option(
-        "Whether options of the objective may differ from those of a resumed run.", "refuse"
-    )
+    resume_changes: Literal["refuse", "allow"] = _option("Differences of a resumed run's objective.", "refuse")
     check: bool = _option("Load everything, show one rollout, measure one step, leave nothing behind.", False)
     sandbox: str | None = _option("auto (default), bubblewrap, landlock, or the address of a remote sandbox.")
-    allow_unsandboxed: bool = _option(
-        "Without a sandbox, run model-written programs with resource limits only.", False
-    )
+    allow_unsandboxed: bool = _option("Without a sandbox, run programs with resource limits only.", False)
 
     def __post_init__(self) -> None:
         for name in ("avg_at_k", "avg_at_k_steps", "max_train_rows", "max_eval_rows", "max_prompt_tokens"):
@@ -64,6 +55,8 @@ class CreditScriptArguments(ScriptArguments):
         if isinstance(self.reward_funcs, str):  # `reward_funcs: my_module.my_reward` in a YAML file
             self.reward_funcs = [name.strip() for name in self.reward_funcs.split(",")]
         choose_sandbox(self.sandbox, self.allow_unsandboxed)
+        if os.getcwd() not in sys.path:  # for tasks and functions of the user's own
+            sys.path.insert(0, os.getcwd())
 
 
 def load_data(
@@ -73,41 +66,16 @@ def load_data(
     _check_one_source(script_args, dataset_args)
     reward_funcs = [import_function(name, "--reward_funcs") for name in script_args.reward_funcs or []]
     if script_args.task is not None:
-        task = load_own_task(script_args.task)
-        reward_funcs.insert(0, task.reward)
+        reward_funcs.insert(0, load_task(script_args.task).reward)
     elif not reward_funcs:
         raise ValueError("Nothing grades the answers: give `--task NAME`, or `--reward_funcs my_module.my_reward`.")
-    evaluation = None
     if dataset_args.datasets:
-        data = get_dataset(dataset_args)
-        train = data[script_args.dataset_train_split]
-        evaluation = data[script_args.dataset_test_split] if wants_eval else None
+        build = get_dataset(dataset_args).__getitem__
     else:
-        places = describe(script_args)
-        if not any(places[name] for name in ("task", "train")):
-            raise ValueError(
-                "No training data: give `--task NAME`, `--dataset_path questions.jsonl`, `--dataset_name NAME`, or "
-                "`datasets:` in the YAML."
-            )
-        task = task_of_data(places)
-        train = task.build(script_args.dataset_train_split)
-        evaluation = task.build(script_args.dataset_test_split) if wants_eval else None
-    return (
-        first_rows(train, script_args.max_train_rows),
-        first_rows(evaluation, script_args.max_eval_rows),
-        reward_funcs,
-    )
-
-
-def load_own_task(name: str) -> Task:
-    """The task of a name, also of a module in the working directory."""
-    _search_working_directory()
-    return load_task(name)
-
-
-def _search_working_directory() -> None:
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+        build = task_of_data(describe(script_args)).build
+    rows = build(script_args.dataset_train_split)
+    held_out = build(script_args.dataset_test_split) if wants_eval else None
+    return first_rows(rows, script_args.max_train_rows), first_rows(held_out, script_args.max_eval_rows), reward_funcs
 
 
 def import_function(name: str, option: str) -> Any:
@@ -115,7 +83,6 @@ def import_function(name: str, option: str) -> Any:
     module, _, function = name.replace(":", ".").rpartition(".")
     if not all(part.isidentifier() and part != "py" for part in (*module.split("."), function)):
         raise ValueError(f"`{option} {name}`: expected a dotted import path such as my_module.my_function.")
-    _search_working_directory()
     missing = f"`{option} {name}`: no module `{module}` in {os.getcwd()} or installed. Run from its folder."
     found = import_named(module, ValueError(missing))
     if not hasattr(found, function):
@@ -124,7 +91,7 @@ def import_function(name: str, option: str) -> Any:
 
 
 def _check_one_source(script_args: CreditScriptArguments, dataset_args: DatasetMixtureConfig) -> None:
-    """Raise where the data is given twice, of which one would be ignored."""
+    """Raise where no data is given, or two sources, of which one would be ignored."""
     own = {
         "--task": script_args.task,
         "--dataset_name": script_args.dataset_name,
@@ -132,23 +99,25 @@ def _check_one_source(script_args: CreditScriptArguments, dataset_args: DatasetM
         "--dataset_path": None if script_args.task else script_args.dataset_path,  # the local copy of a task's data
     }
     given = [f"`{option} {value}`" for option, value in own.items() if value is not None]
+    if not given:
+        raise ValueError(
+            "No training data: give `--task NAME`, `--dataset_path questions.jsonl`, `--dataset_name NAME`, or "
+            "`datasets:` in the YAML."
+        )
     if len(given) > 1:
         raise ValueError(f"The training data is given by {' and '.join(given)}. Remove all but one.")
 
 
 def describe(script_args: CreditScriptArguments, weights: list[float] | None = None) -> dict[str, Any]:
     """Field `data` of `run.json`, from which `credit-eval RUN` and others find rows and verifier again."""
-    path = script_args.dataset_path
-    test_path = script_args.eval_dataset_path
-    streaming = script_args.dataset_streaming
     train = None
     test = None
-    if path is not None:
-        train = describe_rows(path, streaming=streaming)
-        test = train if test_path is None else describe_rows(test_path)
+    if script_args.dataset_path is not None:
+        train = describe_rows(script_args.dataset_path, streaming=script_args.dataset_streaming)
+        test = train if script_args.eval_dataset_path is None else describe_rows(script_args.eval_dataset_path)
     elif script_args.dataset_name is not None:
         hub = {"name": script_args.dataset_name, "config": script_args.dataset_config}
-        train = describe_rows(**hub, split=script_args.dataset_train_split, streaming=streaming)
+        train = describe_rows(**hub, split=script_args.dataset_train_split, streaming=script_args.dataset_streaming)
         test = describe_rows(**hub, split=script_args.dataset_test_split)
     functions = [import_function(name, "--reward_funcs") for name in script_args.reward_funcs or []]
     places = {"task": script_args.task, "train": train, "test": test, "train_split": script_args.dataset_train_split}
@@ -168,13 +137,9 @@ def drop_long_prompts(name: str, dataset: Any, model: str, limit: int, options: 
     from transformers import AutoTokenizer
 
     from credit_trl.evaluation.generation import encode_prompt
-    from credit_trl.tasks.model_names import naming_model
 
-    with naming_model(model):
-        tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer = AutoTokenizer.from_pretrained(model)
     kept = dataset.filter(lambda row: len(encode_prompt(tokenizer, row["prompt"], **options)) <= limit)
-    if hasattr(kept, "__len__"):
-        if len(kept) == 0:
-            raise ValueError(f"`--max_prompt_tokens {limit}` drops all {len(dataset)} {name} rows. Raise it.")
-        logger.info(f"{len(dataset) - len(kept)} of {len(dataset)} {name} rows have more than {limit} prompt tokens.")
+    if hasattr(kept, "__len__") and len(kept) == 0:
+        raise ValueError(f"`--max_prompt_tokens {limit}` drops all {len(dataset)} {name} rows. Raise it.")
     return kept

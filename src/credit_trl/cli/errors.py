@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 import os
-import select
 import sys
 import sysconfig
 import traceback
@@ -27,8 +26,6 @@ from credit_trl.sandbox.protocol import printable
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-TRACEBACK = "CREDIT_TRL_TRACEBACK"
-
 # Exception types that may report a user error: a wrong value, name, file, module, sandbox or YAML. Those of a run that
 # cannot go on, such as `CheckpointError`, `NonFiniteError` and `RunLockedError`, are `RuntimeError`s.
 USER_ERRORS = (ValueError, TypeError, OSError, ImportError, SandboxError, YAMLError, RuntimeError)
@@ -43,9 +40,9 @@ def report_user_error(command: str, error: BaseException, code: int = 1) -> int:
 
     Nothing is printed where the reader of the output has ended, as `head` does.
     """
-    if isinstance(error, BrokenPipeError) and output_is_closed():
+    if isinstance(error, BrokenPipeError) and _output_is_closed():
         return 128 + SIGPIPE
-    if os.environ.get(TRACEBACK) == "1":
+    if os.environ.get("CREDIT_TRL_TRACEBACK") == "1":
         raise error
     tqdm = sys.modules.get("tqdm.std")
     for bar in list(getattr(tqdm and tqdm.tqdm, "_instances", ())):
@@ -61,21 +58,20 @@ def _printable_lines(text: str) -> str:
 
 def spell_unencodable() -> None:
     """Print characters that the locale lacks, such as λ in Latin-1, as `\\u03bb` instead of failing."""
-    for stream in (sys.stdout, sys.stderr):
-        fails = getattr(stream, "errors", None) in ("strict", "surrogateescape")  # the latter in the locale C
-        if fails and hasattr(stream, "reconfigure"):
-            with suppress(OSError, ValueError):  # a descriptor that was replaced, a stream that was closed
-                stream.reconfigure(errors="backslashreplace")
+    fails = getattr(sys.stdout, "errors", None) in ("strict", "surrogateescape")  # the latter in the locale C
+    if fails and hasattr(sys.stdout, "reconfigure"):
+        with suppress(OSError, ValueError):  # a descriptor that was replaced, a stream that was closed
+            sys.stdout.reconfigure(errors="backslashreplace")
 
 
-def output_is_closed() -> bool:
-    """Whether the reader of the output has ended, as `head` does. What is left of the output is then discarded."""
-    poll = select.poll()
-    poll.register(sys.stdout, 0)
-    if not any(event & select.POLLERR for _, event in poll.poll(0)):
-        return False
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return True
+def _output_is_closed() -> bool:
+    """Whether the reader of the output has ended. What is left of the output is then discarded."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+    return False
 
 
 def report_exit_code(command: str, code: int) -> int:
@@ -107,10 +103,10 @@ def report_failed_process(command: str, error: ChildFailedError) -> int:
         file = Path(failure.error_file)
         return kinds.get(failure.exitcode, 1), file.stat().st_mtime if file.is_file() else failure.timestamp
 
-    rank = min(error.failures, key=order)
-    failure = error.failures[rank]
     if any(one.exitcode == REQUEUE for one in error.failures.values()):  # others are ended by the launcher
         return REQUEUE
+    rank = min(error.failures, key=order)
+    failure = error.failures[rank]
     reason = failure.message["message"] if isinstance(failure.message, dict) else failure.message
     print(f"{command}: error: process {rank} failed: {_printable_lines(reason)}", file=sys.stderr)
     return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode

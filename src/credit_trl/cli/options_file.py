@@ -12,6 +12,7 @@ from credit_trl.training.run_directory import RUN_FILE
 
 MAX_DEPTH = 32  # nested mappings and lists
 MAX_NODES = 20_000  # keys and values, those of aliases and merged mappings counted each time they are used
+_TOO_DEEP = f"nested more than {MAX_DEPTH} levels deep; options need three."
 
 
 def read_options(path: str | Path) -> dict[str, Any]:
@@ -44,11 +45,11 @@ def load_yaml(text: str) -> Any:
     Raises:
         ValueError: it is nested too deeply, too large with its aliases expanded, or sets a key twice.
     """
-    _check_depth(text)
-    node = yaml.compose(text, yaml.SafeLoader)
-    if node is None:
-        return None
-    nodes = _expanded_size(node, {})
+    try:
+        node = yaml.compose(text, yaml.SafeLoader)
+        nodes = 0 if node is None else _expanded_size(node, {})
+    except RecursionError:
+        raise ValueError(_TOO_DEEP) from None
     if nodes > MAX_NODES:
         raise ValueError(f"more than {MAX_NODES} keys and values, aliases expanded; a file of options has few.")
     content = yaml.safe_load(text)
@@ -60,35 +61,19 @@ def load_yaml(text: str) -> Any:
     return content
 
 
-def _check_depth(text: str) -> None:
-    """Check nesting and number of events before anything is built, which recurses."""
-    steps = {yaml.events.MappingStartEvent: 1, yaml.events.SequenceStartEvent: 1}
-    steps |= {yaml.events.MappingEndEvent: -1, yaml.events.SequenceEndEvent: -1}
-    depth = 0
-    for count, event in enumerate(yaml.parse(text, yaml.SafeLoader)):
-        depth += steps.get(type(event), 0)
-        if depth > MAX_DEPTH:
-            raise ValueError(f"nested more than {MAX_DEPTH} levels deep; options need three.")
-        if count > 2 * MAX_NODES:
-            raise ValueError(f"more than {MAX_NODES} keys and values; a file of options has few.")
-
-
-def _expanded_size(node: yaml.Node, sizes: dict[int, int]) -> int:
+def _expanded_size(node: yaml.Node, sizes: dict[int, int], depth: int = 0) -> int:
     """Nodes of a graph whose aliases are expanded; one that contains itself counts as too many."""
     if isinstance(node, yaml.ScalarNode):
         return 1
+    if depth > MAX_DEPTH:
+        raise ValueError(_TOO_DEEP)
     if id(node) not in sizes:
         sizes[id(node)] = MAX_NODES + 1  # while it is open
         pairs = node.value if isinstance(node, yaml.SequenceNode) else [one for pair in node.value for one in pair]
-        sizes[id(node)] = 1 + sum(_expanded_size(child, sizes) for child in pairs)
+        sizes[id(node)] = 1 + sum(_expanded_size(child, sizes, depth + 1) for child in pairs)
     return sizes[id(node)]
 
 
 def config_file(argv: list[str]) -> dict[str, Any]:
     """Contents of the YAML file that a command line names, or an empty mapping."""
-    if "--config" not in argv:
-        return {}
-    path = next(iter(argv[argv.index("--config") + 1 :]), None)
-    if path is None or path.startswith("--"):
-        raise ValueError("`--config` names a YAML file: give its path.")
-    return read_options(path)
+    return read_options(argv[argv.index("--config") + 1]) if "--config" in argv[:-1] else {}

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from credit_trl.cli.options_file import read_options
+
 if TYPE_CHECKING:
     from credit_trl.config import CreditConfig
     from credit_trl.lab.analysis.responses import Rollout
@@ -17,7 +19,6 @@ if TYPE_CHECKING:
     from credit_trl.lab.analysis.tokenmap_summary import ClassShare
     from credit_trl.trainer import CreditTrainer
 
-STAGES = ("rollout", "verdict", "contexts", "scores", "update")
 CUE_GROUPS = ("known", "unknown", "holdout")  # of cues
 CLASSES = ("cue", "topic", "tool", "city")  # of tokens, besides "generic"
 
@@ -26,113 +27,63 @@ EVALUATIONS = 5  # those before the first and after the last step included
 ROWS_PER_CUE = 4  # of the held-out prompts
 SCORED_PROMPTS = 32  # with two responses each, of the table of S_t
 SHOWN = 16  # responses on the page of token maps
-
-# Options of `CreditConfig`: 16 prompts of 4 rollouts per step; learning rate and its schedule are for half a million
-# parameters. A frozen teacher does not unlearn to read feedback as an average of the policy does. With reverse KL and
-# JSD a cue could stay unlearnt (seeds 100 to 102): where the policy's probability of the right topic has become small,
-# their gradients vanish, that of forward KL does not. `tasks.quickstart.TEMPLATES` are added.
-OPTIONS: dict[str, Any] = {
-    "max_steps": 130,
-    "per_device_train_batch_size": 64,
-    "num_generations": 4,
-    "max_completion_length": 32,
-    "learning_rate": 2e-3,
-    "lr_scheduler_type": "warmup_stable_decay",
-    "lr_scheduler_kwargs": {"num_decay_steps": 30},
-    "warmup_steps": 10,
-    "teacher_model_kind": "base",
-    "distillation_alpha": 0.0,
-    "scoring_batch_tokens": 4096,  # the states of a pass stay in the cache of a core
-    "bf16": False,
-    "logging_steps": 1,
-    "save_strategy": "no",
-    "report_to": "none",
-    "use_cpu": True,
-    "gradient_checkpointing": False,
-}
+OPTIONS = Path(__file__).with_suffix(".yaml")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Train the embedded model on the embedded task, on one CPU core in two to three minutes. Prints held-out "
-        "accuracy before and after, S_t by token class, and seconds per stage, and writes a page with learning curves "
-        "and token maps."
+        "accuracy before and after and S_t by token class, and writes a page with learning curves and token maps."
     )
     parser.add_argument("--output_dir", metavar="PATH", default="runs/quickstart", help="default runs/quickstart")
-    parser.add_argument(
-        "--steps", metavar="N", type=int, default=OPTIONS["max_steps"], help="optimizer steps (default 130)"
-    )
+    parser.add_argument("--steps", metavar="N", type=int, default=130, help="optimizer steps (default 130)")
     parser.add_argument("--seed", metavar="N", type=int, default=0)
-    parser.add_argument(
-        "--world", metavar="NAME", default="plain", help="what the base knows: plain (default), shortcut, style, weak"
-    )
     parser.add_argument("--contrastive_coef", metavar="L", type=float, default=0.1, help="λ; 0 is SDPO (default 0.1)")
-    parser.add_argument("--distillation_weight", metavar="W", type=float, default=1.0, help="0 is GRPO (default 1)")
 
 
 def run(args: argparse.Namespace) -> int:
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()  # of the libraries
-    weights = {"contrastive_coef": args.contrastive_coef, "distillation_weight": args.distillation_weight}
-    print(run_quickstart(args.output_dir, args.steps, args.seed, world=args.world, **weights))
+    print(run_quickstart(args.output_dir, args.steps, seed=args.seed, contrastive_coef=args.contrastive_coef))
     return 0
 
 
-def run_quickstart(
-    output_dir: str | Path,
-    steps: int = OPTIONS["max_steps"],
-    seed: int = 0,
-    *,
-    world: str = "plain",
-    progress: bool = True,
-    **overrides: Any,
-) -> str:
-    """Train the embedded base, evaluate it before and after, and return the table of results.
-
-    Args:
-        world: world of the base; see `tasks.quickstart_model.load_model`.
-        progress: show a progress bar.
-        **overrides: further options of `CreditConfig`, such as `contrastive_coef=0.0`.
-    """
+def run_quickstart(output_dir: str | Path, steps: int = 130, **options: Any) -> str:
+    """Train the embedded base with options of `CreditConfig`, and return the table of results before and after."""
     import torch
 
     from credit_trl.config import CreditConfig
+    from credit_trl.lab import MAPS_FOLDER
+    from credit_trl.lab.analysis.tokenmap_json import write_maps
     from credit_trl.lab.analysis.tokenmap_summary import summarize_maps
-    from credit_trl.tasks.escaping import pluralized
+    from credit_trl.lab.report import write_report
     from credit_trl.tasks.quickstart import TEMPLATES
     from credit_trl.training.run_directory import EVALUATIONS_FOLDER, RESULT_FILE, read_json
 
     if steps < 1:
         raise ValueError(f"`steps` must be at least 1, got {steps}.")
     torch.set_num_threads(1)  # more gain little for this model
-    options = {**OPTIONS, **TEMPLATES, "max_steps": steps, "seed": seed, "disable_tqdm": not progress, **overrides}
-    trainer = quickstart_trainer(CreditConfig(str(output_dir), **options), world)
+    directory = Path(output_dir)
+    config = CreditConfig(str(directory), **{**read_options(OPTIONS), **TEMPLATES, "max_steps": steps, **options})
+    trainer = quickstart_trainer(config)
     maps_before = token_maps(trainer, "before")
     trainer.train()
     maps_after = token_maps(trainer, "after")
-    directory = Path(output_dir)
-    page = write_page(trainer, maps_before, directory)
+    shown = sorted((one for one in maps_before if one.response.privileged), key=lambda one: one.response.reward)[
+        :SHOWN
+    ]
+    pairs = [*shown, *token_maps(trainer, "after", [one.response for one in shown])]
+    write_maps(pairs, directory / MAPS_FOLDER / "before_and_after.json")
     trainer.save_model(str(directory / "model"))
     trainer.accelerator.end_training()
     before, after = (read_json(directory / EVALUATIONS_FOLDER / f"step-{at:06d}" / RESULT_FILE) for at in (0, steps))
-    seconds = stage_seconds(directory)
-    total = sum(seconds.values())
-    lines = [
-        *_accuracy_lines(before, after),
-        "",
-        *_credit_lines(summarize_maps(maps_before).classes, summarize_maps(maps_after).classes),
-        "",
-        f"{'seconds a step':<24}{total:6.3f}   ({pluralized(steps, 'step')} in {steps * total:.0f} s)",
-        *(f"  {stage:<22}{value:6.3f}" for stage, value in seconds.items()),
-        "",
-        f"report          {page}   (open it in a browser)",
-        f"run directory   {directory}",
-    ]
-    return "\n".join(lines)
+    credit = _credit_lines(summarize_maps(maps_before).classes, summarize_maps(maps_after).classes)
+    link = f"report: {write_report([directory])} (open it in a browser)"
+    return "\n".join([*_accuracy_lines(before, after), "", *credit, "", link])
 
 
-def quickstart_trainer(config: CreditConfig, world: str = "plain") -> CreditTrainer:
+def quickstart_trainer(config: CreditConfig) -> CreditTrainer:
     """The trainer of the embedded base with held-out evaluations, which prints no logs."""
     from credit_trl.evaluation import EvaluationCallback
     from credit_trl.lab.report import ReportCallback
@@ -142,7 +93,7 @@ def quickstart_trainer(config: CreditConfig, world: str = "plain") -> CreditTrai
     from credit_trl.training.reporting import LogLines
     from credit_trl.training.run_data import describe_data
 
-    model, tokenizer = quickstart.load_model(world=world)
+    model, tokenizer = quickstart.load_model()
     task = load_task(quickstart.TASK)
     trainer = CreditTrainer(model, task.reward, config, task.build("train"), processing_class=tokenizer)
     trainer.remove_callback(LogLines)
@@ -161,15 +112,12 @@ def quickstart_trainer(config: CreditConfig, world: str = "plain") -> CreditTrai
     )
     trainer.add_callback(evaluation)
     trainer.add_callback(ReportCallback(trainer))
-    trainer.run_log.facts |= {"task": task.name, "world": world, "data": describe_data([], task=task.name)}
+    trainer.run_log.facts |= {"task": task.name, "data": describe_data([], task=task.name)}
     return trainer
 
 
 def token_maps(trainer: CreditTrainer, name: str, responses: Sequence[Rollout] | None = None) -> list[TokenMap]:
-    """Token maps of responses under the current model and teacher, by default of new rollouts.
-
-    Tokens have the classes of the task: words of the input (such as topic, tool, city) and the template.
-    """
+    """Token maps of responses under the current model and teacher, by default of new rollouts."""
     from credit_trl.lab.analysis.checkpoints import Checkpoint
     from credit_trl.lab.analysis.responses import sample_rollouts
     from credit_trl.lab.analysis.token_classes import task_classes
@@ -180,35 +128,12 @@ def token_maps(trainer: CreditTrainer, name: str, responses: Sequence[Rollout] |
 
     tokenizer = trainer.processing_class
     task = load_task(quickstart.TASK)
-    student = Teacher(trainer.model, trainer.accelerator)
-    # GRPO has no teacher. Its student scores itself, as an EMA teacher would at the first step.
-    checkpoint = Checkpoint(name, tokenizer, student, trainer.teacher or student)
+    checkpoint = Checkpoint(name, tokenizer, Teacher(trainer.model, trainer.accelerator), trainer.teacher)
     if responses is None:
         rows = trainer.train_dataset.to_list()[:SCORED_PROMPTS]
         responses = sample_rollouts(checkpoint, task, rows, trainer.args, samples=2)
     classify = task_classes(task, tokenizer)
     return [map_response(checkpoint, response, trainer.args, classify=classify) for response in responses]
-
-
-def write_page(trainer: CreditTrainer, before: Sequence[TokenMap], directory: Path) -> Path:
-    """Write the report with `SHOWN` responses before and after training, wrong ones first, and return its path."""
-    from credit_trl.lab import MAPS_FOLDER
-    from credit_trl.lab.analysis.tokenmap_json import write_maps
-    from credit_trl.lab.report import write_report
-
-    shown = sorted((one for one in before if one.response.privileged), key=lambda one: one.response.reward)[:SHOWN]
-    after = token_maps(trainer, "after", [one.response for one in shown])
-    write_maps([*shown, *after], directory / MAPS_FOLDER / "before_and_after.json")
-    return write_report([directory])
-
-
-def stage_seconds(directory: Path) -> dict[str, float]:
-    """Mean seconds per step of every logged stage of a run."""
-    from credit_trl.training.run_directory import LOG_FILE, read_lines
-
-    logs = [row for row in read_lines(directory / LOG_FILE) if "reward" in row]
-    names = {stage: f"credit/seconds_{stage}" for stage in STAGES}
-    return {stage: sum(row[name] for row in logs) / len(logs) for stage, name in names.items() if name in logs[0]}
 
 
 def _accuracy_lines(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
@@ -222,8 +147,7 @@ def _accuracy_lines(before: Mapping[str, Any], after: Mapping[str, Any]) -> list
             f"  {f'{group} cues':<20}{100 * before['groups'][group]['mean']:8.1f} -> {score['mean']:5.1f}   "
             f"{interval:<16}{first:9.1f} -> {last:5.1f}"
         )
-    first, last = (100 * one["metrics"].get("shortcut", 0.0) for one in (before, after))
-    return [*lines, f"  planted shortcut    {first:8.1f} -> {last:5.1f}"] if first or last else lines
+    return lines
 
 
 def _credit_lines(before: Sequence[ClassShare], after: Sequence[ClassShare]) -> list[str]:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from credit_trl.training.run_directory import RUN_FILE, read_json
-
-if TYPE_CHECKING:
-    from credit_trl.tasks.task import Task
-
-_MODEL_FILES = ("config.json", "adapter_config.json")
+from credit_trl.tasks.registry import load_task
+from credit_trl.tasks.run_data import task_of_data
+from credit_trl.tasks.task import Task
+from credit_trl.training.run_directory import ROWS_FOLDER, RUN_FILE, read_json
 
 
 def read_run(folder: str | Path) -> dict[str, Any]:
@@ -31,27 +29,28 @@ def model_of_run(folder: str | Path) -> Path:
     Raises:
         FileNotFoundError: there is neither.
     """
+    from transformers.trainer_utils import get_last_checkpoint
+
     folder = Path(folder)
-    steps = {path.name.removeprefix("checkpoint-"): path for path in folder.glob("checkpoint-*")}
-    newest_first = [steps[step] for step in sorted(filter(str.isdecimal, steps), key=int, reverse=True)]
-    for place in (folder, folder / "model", *newest_first):
-        if any((place / name).is_file() for name in _MODEL_FILES):
+    for place in (folder, folder / "model", Path(get_last_checkpoint(str(folder)) or folder)):
+        if any((place / name).is_file() for name in ("config.json", "adapter_config.json")):
             return place
     raise FileNotFoundError(f"{folder} holds neither a final model nor a checkpoint. Give `--model`.")
 
 
-def task_of_run(folder: str | Path, name: str | None) -> Task:
-    """The task called `name`, else that of the run.
+def task_of_run(folder: str | Path, name: str | None = None) -> Task:
+    """The task called `name`, else that of the run, whose folder may have moved.
 
     Raises:
         ValueError: the run does not say where its data and verifier are, or they are not found again.
     """
-    from credit_trl.cli.data import load_own_task
-    from credit_trl.tasks.run_data import task_of_data
-
     if name is not None:
-        return load_own_task(name)
+        return load_task(name)
     data = read_run(folder).get("data")
     if data is None:
         raise ValueError(f"{folder}: run.json does not describe data and verifier. Give `--task`.")
+    for name in ("train", "test"):
+        stored = Path(folder) / ROWS_FOLDER / f"{name}.parquet"
+        if stored.is_file() and data[name] is not None and Path(data[name]["path"] or "").parent.name == ROWS_FOLDER:
+            data[name]["path"] = str(stored)
     return task_of_data(data)

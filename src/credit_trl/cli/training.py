@@ -17,7 +17,6 @@ from credit_trl.cli.data import (
 from credit_trl.cli.errors import USER_ERRORS, is_user_error, report_user_error, spell_unencodable
 from credit_trl.cli.options_file import config_file
 from credit_trl.tasks.run_data import task_of_data
-from credit_trl.training.future_warnings import ignore_future_warnings
 
 if TYPE_CHECKING:
     from trl import DatasetMixtureConfig, ModelConfig, TrlParser
@@ -59,13 +58,15 @@ def run(argv: list[str] | None = None) -> int:
     """
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-    ignore_future_warnings()
     spell_unencodable()
     trainer = None
     try:
         config_file(sys.argv[1:] if argv is None else argv)  # within the limits of the reader; TRL's has none
         script_args, *others = make_parser().parse_args_and_config(argv, fail_with_unknown_args=False)
         trainer = make_trainer(script_args, *others)
+        machine = f"{trainer.accelerator.num_processes} x {trainer.accelerator.device.type}"
+        data = trainer.run_log.facts["task"]
+        trainer.accelerator.print(f"trl credit: {data} on {machine}, output in {trainer.args.output_dir}")
         if script_args.check:
             trainer.check()
         else:
@@ -87,30 +88,34 @@ def make_trainer(
     dataset_args: DatasetMixtureConfig,
 ) -> CreditTrainer:
     """Build the trainer with its data, verifier, model and evaluation."""
+    from transformers import AutoConfig
     from trl import get_peft_config, get_quantization_config
 
     from credit_trl.lab.analysis import CreditMapCallback
     from credit_trl.lab.report import ReportCallback
-    from credit_trl.tasks.model_names import naming_model
+    from credit_trl.tasks.model_names import model_path, naming_model
     from credit_trl.trainer import CreditTrainer
     from credit_trl.training.preemption import SaveOnSigterm
 
     save_on_sigterm = SaveOnSigterm()
     # Names are checked before the model loads, so that a wrong one fails at once.
-    model = resolve_model(model_args.model_name_or_path)
-    if training_args.teacher_model_name_or_path is not None:
-        training_args.teacher_model_name_or_path = resolve_model(training_args.teacher_model_name_or_path, True)
+    if model_args.model_name_or_path is None:
+        raise ValueError("No model: give `--model_name_or_path Qwen/Qwen3-0.6B`, a path, or `quickstart`.")
+    model = model_path(model_args.model_name_or_path)
+    teacher = training_args.teacher_model_name_or_path
+    if teacher is not None:
+        training_args.teacher_model_name_or_path = model_path(teacher)
+        with naming_model(teacher):
+            AutoConfig.from_pretrained(training_args.teacher_model_name_or_path)
     wants_eval = training_args.eval_strategy != "no"
     train_dataset, eval_dataset, reward_funcs = load_data(script_args, dataset_args, wants_eval)
     training_args.model_init_kwargs = model_init_kwargs(model_args, training_args)
-    if script_args.max_prompt_tokens is not None:
-        limits = (model, script_args.max_prompt_tokens, training_args.chat_template_kwargs or {})
-        train_dataset = drop_long_prompts("training", train_dataset, *limits)
-        eval_dataset = eval_dataset and drop_long_prompts("evaluation", eval_dataset, *limits)
-    options = {}
-    if script_args.token_weight is not None:
-        options["token_weight"] = import_function(script_args.token_weight, "--token_weight")
+    weight = script_args.token_weight
     with naming_model(model):
+        if script_args.max_prompt_tokens is not None:
+            limits = (model, script_args.max_prompt_tokens, training_args.chat_template_kwargs or {})
+            train_dataset = drop_long_prompts("training", train_dataset, *limits)
+            eval_dataset = eval_dataset and drop_long_prompts("evaluation", eval_dataset, *limits)
         trainer = CreditTrainer(
             model=model,
             reward_funcs=reward_funcs,
@@ -119,10 +124,11 @@ def make_trainer(
             eval_dataset=eval_dataset,
             quantization_config=get_quantization_config(model_args),
             peft_config=get_peft_config(model_args),
-            **options,
+            token_weight=None if weight is None else import_function(weight, "--token_weight"),
         )
-    trainer.run_log.facts["task"] = script_args.task or script_args.dataset_name or script_args.dataset_path
-    trainer.run_log.facts["data"] = describe(script_args, training_args.reward_weights)
+    data = describe(script_args, training_args.reward_weights)
+    name = script_args.task or script_args.dataset_name or script_args.dataset_path or "a mixture of datasets"
+    trainer.run_log.facts |= {"task": name, "data": data}
     trainer.add_callback(save_on_sigterm)  # before evaluations, which it skips
     if script_args.avg_at_k is not None:
         evaluate_during_training(trainer, script_args)
@@ -148,17 +154,14 @@ def train(trainer: CreditTrainer, script_args: CreditScriptArguments) -> None:
 
     training_args = trainer.args
     trainer.train(training_args.resume_from_checkpoint, resume_changes=script_args.resume_changes)
-    trainer.accelerator.print("Training completed.")
     if training_args.eval_strategy != "no":
-        metrics = trainer.evaluate()
-        # transformers cannot print None, the value of a metric without samples
-        trainer.log_metrics("eval", {name: value for name, value in metrics.items() if value is not None})
+        metrics = {name: value for name, value in trainer.evaluate().items() if value is not None}  # of no samples
+        trainer.log_metrics("eval", metrics)
         trainer.save_metrics("eval", metrics, combined=False)
     trainer.save_state()
-    trainer.save_model(training_args.output_dir)
-    trainer.accelerator.print(
-        f"Model saved to {training_args.output_dir}. Report: {report_link(training_args.output_dir)}"
-    )
+    trainer.save_model()
+    folder = training_args.output_dir
+    trainer.accelerator.print(f"Model saved to {folder}. Report: {report_link(folder)}")
     if training_args.push_to_hub:
         trainer.push_to_hub(dataset_name=script_args.dataset_name)
     trainer.accelerator.end_training()
@@ -184,26 +187,6 @@ def evaluate_during_training(trainer: CreditTrainer, script_args: CreditScriptAr
     )
     trainer.add_callback(evaluation)
     return evaluation
-
-
-def resolve_model(name: str | None, reads_config: bool = False) -> str:
-    """Path of the model for `"quickstart"`; any other path or hub name unchanged.
-
-    Args:
-        name: what the user gave; None raises a `ValueError`.
-        reads_config: read the model's configuration, which fails at once for a mistyped name.
-    """
-    from transformers import AutoConfig
-
-    from credit_trl.tasks.model_names import model_path, naming_model
-
-    if name is None:
-        raise ValueError("No model: give `--model_name_or_path Qwen/Qwen3-0.6B`, a path, or `quickstart`.")
-    path = model_path(name)
-    if reads_config:
-        with naming_model(name):
-            AutoConfig.from_pretrained(path)
-    return path
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import re
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache, partial
 from itertools import chain, cycle, islice
 from typing import Any
 
@@ -34,7 +35,7 @@ _CUT = "\n[… cut …]\n"  # stands for the middle of a text that is too long
 _MAX_MISSES = 32  # contrasts that do not fit beside z before a sample has none
 # Characters of untrusted text for each token of the budget; the middle of a longer text is never tokenised.
 _CHARACTERS_PER_TOKEN = 8
-_MAX_RENDERED = 4096  # prompts that are kept as they were rendered
+_MAX_KEPT = 1024  # prompts and texts whose ids are kept
 
 
 class ContextBuilder:
@@ -73,6 +74,8 @@ class ContextBuilder:
         self.marks = thinking_marks(tokenizer)
         self.slots = {part: f"\x02{secrets.token_hex(16)}\x03" for part in _PARTS}
         self._rendered: dict[str, tuple[str, SlottedIds]] = {}
+        self._tokenize_inside = lru_cache(_MAX_KEPT)(self._tokenize_inside)  # siblings share demonstrations
+        self._adds_space = self.tokenize("\nx") != self.tokenize("\n") + self.tokenize("x")
         special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._control_ids = frozenset(special | set(tokenizer.all_special_ids) | set(eos_token_ids))
 
@@ -198,7 +201,7 @@ class ContextBuilder:
         tools = [tool if isinstance(tool, dict) else get_json_schema(tool) for tool in tools or ()] or None
         key = json.dumps([prompt, tools, sorted(parts)], default=str)
         if key not in self._rendered:
-            if len(self._rendered) >= _MAX_RENDERED:
+            if len(self._rendered) >= _MAX_KEPT:
                 self._rendered.clear()
             text = self._render_anew(prompt, tools, parts)
             self._rendered[key] = text, self.slotted(text, first=isinstance(prompt, str))
@@ -237,10 +240,13 @@ class ContextBuilder:
 
     def _tokenize_inside(self, text: str, **options: Any) -> list[int]:
         """Ids of text inside another, without the space that some tokenizers put before a text."""
-        alone, start, ids = (
-            self.tokenizer(one, add_special_tokens=False, **options)["input_ids"] for one in (text, "\n", f"\n{text}")
-        )
-        return ids[len(start) :] if ids[: len(start)] == start else alone
+        encode = partial(self.tokenizer, add_special_tokens=False, **options)
+        if self._adds_space:
+            start = encode("\n")["input_ids"]
+            ids = encode(f"\n{text}")["input_ids"]
+            if ids[: len(start)] == start:
+                return ids[len(start) :]
+        return encode(text)["input_ids"]
 
 
 def fill(slotted: SlottedIds, parts: Mapping[str, list[int]]) -> list[int]:

@@ -7,11 +7,9 @@ Both entry points take the N unmasked tokens of a batch:
 - `credit_loss`: hidden states of the student and scores to the weighted loss and the values to log. The gradients of
   hidden states, head weight and head bias are computed in the same pass, so that nothing else is kept for `backward`.
 
-One chunk of (tokens × vocabulary) exists at a time. With the tail `"renormalize"` normalisers cancel, so contrasts and
-student project only the K tokens of the support, and some values are conditional on the support:
-
-- f, Ĝ and log p at the sampled token are conditional on the support and that token;
-- an entropy without normaliser is that of the distribution on the support, and the probability of the support is NaN.
+One chunk of (tokens × vocabulary) exists at a time. With the tail `"renormalize"` normalisers cancel: contrasts and
+student project only the K tokens of the support. f, Ĝ and log p at the sampled token are then conditional on support
+and token, an entropy without normaliser is that on the support, and the probability of the support is NaN.
 
 Importance ratios always use true log-probabilities; the student's normaliser is then computed without gradient.
 

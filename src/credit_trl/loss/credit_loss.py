@@ -102,7 +102,8 @@ def _loss_in_chunks(
     """Form the loss in chunks of `size` tokens, with buffers that all chunks share."""
     support = config.support.resolved(head.vocabulary_size)
     is_within = support.tail == "renormalize"
-    if is_within and tokens.has_ratio(config):
+    is_weighed = tokens.old_logps is not None and config.is_clip is not None
+    if is_within and (is_weighed or tokens.engine_logps is not None):
         tokens = with_normalizer(tokens, hidden, head)
     count = 0 if is_within else min(size, len(hidden))
     workspace = hidden.new_empty((count, head.vocabulary_size), dtype=accumulation_dtype(hidden.dtype))

@@ -64,7 +64,9 @@ def project(
             if logits is not None:
                 head.finish(logits, None if head.bias is None else head.bias[of])
     if topk is not None:
-        ids, columns = _take_top(out, topk)
+        ids = top_columns(out, topk)
+        columns = out.gather(-1, ids)
+        out.scatter_(-1, ids, BLANK)
         # Sum the tokens outside the support again, instead of subtracting those inside.
         statistics = type(statistics)(wants_entropy)
         for block in blocks:
@@ -75,14 +77,6 @@ def project(
     statistics.fold(columns, torch.empty_like(columns))
     log_normalizer, entropy = statistics.result()
     return Projection(out, log_normalizer, entropy, ids, columns, outside - log_normalizer, token_logits)
-
-
-def _take_top(out: Float[Tensor, "n V"], topk: int) -> tuple[Int[Tensor, "n K"], Float[Tensor, "n K"]]:
-    """Ids and logits of the most likely tokens, whose logits in `out` are replaced by `BLANK`."""
-    ids = top_columns(out, topk)
-    columns = out.gather(-1, ids)
-    out.scatter_(-1, ids, BLANK)
-    return ids, columns
 
 
 def row_kernels(head: LMHead, hidden: Tensor) -> ModuleType | None:

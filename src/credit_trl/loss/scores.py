@@ -164,26 +164,20 @@ def score_tokens(states: TeacherStates, token_ids: Int[Tensor, " N"], support: S
         out = buffer[: rows.stop - rows.start]
         chosen = {"ids": tokens[rows]} if support.kind == "sampled" else {"topk": support.topk}
         teacher = project(states.head, states.hidden[rows], out, tokens[rows], **chosen)
-        parts.append(_teacher_scores(teacher, tokens[rows], support))
-    scores = Scores(**{f.name: torch.cat([getattr(part, f.name) for part in parts]) for f in fields(Scores)})
+        logps = _buckets(teacher, support.tail == "bucket")
+        token_logps = teacher.token_logps
+        if support.tail == "renormalize":
+            logits = torch.cat([teacher.columns, teacher.token_logits], dim=-1)
+            _, token_logps = condition(logits, (teacher.ids == tokens[rows]).any(dim=-1))
+        none = (torch.zeros_like(logps), torch.zeros_like(token_logps))
+        parts.append(Scores(teacher.ids, logps, none[0], token_logps, none[1], teacher.entropy))
+    scores = Scores(*(torch.cat([getattr(part, f.name) for part in parts]) for f in fields(Scores)))
     if len(states.contrast_hidden):
         # The buffer of the teacher's logits serves again; a CPU takes narrow blocks of more rows.
         out = None if buffer.device.type == "cpu" else buffer
         generic = _generic_scores(states, scores.support_ids, tokens, support, out)
         scores.generic_logps, scores.generic_token_logps = generic
     return scores
-
-
-def _teacher_scores(teacher: Projection, tokens: Int[Tensor, "n 1"], support: SupportConfig) -> Scores:
-    """f of one chunk, with Ĝ = 0."""
-    logps = _buckets(teacher, support.tail == "bucket")
-    token_logps = teacher.token_logps
-    if support.tail == "renormalize":
-        logits = torch.cat([teacher.columns, teacher.token_logits], dim=-1)
-        _, token_logps = condition(logits, (teacher.ids == tokens).any(dim=-1))
-    return Scores(
-        teacher.ids, logps, torch.zeros_like(logps), token_logps, torch.zeros_like(token_logps), teacher.entropy
-    )
 
 
 def _generic_scores(

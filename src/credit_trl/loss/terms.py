@@ -60,10 +60,6 @@ class LossTokens:
         weights = self.weights.to(dtype)
         return replace(self, weights=weights, contrastive_coef=self.contrastive_coef.to(dtype), old_logps=old_logps)
 
-    def has_ratio(self, config: LossConfig) -> bool:
-        """Whether `ratio` reads log-probabilities."""
-        return self.engine_logps is not None or (self.old_logps is not None and config.is_clip is not None)
-
     def ratio(self, logps: Float[Tensor, " N"], config: LossConfig) -> Float[Tensor, " N"]:
         """Factor of each token's loss: importance ratio and correction for the engine, from log π_θ."""
         ratio = torch.ones_like(logps)

@@ -10,8 +10,7 @@ Work on the K tokens of a support is O(n K) and stays in torch: their logits are
 kernel, which skips blanks, and their gradients are written after the second.
 
 The kernels agree with the torch path in Triton's interpreter on a CPU (`TRITON_INTERPRET=1`). docs/performance.md
-counts the bytes that they save; nothing has been timed on a GPU. Imported only where
-`LMHead.kernels` is `"triton"`; needs the package triton, which torch's CUDA builds include.
+counts the bytes that they save; nothing has been timed on a GPU. Needs the package triton.
 """
 
 from __future__ import annotations

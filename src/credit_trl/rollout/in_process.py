@@ -37,8 +37,9 @@ _GRACE_SECONDS = 1.0
 def in_process(function: Callable[..., Any]) -> Callable[..., Any]:
     """Run a reward function in a process of its own, as `@in_process` or `in_process(my_module.my_reward)`.
 
-    The process starts at the first call. With all processes that the function has started it is killed one second
-    after `verifier_timeout`, and another one starts. Arguments, results and errors are pickled.
+    The process starts at the first call, which includes the import of the function's module. With all processes that
+    the function has started it is killed one second after `verifier_timeout`, and another one starts. Arguments,
+    results and errors are pickled.
 
     Raises:
         TypeError: another process cannot import the function by its name: it is a lambda, a method, an object, or a
@@ -79,11 +80,16 @@ class _InProcess:
             raise VerifierTimeout(f"The process of the reward function {self.__name__!r} is still busy.")
         try:
             is_error, answer = self._ask(request)
-        except (EOFError, ConnectionError) as error:
-            raise RuntimeError(
-                f"The process of the reward function {self.__name__!r} has ended with exit status {self._end()}. The "
-                "next call starts another one."
-            ) from error
+        except BaseException as error:  # also an interrupt: the next call must not get the answer to this one
+            status = self._end()
+            if isinstance(error, VerifierTimeout):
+                self._start()  # imports the module meanwhile
+            if isinstance(error, EOFError | ConnectionError):
+                raise RuntimeError(
+                    f"The process of the reward function {self.__name__!r} has ended with exit status {status}. The "
+                    "next call starts another one."
+                ) from error
+            raise
         finally:
             self._lock.release()
         if is_error:
@@ -100,8 +106,6 @@ class _InProcess:
         seconds = remaining_seconds()
         self._connection.send((*request, seconds))
         if not self._connection.poll(seconds and max(0.0, seconds)):
-            self._end()
-            self._start()  # imports the module meanwhile
             raise VerifierTimeout(f"The process of the reward function {self.__name__!r} has not answered in time.")
         return self._connection.recv()
 
@@ -115,10 +119,12 @@ class _InProcess:
             )
         atexit.register(self._end)
 
-    def _end(self) -> int:
-        """Kill the process and those that it has started, and return its exit status."""
+    def _end(self) -> int | None:
+        """Kill the process, if there is one, and those that it has started, and return its exit status."""
         process = self._process
         self._process = None
+        if process is None:
+            return None
         atexit.unregister(self._end)
         self._connection.close()
         with suppress(ProcessLookupError):

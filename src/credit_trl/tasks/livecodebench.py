@@ -28,7 +28,7 @@ from credit_trl.tasks.lcb_cases import Cases, answer_of, decode_cases, parse_ans
 from credit_trl.tasks.lcb_feedback import CUT_OFF, WRONG_FORMAT, Result, feedback
 from credit_trl.tasks.lcb_program import find_program, prelude_for
 from credit_trl.tasks.records import Row, dataset_of, hub_rows, read_rows
-from credit_trl.tasks.task import BATCH_SECONDS, TaskOption, response_text
+from credit_trl.tasks.task import BATCH_SECONDS, response_text
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -42,7 +42,7 @@ RELEASES = {
     **{f"v{number}": (file,) for number, file in enumerate(_HUB_FILES, 1)},
     **{f"release_v{number}": _HUB_FILES[:number] for number in range(1, 7)},
 }
-OPTION = TaskOption(keyword="release", values=(*RELEASES, "examples"))
+OPTION = ("release", (*RELEASES, "examples"))
 
 TIME_LIMIT = 6.0  # seconds a test, LiveCodeBench's own
 MEMORY_BYTES = 1 << 30
@@ -93,7 +93,8 @@ def build(
     """
     if split not in ("train", "test"):
         raise ValueError(f"LiveCodeBench has no split {split!r}; use train (half the tests) or test (all tests).")
-    OPTION.checked(release)
+    if release not in OPTION[1]:
+        raise ValueError(f"LiveCodeBench has no release {release!r}; use one of {', '.join(OPTION[1])}.")
     try:
         first, end = date.fromisoformat(since), date.fromisoformat(until)
     except (TypeError, ValueError) as error:

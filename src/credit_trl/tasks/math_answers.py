@@ -17,7 +17,7 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Any
 
-SECONDS = 3  # that a comparison may take
+COMPARE_SECONDS = 3  # that a comparison may take
 DEEPEST = 12  # brackets in brackets that the parser reads fast
 DIGITS = 120
 WORKER_BYTES = 2 << 30
@@ -110,9 +110,9 @@ UNREAD = re.compile(  # words, joined numbers, dates, digits of another base, tr
 )
 
 
-EXPENSIVE = re.compile(  # long exponents, powers of powers, factorials and binomials of large numbers, many bars
+EXPENSIVE = re.compile(  # long exponents, towers, factorials and binomials of large numbers, many bars or functions
     r".*(?:\^\{?-?\d{5}|\d\}?\^\{?\d+\}?\^\{?\d|\d{4}\)*!|\\binom\{\d*(?:\d{4}|\d\^)"
-    r"|\^(?:\{[-+\w]+|\w)\^(?:\{[-+\w]+|\w)\^|(?:[^|]*\|){13})"
+    rf"|\^(?:\{{[-+\w]+|\w)\^(?:\{{[-+\w]+|\w)\^|(?:[^|]*\|){{13}}|(?:.*?\\(?:{FUNCTIONS})){{9}})"
 )
 
 
@@ -322,7 +322,7 @@ def main() -> None:
     same_answer(r"\frac{x}{2}", "0.5x")  # imports what the forked workers need
     results = []
     with ProcessPool(min(workers, len(pairs)), context=multiprocessing.get_context("fork")) as pool:
-        for future in [pool.schedule(same_answer, args=pair, timeout=SECONDS) for pair in pairs]:
+        for future in [pool.schedule(same_answer, args=pair, timeout=COMPARE_SECONDS) for pair in pairs]:
             try:
                 results.append("equal" if future.result(deadline - time.monotonic()) else "different")
             except (ProcessExpired, TimeoutError):

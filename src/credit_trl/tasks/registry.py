@@ -55,7 +55,8 @@ def load_task(name: str | Task) -> Task:
 def as_task(found: Any, name: str, option: str | None = None) -> Task:
     """Make a `Task` of a `Task`, a class, a module, or any object with `build` and `verify`.
 
-    `option` is the text after the colon of the name of a built-in task; see `TaskOption`.
+    `option` is the text after the colon of the name of a built-in task, whose module declares as `OPTION` the keyword
+    of `build` and its values.
     """
     if inspect.isclass(found):
         found = found()
@@ -70,10 +71,11 @@ def as_task(found: Any, name: str, option: str | None = None) -> Task:
             )
     build = found.build
     if option is not None:
-        declared = getattr(found, "OPTION", None)
-        if declared is None:
-            raise ValueError(f"Task {name!r}: {name.partition(':')[0]!r} takes no option after the colon.")
-        build = functools.partial(build, **{declared.keyword: declared.checked(option)})
+        keyword, values = getattr(found, "OPTION", ("option", ()))
+        if option not in values:
+            known = f"use one of {', '.join(values)}" if values else "the task takes no option after the colon"
+            raise ValueError(f"Task {name!r}: there is no {keyword} {option!r}; {known}.")
+        build = functools.partial(build, **{keyword: option})
     batch = getattr(found, "reward", None)
     reward = batch_of(found.verify, name) if batch is None else renamed(batch, name)
     return Task(name, _checked(build, name), found.verify, reward)

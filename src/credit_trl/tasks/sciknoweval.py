@@ -16,13 +16,13 @@ import numpy as np
 
 from credit_trl.rollout.verdict import Verdict
 from credit_trl.tasks.records import Row, dataset_of, read_rows
-from credit_trl.tasks.task import TaskOption, batch_of
+from credit_trl.tasks.task import batch_of
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
 DOMAINS = ("biology", "chemistry", "material", "physics")
-OPTION = TaskOption(keyword="domain", values=DOMAINS)
+OPTION = ("domain", DOMAINS)
 HUB = "hicai-zju/SciKnowEval"
 WORDS_BEFORE = "the|so|thus|correct|right|best|final|answer|option|choice|letter|is|must|be|text|boxed"
 TYPES = ("mcq-4-choices", "mcq-2-choices")
@@ -60,10 +60,9 @@ def build(split: str, path: str | Path | None = None, *, domain: str | None = No
     """
     if split not in ("train", "test", "all"):
         raise ValueError(f"SciKnowEval has no split {split!r}; use train, test or all.")
-    if domain is not None:
-        OPTION.checked(domain)
-    elif path is None or Path(path).is_dir():
-        raise ValueError(f"Name a domain: {', '.join(f'sciknoweval:{one}' for one in DOMAINS)}.")
+    if domain not in DOMAINS and (domain is not None or path is None or Path(path).is_dir()):
+        known = ", ".join(f"sciknoweval:{one}" for one in DOMAINS)
+        raise ValueError(f"SciKnowEval has no domain {domain!r}; name one, as in {known}.")
     parts = ("train", "test") if split == "all" else (split,)
     rows = read_rows("sciknoweval", "test", path, hub, [f"{domain}-{part}" for part in parts])
     examples = [example for row in rows if (example := _example(row, domain)) is not None]

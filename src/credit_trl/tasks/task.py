@@ -68,43 +68,26 @@ class Task:
         return cls(name, build, verify, reward)
 
 
-@dataclass(frozen=True)
-class TaskOption:
-    """Meaning of the text after the colon of a built-in task's name: a keyword of `build`."""
-
-    keyword: str
-    values: tuple[str, ...]
-
-    def checked(self, value: str) -> str:
-        """The value; raises a `ValueError` for one that is not allowed."""
-        if value not in self.values:
-            raise ValueError(f"There is no {self.keyword} {value!r}; use one of {', '.join(self.values)}.")
-        return value
-
-
 def response_text(completion: str | Sequence[Mapping[str, Any]]) -> str:
     """Text of a completion: the string itself, or the content of the last assistant message of a conversation.
 
     Structured content is reduced to its text parts. The text is empty where that message has none. Of a text longer
     than `MAX_CHARACTERS` the middle is replaced by a line that counts the dropped characters.
     """
-    if isinstance(completion, str):
-        return _bounded(completion)
-    if not isinstance(completion, Sequence) or not all(isinstance(turn, Mapping) for turn in completion):
-        raise TypeError(f"A completion must be a text or a list of messages, got {type(completion).__name__}.")
-    turns = [turn for turn in completion if turn.get("role") == "assistant"]
-    content = (turns[-1].get("content") if turns else None) or ""
-    if isinstance(content, str):
-        return _bounded(content)
-    parts = [part for part in content if isinstance(part, Mapping) and part.get("type", "text") == "text"]
-    return _bounded("".join(part.get("text") or "" for part in parts))
-
-
-def _bounded(text: str) -> str:
-    if len(text) <= MAX_CHARACTERS:
-        return text
+    content: Any = completion
+    if not isinstance(completion, str):
+        if not isinstance(completion, Sequence) or not all(isinstance(turn, Mapping) for turn in completion):
+            raise TypeError(f"A completion must be a text or a list of messages, got {type(completion).__name__}.")
+        turns = [turn for turn in completion if turn.get("role") == "assistant"]
+        content = (turns[-1].get("content") if turns else None) or ""
+    if not isinstance(content, str):
+        parts = [part for part in content if isinstance(part, Mapping) and part.get("type", "text") == "text"]
+        content = "".join(part.get("text") or "" for part in parts)
+    dropped = len(content) - MAX_CHARACTERS
+    if dropped <= 0:
+        return content
     half = MAX_CHARACTERS // 2
-    return f"{text[:half]}\n[... {len(text) - 2 * half:,} characters dropped ...]\n{text[-half:]}"
+    return f"{content[:half]}\n[... {dropped:,} characters dropped ...]\n{content[-half:]}"
 
 
 def batch_of(verify: Callable[..., Verdict], name: str = "reward") -> Callable[..., list[Verdict]]:

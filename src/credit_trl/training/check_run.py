@@ -14,6 +14,7 @@ import shutil
 import sys
 import time
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,9 @@ from credit_trl.contexts.tokens import TokenContexts
 from credit_trl.objective import credit_target
 from credit_trl.rollout.batch import GenerationBatch
 from credit_trl.teacher.models import TeacherUpdate
+from credit_trl.training.reporting import escape_controls, text_block
 
 SHOWN_CHARACTERS = 4000  # of each text of the rollout
-_SECONDS = "credit/seconds_"
 # Of the trainer, which a run changes, and of which it works on copies during the check.
 _CHANGED = ("state", "control", "optimizer", "lr_scheduler", "log_completions", "mask_truncated_completions")
 _COPIED = ("args", "callback_handler", "alarms", "clock", "credit_step", "generation_config", "vllm_generation")
@@ -40,16 +41,14 @@ def check_run(trainer: Any) -> str:
     """
     args = trainer.args
     output_dir = Path(args.output_dir)
-    folder = output_dir / "check"
     steps = trainer.set_initial_training_values(args, trainer.get_train_dataloader())[-1]
     save_steps = args.save_steps if args.save_steps >= 1 else args.save_steps * steps
     every = {"no": math.inf, "epoch": steps / args.num_train_epochs}.get(args.save_strategy, save_steps)
     checkpoints = min(int(steps / every), args.save_total_limit or steps)
     meter = StepMeter(trainer)
-    last = 2 * meter.updates
-    options = {"max_steps": last, "save_steps": last, "save_strategy": "steps", "logging_strategy": "steps"}
-    options |= {"output_dir": str(folder), "learning_rate": 0.0, "logging_steps": 1, "eval_strategy": "no"}
-    options |= {"load_best_model_at_end": False, "push_to_hub": False}
+    options = {"max_steps": 2 * meter.updates, "save_steps": 2 * meter.updates, "logging_steps": meter.updates}
+    options |= {"save_strategy": "steps", "logging_strategy": "steps", "eval_strategy": "no", "learning_rate": 0.0}
+    options |= {"output_dir": str(output_dir / "check"), "load_best_model_at_end": False, "push_to_hub": False}
     own = {name: vars(trainer)[name] for name in (*_CHANGED, *_COPIED) if name in vars(trainer)}
     try:
         vars(trainer).update({name: copy.copy(own[name]) for name in _COPIED if name in own})
@@ -63,23 +62,24 @@ def check_run(trainer: Any) -> str:
         with torch.random.fork_rng():
             trainer.train()
         trainer.accelerator.wait_for_everyone()
-        size = sum(path.stat().st_size for path in folder.glob("checkpoint-*/**/*") if path.is_file()) / 1e9
+        files = [path for path in output_dir.glob("check/checkpoint-*/**/*") if path.is_file()]
+        size = sum(path.stat().st_size for path in files) / 1e9
     finally:
         vars(trainer).update(own)
         if trainer.accelerator.is_main_process:
-            shutil.rmtree(folder, ignore_errors=True)
+            shutil.rmtree(output_dir / "check", ignore_errors=True)
             if output_dir.is_dir() and not any(output_dir.iterdir()):
                 output_dir.rmdir()
+    meter.rows["a checkpoint"] = f"{size:10.3f} GB"
+    seconds = [steps * (end - start) / meter.updates for start, end in pairwise(meter.times)]
+    usual, longest = (timedelta(seconds=round(one)) for one in seconds)
     return "\n".join(
         [
-            *meter.rollout,
+            meter.rollout,
             "one step at the longest lengths, on this process",
-            *(f"  {stage:<20}{seconds:10.2f} s" for stage, seconds in meter.stages.items()),
-            *(f"  tokens, {model:<12}{count:10,}" for model, count in meter.tokens.items()),
-            f"  peak memory         {meter.memory / 2**30:10.2f} GiB",
-            f"  a checkpoint        {size:10.3f} GB",
-            f"the run of {steps} steps: {timedelta(seconds=round(steps * meter.seconds / meter.updates))}, "
-            f"{checkpoints * size:.3f} GB in {checkpoints} checkpoints",
+            *(f"  {name:<22}{value}" for name, value in meter.rows.items()),
+            f"the run of {steps} steps: {usual} as in the first batch, {longest} at the longest lengths",
+            f"its checkpoints: {checkpoints} with {checkpoints * size:.3f} GB",
         ]
     )
 
@@ -91,11 +91,9 @@ class StepMeter(TrainerCallback):
         args = trainer.args
         self.trainer = trainer
         self.updates = max(args.steps_per_generation * args.num_iterations // args.gradient_accumulation_steps, 1)
-        self.rollout: list[str] = []  # lines
-        self.tokens: dict[str, int] = {}
-        self.stages: dict[str, float] = {}  # seconds
-        self.seconds = 0.0
-        self.memory = 0
+        self.rollout = ""
+        self.rows: dict[str, str] = {}  # what is measured -> value with unit
+        self.times: list[float] = []  # when the first batch begins, when the second begins and when it ends
         self._prepare = trainer.credit_step and trainer.credit_step.prepare
 
     def prepare(
@@ -103,28 +101,29 @@ class StepMeter(TrainerCallback):
     ) -> dict[str, Any]:
         """`CreditStep.prepare`, with contexts of `max_reprompt_len` tokens in the second batch."""
         args = self.trainer.args
-        is_first = not self.tokens
-        if not is_first:
+        if self.rollout:
             contexts = [one if one.teacher is None else _lengthened(one, args.max_reprompt_len) for one in contexts]
         prepared = self._prepare(batch, tensors, contexts)
         lengths = tensors["completion_mask"].sum(dim=1).tolist()
         read = zip(contexts, lengths, strict=True)
         teacher = sum(len(ids) + length for own, length in read for ids, _ in own.sequences())
-        self.tokens = {"student": int(tensors["prompt_mask"].sum()) + sum(lengths), "teacher": teacher}
-        if is_first:
+        self.rows["tokens, student"] = f"{int(tensors['prompt_mask'].sum()) + sum(lengths):10,}"
+        self.rows["tokens, teacher"] = f"{teacher:10,}"
+        if not self.rollout:
             step = self.trainer.credit_step
             coef = args.contrastive_coef * prepared["contrast_mask"]
             scores = (prepared["teacher_token_logps"], prepared["generic_token_logps"])
             logps = step.policy_logps(step.teacher.student, tensors)
             advantage = credit_target(*scores, coef, args.contrastive_form) - logps
             shown = max(range(len(contexts)), key=lambda one: len([*contexts[one].sequences()]))
-            self.rollout = _rollout_lines(self.trainer, batch, shown, contexts[shown], advantage[shown])
+            self.rollout = _rollout_block(self.trainer, batch, shown, contexts[shown], advantage[shown])
         return prepared
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step in (0, self.updates):
+            self.times.append(time.perf_counter())
         if state.global_step != self.updates:
             return
-        self._started = time.perf_counter()
         self.trainer.alarms.enabled = False  # texts without an end would raise them
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
@@ -134,19 +133,35 @@ class StepMeter(TrainerCallback):
         else:
             self.trainer.generation_config.min_new_tokens = args.max_completion_length
 
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """What the step holds, before the gradients are freed."""
+        teacher = getattr(self.trainer, "teacher", None)
+        states = self.trainer.optimizer.state.values()
+        held = {"weights": [*model.parameters()], "gradients": [one.grad for one in model.parameters()]}
+        held["optimizer's state"] = [value for one in states for value in one.values() if torch.is_tensor(value)]
+        held["teacher's weights"] = [*teacher.named_weights().values()] if teacher else []
+        self.rows |= {name: _size(tensors) for name, tensors in held.items()}
+
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if not self.rollout:  # without a teacher
-            self.rollout = _rollout_lines(self.trainer, self.trainer._generation_batch, 0, TokenContexts(None), None)
+            self.rollout = _rollout_block(self.trainer, self.trainer._generation_batch, 0, TokenContexts(None), None)
         if state.global_step == state.max_steps:
-            self.seconds = time.perf_counter() - self._started
+            self.times.append(time.perf_counter())
             memory = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
-            self.memory = memory or 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            memory = memory or 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            self.rows["peak memory"] = f"{memory / 2**30:10.3f} GiB"
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        for name, seconds in logs.items() if state.global_step > self.updates else ():
-            if name.startswith(_SECONDS):
-                stage = name.removeprefix(_SECONDS)
-                self.stages[stage] = self.stages.get(stage, 0.0) + seconds
+        stages = {name.removeprefix("credit/seconds_"): logs[name] for name in logs if "/seconds_" in name}
+        self.rows |= {stage: f"{seconds:10.3f} s" for stage, seconds in stages.items()}
+
+
+def _size(tensors: list[Any]) -> str:
+    """GiB of the local shards of tensors, with their dtypes."""
+    there = [one for one in tensors if one is not None]
+    local = [getattr(one, "ds_tensor", getattr(one, "_local_tensor", one)) for one in there]  # of ZeRO-3, of FSDP2
+    dtypes = {str(one.dtype).removeprefix("torch.") for one in local}
+    return f"{sum(one.nbytes for one in local) / 2**30:10.3f} GiB  {', '.join(sorted(dtypes))}"
 
 
 def _lengthened(contexts: TokenContexts, length: int) -> TokenContexts:
@@ -155,36 +170,31 @@ def _lengthened(contexts: TokenContexts, length: int) -> TokenContexts:
     return TokenContexts(teacher, contrasts)
 
 
-def _rollout_lines(
+def _rollout_block(
     trainer: Any, batch: GenerationBatch, sample: int, contexts: TokenContexts, advantage: Tensor | None
-) -> list[str]:
+) -> str:
     """Prompt, completion, verdict, prompts of the teacher, and tokens by R_t of a local sample."""
     decode = trainer._tokenizer.decode
-    prompt = batch.prompts[sample]
     ids = batch.completion_ids[sample]
-    messages = [prompt] if isinstance(prompt, str) else [f"{one['role']}: {one['content']}" for one in prompt]
-    prompts = [decode(ids) for ids, _ in contexts.sequences()]
+    teacher, contrast, *_ = [*(decode(read)[:SHOWN_CHARACTERS] for read, _ in contexts.sequences()), "none", "none"]
     parts = {
-        "prompt": "\n".join(messages),
-        "completion": decode(ids),
+        "prompt": batch.prompts[sample],
+        "completion": decode(ids)[:SHOWN_CHARACTERS],
         "verdict": f"reward {batch.rewards[batch.first + sample]:g}, feedback: {batch.feedback[sample]}",
-        "teacher's prompt": prompts[0] if prompts else "none",
-        "contrast prompt": prompts[1] if len(prompts) > 1 else "none",
+        "teacher's prompt": teacher,
+        "contrast prompt": contrast,
     }
-    lines = [line for name, text in parts.items() for line in (f"--- {name}", _printable(text[:SHOWN_CHARACTERS]))]
     if advantage is None:
-        return lines
-    tokens = [_coloured(_printable(decode([one])), value) for one, value in zip(ids, advantage.tolist(), strict=False)]
-    return [*lines, "--- R_t of the tokens: blue is reinforced, red is punished", "".join(tokens), "---"]
+        return text_block(parts)
+    tokens = [
+        _coloured(escape_controls(decode([one])), value) for one, value in zip(ids, advantage.tolist(), strict=False)
+    ]
+    title = "--- R_t of the tokens: red is rewarded, blue is punished"
+    return "\n".join([text_block(parts), title, "".join(tokens), "---"])
 
 
 def _coloured(text: str, value: float) -> str:
-    """A token in the colour of its R_t; with the number where there is no colour."""
+    """A token in the colour of its R_t, with none near 0; with the number where there is no colour."""
     if not sys.stdout.isatty() or "NO_COLOR" in os.environ:
         return f"{text}[{value:+.1f}]"
-    return f"\x1b[{34 if value > 0 else 31}m{text}\x1b[0m"
-
-
-def _printable(text: str) -> str:
-    """The text with control and formatting characters written as `⟨U+001B⟩`."""
-    return "".join(one if one.isprintable() or one == "\n" else f"⟨U+{ord(one):04X}⟩" for one in text)
+    return text if abs(value) < 0.05 else f"\x1b[{31 if value > 0 else 34}m{text}\x1b[0m"

@@ -8,6 +8,7 @@ these are even. The gradient is that of the same samples. The evened batch is th
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import fields
@@ -116,9 +117,9 @@ def without_padding(batch: dict[str, Any]) -> dict[str, Any]:
 
 
 def _join(values: list[Any]) -> Any:
-    if isinstance(values[0], Tensor):
-        return values[0] if values[0].ndim == 0 or len(values) == 1 else torch.cat(values)
-    return None if values[0] is None else [value for part in values for value in part]
+    if values[0] is None or (isinstance(values[0], Tensor) and values[0].ndim == 0):
+        return values[0]
+    return torch.cat(values) if isinstance(values[0], Tensor) else list(itertools.chain(*values))
 
 
 def _take(batch: dict[str, Any], rows: list[int]) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from credit_trl.teacher.sharding import full_shape
 from credit_trl.training import run_directory as files
 from credit_trl.training.drift import DriftAlarms
 from credit_trl.training.resuming import stored_options
+from credit_trl.training.run_data import store_rows
 
 logger = logging.getLogger(__name__)
 
@@ -68,13 +69,15 @@ class RunLog(TrainerCallback):
     Every `CreditTrainer` has one, `trainer.run_log`. A resumed run first removes the lines after the step of its
     checkpoint and sets later checkpoints aside; a run that starts from the beginning first sets aside an earlier one.
     `segments` in `run.json` has an entry for each step from which the run went on with other options of the objective.
-    `facts` are further fields of `run.json`, such as the task. Alarms and clock go on from what the run has logged.
+    `facts` are further fields of `run.json`, such as the task; `rows` are data sets for `store_rows`. Alarms and clock
+    go on from what the run has logged.
     """
 
     def __init__(self, drift: DriftAlarms, clock: StageClock) -> None:
         self.drift = drift
         self.clock = clock
         self.facts: dict[str, Any] = {}
+        self.rows: dict[str, Any] = {}
         self._unwritten: list[dict[str, Any]] = []
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -93,6 +96,7 @@ class RunLog(TrainerCallback):
         name = getattr(model, "name_or_path", "")
         files.set_aside(folder, state.global_step, name)
         path = folder / files.RUN_FILE
+        store_rows(folder, self.facts["data"], self.rows)
         options = stored_options(args, model)
         segments = files.read_json(path).get("segments", []) if path.is_file() else []
         if not segments or segments[-1]["options"] != options:
@@ -151,6 +155,35 @@ def log_line(logs: Mapping[str, Any], step: int, last_step: int) -> str:
         parts.append(f"seconds {' '.join(stages)}")
     start = f"{'eval at ' if is_eval else ''}step {step:{len(str(last_step))}}/{last_step}"
     return "  ".join([start, *parts])
+
+
+def text_block(parts: Mapping[str, Any]) -> str:
+    """Titled texts or messages for the console, with control characters written as `⟨U+001B⟩`."""
+    lines = []
+    for title, text in parts.items():
+        if isinstance(text, list):
+            text = "\n".join(f"{one.get('role')}: {one.get('content')}" for one in text)
+        lines += [f"--- {title}", escape_controls(str(text))]
+    return "\n".join(lines)
+
+
+def escape_controls(text: str) -> str:
+    """The text with control and formatting characters, except ends of lines, written as `⟨U+001B⟩`."""
+    return "".join(one if one.isprintable() or one == "\n" else f"⟨U+{ord(one):04X}⟩" for one in text)
+
+
+def print_completions(logs: Mapping[str, Any], step: int, count: int | None) -> None:
+    """Print the first `count` rollouts (None: one) of TRL's table of completions, each as a block of titled texts.
+
+    TRL's own table has a column for each of these texts, and so four letters a row on a console of 80.
+    """
+    columns = {"prompt": logs["prompt"], "completion": logs["completion"], **logs["rewards"]}
+    columns |= {"advantage": logs["advantages"], **logs["extra"]}
+    for sample in range(min(1 if count is None else count, len(logs["prompt"]))):
+        row = {name: values[sample] for name, values in columns.items()}
+        numbers = {name: value for name, value in row.items() if isinstance(value, int | float)}
+        title = "  ".join([f"step {step}", *(f"{name} {value:.3g}" for name, value in numbers.items())])
+        tqdm.write(f"--- {title}\n{text_block({name: row[name] for name in row if name not in numbers})}\n---")
 
 
 class LogLines(PrinterCallback):

@@ -4,6 +4,7 @@
     log.jsonl                    the trainer's logs, one object per line
     evaluations.jsonl            evaluations during training, one object per line
     evaluations/step-000005/     one evaluation: settings.json, samples.jsonl, result.json
+    rows/train.parquet           rows that were a `Dataset` object, from which `credit-eval RUN` reads them
     best.json                    step and location of the best model
     summary.json                 best-during-training and final scores, written when training ends
 
@@ -35,6 +36,7 @@ RUN_FILE = "run.json"
 LOG_FILE = "log.jsonl"
 EVALUATIONS_FILE = "evaluations.jsonl"
 EVALUATIONS_FOLDER = "evaluations"
+ROWS_FOLDER = "rows"
 SETTINGS_FILE = "settings.json"
 RESULT_FILE = "result.json"
 BEST_FILE = "best.json"
@@ -45,7 +47,7 @@ LOCK_FILE = ".run_lock"
 # no run resumes from them without their log.
 _STEPS = ("checkpoint-*", "best-step-*", f"{EVALUATIONS_FOLDER}/step-*")
 _RECORDS = (EVALUATIONS_FILE, LOG_FILE, RUN_FILE, BEST_FILE, SUMMARY_FILE)
-_OUTPUTS = ("completions/*", "credit_maps/*", "model", "adapter_*", "token_maps.html")
+_OUTPUTS = ("completions/*", f"{ROWS_FOLDER}/*", "credit_maps/*", "model", "adapter_*", "token_maps.html")
 
 
 def write_atomically(path: str | Path, text: str) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from credit_trl.lab.analysis import drift
 from credit_trl.lab.analysis.drift import BranchDrift, critical_lambdas, find_branches, holding_coef
-from credit_trl.lab.analysis.tokenmap import ScoredTokens, TokenMap, TokenScores
+from credit_trl.lab.analysis.tokenmap import ScoredTokens, TokenMap
 from credit_trl.lab.analysis.tokentext import TokenText
 from credit_trl.objective import credit_target
 from lab.drawn import FORMULA, drawn_rollout
@@ -55,7 +55,7 @@ def branch_map(delta: torch.Tensor, s: torch.Tensor, *, sampled: int = A, contra
         "base",
         [TokenText("t")] * len(delta),
         ["word"] * len(delta),
-        TokenScores(**own, formula=FORMULA, alternatives=alternatives),
+        ScoredTokens(**own, formula=FORMULA, alternatives=alternatives),
         [["x"] * 5] * len(delta),
     )
 

@@ -14,11 +14,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 from credit_trl import CreditTrainer, Verdict
 from credit_trl.evaluation.statistics import bootstrap_ci, paired_bootstrap
+from credit_trl.lab.analysis.tokenmap import QUANTITIES
 from credit_trl.lab.analysis.tokenmap_json import write_maps
-from credit_trl.lab.report import ReportCallback, callback, write_report
+from credit_trl.lab.analysis.tokentext import visible
+from credit_trl.lab.report import ReportCallback, callback, write_report, write_token_maps
 from credit_trl.lab.report.comparison import compare_arms, curves, training_table
 from credit_trl.lab.report.dashboards import send_credit
 from credit_trl.lab.report.runs import arms_of, differing_options, load_run
@@ -215,39 +218,107 @@ def test_first_view_has_a_punished_token_in_the_colour_of_the_legend(
     open_page, tmp_path, scores, scheme, width, height
 ):
     folder = make_run(tmp_path / "r", scores[0])
-    maps = [drawn_map(["the ", "answer ", "is ", "wrong"], seed=i, checkpoint=f"step-{i}") for i in (1, 3)]
+    tokens = ["a ", "long ", "wrong ", "answer\n"] * 200
+    maps = [drawn_map(tokens, seed=i, checkpoint=f"step-{i}", problem="word " * 2000) for i in (1, 3)]
     for i, own in enumerate(maps):
         write_maps([own], folder / "credit_maps" / f"step-{i:06d}.json")
     page = open_page(write_report([folder]), width=width, color_scheme=scheme)
     page.set_viewport_size({"width": width, "height": height})
-    shown = (
-        page.locator(".pane")
-        .first.locator(".t")
-        .evaluate_all(
-            """cells => cells.map(cell => [cell.getBoundingClientRect().bottom <= window.innerHeight,
-                                       getComputedStyle(cell).backgroundColor])"""
-        )
-    )
+    page.reload()
+    cells = page.locator(".pane").first.locator(".t")
+    colours = cells.evaluate_all("cells => cells.map(cell => getComputedStyle(cell).backgroundColor)")
     legend = page.locator(".bar").evaluate("bar => getComputedStyle(bar).backgroundImage")
     punished, rewarded = (re.findall(r"rgba\((\d+, \d+, \d+), 0\.", legend)[i] for i in (0, -1))
     assert punished != rewarded
-    values = maps[0].values("centred").tolist()
-    assert any(is_visible and value < 0 for value, (is_visible, _) in zip(values, shown, strict=True))
-    for value, (_, colour) in zip(values, shown, strict=True):
+    values = maps[0].values("centred")
+    for value, colour in zip(values.tolist(), colours, strict=True):
         assert f"({punished if value < 0 else rewarded}" in colour
+    box = cells.nth(int(values.argmin())).bounding_box()  # of the token that a step lowers most
+    frame = page.locator(".map").first.bounding_box()
+    assert frame["y"] <= box["y"]
+    assert box["y"] + box["height"] <= min(height, frame["y"] + frame["height"])
+    assert page.locator("table.numbers td:nth-child(2)").first.inner_text() == as_shown(values.amin()[None])[0]
     assert page.locator("#low").inner_text().endswith("punished")
 
 
-def test_hostile_rows_are_shown_as_text(open_page, tmp_path, scores):
+def numbers(page: Any) -> dict[str, list[str]]:
+    """The inspector's table: symbol → the cells of its row."""
+    rows = [row.locator("td").all_inner_texts() for row in page.locator("#inspector table.numbers tbody tr").all()]
+    return {symbol: cells for symbol, *cells in rows}
+
+
+def as_shown(values: torch.Tensor, digits: int = 4) -> list[str]:
+    """Numbers as the page prints them: a zero has no sign."""
+    texts = [f"{float(f'{v:.9g}'):.{digits}f}" for v in values.tolist()]
+    return [text.lstrip("-") if float(text) == 0 else text.replace("-", "−") for text in texts]
+
+
+def test_pointer_and_keys_show_numbers_and_alternatives_of_a_token(open_page, tmp_path):
+    token_map = drawn_map(["a", "b", "c", "d"])
+    write_token_maps([token_map], tmp_path / "maps.html")
+    page = open_page(tmp_path / "maps.html")
+    tokens = page.locator(".pane").first.locator(".t")
+    for index in (0, 3):
+        tokens.nth(index).hover()
+        shown = numbers(page)
+        for quantity, symbol in QUANTITIES.items():
+            assert shown[symbol] == [as_shown(token_map.values(quantity))[index]], quantity
+        assert shown["f"] == [as_shown(token_map.scores.teacher_logps)[index]]
+        rows = page.locator("#inspector table.alternatives tbody tr").all()
+        cells = [row.locator("td").all_inner_texts() for row in rows]
+        assert [row[0] for row in cells] == token_map.alternatives[index]
+        others = token_map.scores.alternatives
+        columns = (others.centred, others.specific, others.teacher_logps, others.student_logps)
+        for column, values in enumerate(columns, start=1):
+            assert [row[column] for row in cells] == as_shown(values[index], digits=2)
+    tokens.nth(1).click()
+    tokens.nth(3).hover()
+    assert "token 2 of 4" in page.locator("#inspector").inner_text()
+    page.keyboard.press("ArrowRight")
+    assert "token 3 of 4" in page.locator("#inspector").inner_text()
+
+
+def test_hostile_text_is_shown_as_text(open_page, tmp_path, scores):
     paths = [make_run(tmp_path / f"r{i}", scores[i], text="\n".join(HOSTILE), arm_text=HOSTILE[i]) for i in range(2)]
+    own = {"identifier": HOSTILE[1], "problem": HOSTILE[2], "feedback": HOSTILE[3], "checkpoint": HOSTILE[0]}
+    token_map = drawn_map([*HOSTILE, "end"], alternatives=HOSTILE, **own)
+    token_map.classes[:] = [*HOSTILE, "end"]
     for path in paths:
-        write_maps([drawn_map(list(HOSTILE), feedback=HOSTILE[3])], path / "credit_maps" / "step-000001.json")
+        write_maps([token_map], path / "credit_maps" / "step-000001.json")
     page = open_page(write_report(paths, tmp_path / "x.html"))
-    assert page.evaluate("window.pwned") is None
-    elements = set(page.evaluate("() => [...document.querySelectorAll('*')].map(e => e.tagName.toLowerCase())"))
-    assert not {"img", "iframe", "link", "object", "embed", "base"} & elements
-    assert page.locator("[onerror], [onload], [onmouseover], [onclick], #pwned").count() == 0
+    tokens = page.locator(".pane .t")
+    shown = [visible(text).replace("\n", "↵") for text in (*HOSTILE, "end")]
+    assert tokens.evaluate_all("cells => cells.map(c => c.textContent)") == shown
+    context = page.locator("#context pre").evaluate_all("all => all.map(e => e.textContent)")
+    assert context[:2] == [visible(own["problem"]), visible(own["feedback"])]
+    tokens.nth(1).hover()
+    listed = page.locator("#inspector td.code").evaluate_all("all => all.map(e => e.textContent)")
+    assert listed == [visible(text) for text in HOSTILE]
     assert HOSTILE[0] in page.locator(".rollout pre").first.evaluate("e => e.textContent")
+    elements = page.evaluate("() => [...document.querySelectorAll('*')].map(e => e.tagName.toLowerCase())")
+    assert elements.count("script") == 2  # the data and the page's own
+    assert not {"img", "iframe", "link", "object", "embed", "base"} & set(elements)
+    assert page.locator("[onerror], [onload], [onmouseover], [onclick], #pwned").count() == 0
+    assert page.evaluate("window.pwned") is None
+
+
+def test_content_security_policy_blocks_injected_scripts(open_page, tmp_path):
+    write_token_maps([drawn_map(["a"])], tmp_path / "maps.html")
+    page = open_page(tmp_path / "maps.html")
+    page.evaluate(
+        """() => {
+            const script = document.createElement('script');
+            script.textContent = 'window.pwned = 1';
+            document.body.append(script);
+            const image = document.createElement('div');
+            image.innerHTML = '<img src=x onerror="window.pwned = 2">';
+            document.body.append(image);
+        }"""
+    )
+    page.wait_for_timeout(100)
+    assert page.evaluate("window.pwned") is None
+    assert any("Content Security Policy" in complaint for complaint in page.complaints)
+    page.complaints.clear()
 
 
 # ------------------------------------------------------------------------------------------------------- the callback

@@ -154,17 +154,10 @@ def response_pmi(
     joined = {name: torch.cat([part[name] for part in parts], dim=-1) for name in parts[0]}
     without_z = joined.pop("without_z")
     scored = ScoredTokens(**joined, formula=formula)
-    prior_logps = without_z[0]
-    split = contrastive_pmi(
-        scored.teacher_logps,
-        prior_logps,
-        scored.contrast_logps,
-        without_z[1:],
-        formula.contrastive_coef,
-        form=formula.form,
-    )
+    passes = (scored.teacher_logps, without_z[0], scored.contrast_logps, without_z[1:])
+    split = contrastive_pmi(*passes, formula.contrastive_coef, form=formula.form)
     credit = scored.advantage.sum()
-    gap = (prior_logps - scored.student_logps).sum()
+    gap = (without_z[0] - scored.student_logps).sum()
     is_conditional = formula.tail == "renormalize" and formula.topk is not None
     sums = {
         "reward": scored.delta_v.sum(),

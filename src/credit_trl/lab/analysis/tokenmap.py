@@ -44,6 +44,8 @@ class ScoredTokens:
     advantage: Float[Tensor, "T ..."]  # R_t(v) as in the run's loss (Eq. 8)
     policy_mean: Float[Tensor, "T ..."]  # mean of R_t under the policy at the position
     formula: CreditFormula  # λ, form and support of R_t
+    # (T, A) scores of the most likely tokens under student or teacher, in descending order; None of the alternatives
+    alternatives: ScoredTokens | None = None
 
     @property
     def centred(self) -> Float[Tensor, "T ..."]:
@@ -67,13 +69,6 @@ class ScoredTokens:
 
 
 @dataclass(frozen=True)
-class TokenScores(ScoredTokens):
-    """Scores of the T sampled tokens, (T,), and of A alternatives at each position, (T, A)."""
-
-    alternatives: ScoredTokens  # most likely tokens under student or teacher, in descending order
-
-
-@dataclass(frozen=True)
 class TokenMap:
     """Scores of one response under one checkpoint, with the texts to show."""
 
@@ -81,7 +76,7 @@ class TokenMap:
     checkpoint: str  # name
     tokens: list[TokenText]  # texts of the T tokens
     classes: list[str]  # token class of each
-    scores: TokenScores
+    scores: ScoredTokens
     alternatives: list[list[str]]  # (T, A), texts
 
     def values(self, quantity: str) -> Float[Tensor, " T"]:
@@ -96,7 +91,7 @@ def score_response(
     formula: CreditFormula,
     *,
     alternatives: int = 5,
-) -> TokenScores:
+) -> ScoredTokens:
     """Score y in two backbone passes, one of the student and a batched one of the teacher.
 
     Returns:
@@ -113,7 +108,7 @@ def score_response(
     joined = {name: torch.cat([part[name] for part in parts], dim=-2) for name in parts[0]}
     others = ScoredTokens(**{name: values[..., 1:] for name, values in joined.items()}, formula=formula)
     own = {name: values[..., 0] for name, values in joined.items()}
-    return TokenScores(**own, formula=formula, alternatives=others)
+    return ScoredTokens(**own, formula=formula, alternatives=others)
 
 
 def gather_scores(logps: CreditLogps, ids: Int[Tensor, "n A"], formula: CreditFormula) -> dict[str, Tensor]:

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from credit_trl.lab.analysis.formula import CreditFormula
 from credit_trl.lab.analysis.responses import Rollout
-from credit_trl.lab.analysis.tokenmap import ScoredTokens, TokenMap, TokenScores
+from credit_trl.lab.analysis.tokenmap import ScoredTokens, TokenMap
 from credit_trl.lab.analysis.tokentext import TokenText, visible
 from credit_trl.training.run_directory import write_atomically
 
-_TENSORS = [field.name for field in fields(ScoredTokens) if field.name != "formula"]
+_TENSORS = [field.name for field in fields(ScoredTokens) if field.name not in ("formula", "alternatives")]
 
 
 def write_maps(maps: Sequence[TokenMap], path: str | Path) -> None:
@@ -80,7 +80,7 @@ def _token_map(record: dict[str, Any]) -> TokenMap:
     others = record["alternatives"]
     count = len(others["texts"][0])
     alternatives = ScoredTokens(**_tensors(others["scores"], (length, count), dtype), formula=formula)
-    scores = TokenScores(**_tensors(record["scores"], (length,), dtype), formula=formula, alternatives=alternatives)
+    scores = ScoredTokens(**_tensors(record["scores"], (length,), dtype), formula=formula, alternatives=alternatives)
     return TokenMap(
         Rollout.from_json(record["response"]),
         visible(record["checkpoint"]),

@@ -63,9 +63,10 @@ def training_table(arms: Mapping[str, Sequence[Run]]) -> list[dict[str, Any]]:
 
 def _contrasts(run: Run) -> int | None:
     """C of a run; 0 without a contrast, None without distillation or where the options are unknown."""
-    if not run.options.get("distillation_weight", 1.0):
+    options = run.options
+    if "contrastive_count" not in options or not options.get("distillation_weight"):
         return None
-    return run.options.get("contrastive_count") if run.options.get("contrastive_coef") else 0
+    return options["contrastive_count"] if options["contrastive_coef"] else 0
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

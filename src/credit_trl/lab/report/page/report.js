@@ -415,6 +415,10 @@ function choose(index) {
   showContext();
   showPanes();
   inspect(lowest(panes[0].map.centred));
+  for (const { cells } of panes) {
+    const cell = cells[state.at], body = cell.closest(".map");
+    body.scrollTop += cell.getBoundingClientRect().top - body.getBoundingClientRect().top - body.clientHeight / 3;
+  }
 }
 
 // Index of the smallest value: the token that a step lowers most.
