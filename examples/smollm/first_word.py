@@ -31,11 +31,11 @@ from typing import Any
 
 import pandas as pd
 import torch
-from credit_trl.contexts.privileged import PrivilegedContext
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
 
 from credit_trl import CreditTrainer, Verdict
+from credit_trl.contexts.tokens import PrivilegedContext
 from credit_trl.lab.analysis import Checkpoint, analysis_config, map_response
 from credit_trl.lab.analysis.responses import Rollout
 from credit_trl.tasks.quickstart import TEMPLATES

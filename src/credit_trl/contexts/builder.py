@@ -239,7 +239,21 @@ class ContextBuilder:
         """Ids of trusted text that has slots; `first` as in `tokenize`."""
         parts = {slot: part for part, slot in self.slots.items()}
         start, *pieces = re.split(f"({'|'.join(parts)})", text)
-        return [self.tokenize(start, first=first), *(parts.get(one) or self._tokenize_inside(one) for one in pieces)]
+        if not pieces:
+            return [self.tokenize(start, first=first)]
+        *inside, end = pieces
+        opened = self._before_word(partial(self.tokenize, first=first), start)
+        return [
+            opened,
+            *(parts.get(one) or self._before_word(self._tokenize_inside, one) for one in inside),
+            self._tokenize_inside(end),
+        ]
+
+    def _before_word(self, encode: Callable[[str], list[int]], text: str) -> list[int]:
+        """Ids of text as it is encoded before a word: byte-level tokenizers split its last whitespace there."""
+        ids = encode(f"{text}x")
+        word = self._tokenize_inside("x")
+        return ids[: -len(word)] if text[-1:].isspace() and ids[-len(word) :] == word else encode(text)
 
     def tokenize(self, text: str, *, first: bool = False) -> list[int]:
         """Ids of trusted text; `first` adds the tokenizer's special tokens, as for the student's plain prompts."""
