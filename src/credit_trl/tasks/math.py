@@ -53,9 +53,9 @@ def build(split: str, path: str | Path | None = None, *, instruction: str = INST
 
 def _gold(row: Row) -> str:
     field = row.first(("answer", "final_answer", "solution"))
-    text = str(row[field])
+    text = str(row[field]) if isinstance(row[field], int | float) else row.text(field)
     gold = (last_boxed(text) or text.rpartition("####")[2]).strip()
-    if not gold or "\n\n" in gold or len(gold) > LONGEST > 0 and field == "solution":
+    if not gold or "\n\n" in gold or (field == "solution" and len(gold) > LONGEST):
         raise row.error(field, r"no final answer: neither \boxed{...} nor ####; name the column of answers `answer`")
     return gold
 

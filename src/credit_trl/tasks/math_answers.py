@@ -35,6 +35,7 @@ NOTATION = dict(  # what is read for other ways to write it
     \emptyset→«» \varnothing→«» \\→¶
     """.split()
 ) | {name: f"\\{name}" for name in f"{FUNCTIONS}|{GREEK}".split("|")}
+SIGN = re.compile(r"\\?[A-Za-z]+|\\.|\*\*|[<>!]=|\.{3}|.")
 REWRITES = (  # in this order
     (r"(?:\\ |␣|(?<=.)~| )+", " "),
     (r"^ *= ?|[., ]+$|\\(?:text)?color ?\{\w*\}", ""),
@@ -64,11 +65,11 @@ NAME = re.compile(  # at the start of a part
 UNIT = re.compile(  # at the end of a part that is a number
     rf"(?P<value>(?:^|(?<=[,(«=])|{LISTED})(?:\\(?:frac|sqrt|pi|cdot)(?![a-z])|[^A-Za-z\\:=,])*(?:[\d)}}]|\\pi ?))"
     rf"(?P<mark>(?:/?(?:\\text\{{(?:[ /^\d]|(?:per|[LNWhgms]|{UNITS})(?![a-z]))+\}}| ?(?:{UNITS}))(?:\^\{{-?\d\}})?)+"
-    rf"|\\%|\^\{{?\\circ\}}?|_\{{\d+\}}|\(?\\mod.+)(?=[»)]|{LISTED}|$)"
+    rf"|\\%|\^\{{?\\circ\}}?|_\{{\d+\}}|\(?\\mod[^\\]+)(?=[»)]|{LISTED}|$)"
 )
 TOKENS = re.compile(
-    r"(?:\s|(?:(?:0|[1-9]\d*+)?\.\d++|0(?![\dA-Za-z])|[1-9]\d*+)(?! ?[\d._])|(?<![A-Za-z])[A-Za-z]{1,3}(?![A-Za-z])"
-    rf"|[-+/!|(){{}}]|[\^_](?!\{{?T)|\\sqrt\[\w+\]|\\(?:{FUNCTIONS}|{GREEK}|frac(?!\{{d)|binom|pi|cdot|circ|infty)"
+    r"(?:\s|(?<![})] )(?:(?:0|[1-9]\d*+)?\.\d++|0(?![\dA-Za-z])|[1-9]\d*+)(?! ?[\d._])|(?<![A-Za-z])[A-Za-z]{1,3}"
+    rf"(?![A-Za-z])|[-+/!|(){{}}]|[\^_](?!\{{?T)|\\sqrt\[\w+\]|\\(?:{FUNCTIONS}|{GREEK}|frac(?!\{{d)|binom|pi|cdot|circ|infty)"
     r"(?![A-Za-z]))++"
 )
 UNREAD = re.compile(  # words, dates, derivatives and what takes long to evaluate
@@ -91,27 +92,23 @@ def same_answer(gold: str, given: str) -> bool:
             sides = [pattern.sub(r"\g<value>", side) for side in sides]
     if sum(r"\ln" in side for side in sides) == 1:  # then a logarithm without a base is natural
         sides = [re.sub(r"\\log(?![_a-z])", r"\\ln", side) for side in sides]
-    sides = [re.sub(r"^«(.+,.+)»$", r"\1", side) for side in sides]
+    sides = [re.sub(r"^«([^«»]+,[^«»]+)»$", r"\1", side) for side in sides]
     return canonical(sides[0]) == canonical(sides[1]) or is_rounded(*sides) or is_rounded(*sides[::-1])
 
 
 def clean(text: str) -> str:
     r"""One notation of each sign. Braces of sets become `«»`, matrices `⟦⟧` with `¶` after each row."""
-
-    def sign(found: re.Match[str]) -> str:
-        command = NOTATION.get(found[0], found[0])
-        return f"{command} " if re.fullmatch(r".*\\[a-z]+", command) else command
-
     text = re.sub(r"^[\s$]*(\*+|`+|\"|')(.*)\1[\s$.]*$", r"\2", text)
-    text = re.sub(r"\\?[A-Za-z]+|\\.|\*\*|[<>!]=|\.{3}|.", sign, " ".join(text.split()))
+    signs = [NOTATION.get(sign, sign) for sign in SIGN.findall(" ".join(text.split()))]
+    text = "".join(f"{sign} " if re.fullmatch(r".*\\[a-z]+", sign) else sign for sign in signs)
     for pattern, replacement in REWRITES:
         text = re.sub(pattern, replacement, text.strip())
-    both = dict.fromkeys(re.sub(r"\\pm(?![a-z]) ?", one, text) for one in "+-")
-    return "".join(map(as_interval, split(",".join(both), LISTED)))
+    text = ",".join(dict.fromkeys(re.sub(r"\\pm(?![a-z]) ?", one, text) for one in "+-"))
+    return "".join(map(as_interval, split(text, LISTED) or [text]))
 
 
 def split(text: str, separator: str) -> list[str]:
-    """Parts of a text and, between them, the separators outside brackets; none if a bracket closes that is not open."""
+    """Parts of a text and, between them, the separators outside brackets; [] if a bracket closes that is not open."""
     pieces = [""]
     depth = 0
     for piece in re.split(rf"({separator}|[(\[{{«⟦)\]}}»⟧])", text):
@@ -142,7 +139,7 @@ def as_interval(part: str) -> str:
 def canonical(text: str) -> str:
     """One text for all cleaned answers, or parts of them, that are equal."""
     text = text.strip()
-    pieces = split(text, LISTED)
+    pieces = split(text, LISTED) or [text]
     parts = [part for part in pieces[::2] if part.strip()]
     if len(pieces) > 1 and r"\ldots" in parts:  # a progression by its first two terms
         heads = parts[: parts.index(r"\ldots")]
@@ -150,7 +147,7 @@ def canonical(text: str) -> str:
             del parts[2 : len(heads)]
         return ",".join(map(canonical, parts))
     if len(pieces) > 1:
-        signs = sorted(pieces[1::2]) if any("," in part for part in parts) else []
+        signs = sorted(pieces[1::2]) if any(re.search("[,A-Z]", part) for part in parts) else []
         return ",".join(sorted(map(canonical, parts))) + "".join(signs).replace(r"\or ", r"\cup").replace(" ", "")
     inner = split(text[1:-1], "[,¶]")
     if text[:1] in tuple("([{«⟦") and text[-1] in ")]}»⟧" and inner:
@@ -201,11 +198,16 @@ def values(text: str) -> list[Any]:
 
 
 def exact(number: Any) -> str:
-    """A number as a text: an integer wholly, others by `DIGITS` digits."""
+    """A number as a text: an integer wholly, others by `DIGITS` digits; raises a `ValueError` where it is undefined."""
+    from sympy import nan
+
+    if number is nan:
+        raise ValueError("The value is undefined.")
     if number.is_Integer or not number.is_finite:
         return str(number)
-    parts = [str(part.evalf(DIGITS)) for part in number.evalf(DIGITS + 20, maxn=2 * DIGITS).as_real_imag()]
-    real, imaginary = (re.sub(r"^-?0?\.?0*e-\d+$|\.?0+$", "", part) or "0" for part in parts)
+    parts = number.evalf(DIGITS + 20, maxn=2 * DIGITS).as_real_imag()
+    texts = ["0" if part.is_Float and part._prec < 10 else str(part.evalf(DIGITS)) for part in parts]
+    real, imaginary = (re.sub(r"\.?0+$", "", text) or "0" for text in texts)
     return real if imaginary == "0" else f"{real}+{imaginary}i"
 
 
