@@ -7,6 +7,7 @@ The reward is 1 if the last box of the response's answer part equals the gold an
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,7 @@ LONGEST = 250  # characters of an answer above which only equal texts are equal
 LONGEST_BOX = 10_000  # characters after which a box that is not closed is none
 NO_BOX = r"No final answer was found. The final answer must be given in the format \boxed{answer}. "
 TRUNCATED = "The response was cut off because it reached the maximum length. "
-compare = in_process(math_answers.compare)
+_compare = in_process(math_answers.compare)
 
 
 def build(split: str, path: str | Path | None = None, *, instruction: str = INSTRUCTION, hub: str = HUB) -> Dataset:
@@ -82,9 +83,11 @@ def reward(
     pairs = list(zip(answer, boxes, strict=True))
     results = {pair: "equal" if pair[0].strip() == pair[1] else "different" for pair in pairs}
     unread = [pair for pair in results if results[pair] != "equal" and pair[1] and max(map(len, pair)) <= LONGEST]
-    seconds = remaining_seconds(BATCH_SECONDS) - 1.0  # to answer before the process ends
-    if unread:
-        results |= zip(unread, compare(unread, seconds) if seconds > 0 else ["undecided"] * len(unread), strict=True)
+    seconds = remaining_seconds(BATCH_SECONDS) - 1.0  # to answer before `in_process` ends the process
+    if unread and seconds > 0:
+        results |= zip(unread, _compare(unread, time.monotonic() + seconds), strict=True)
+    else:
+        results |= dict.fromkeys(unread, "undecided")
     verdicts = []
     for pair, flag in zip(pairs, truncated or [False] * len(pairs), strict=True):
         metrics = {"answer_format": float(pair[1] is not None)}

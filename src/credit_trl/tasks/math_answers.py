@@ -69,8 +69,8 @@ UNIT = re.compile(  # at the end of a part that is a number
 )
 TOKENS = re.compile(
     r"(?:\s|(?<![})] )(?:(?:0|[1-9]\d*+)?\.\d++|0(?![\dA-Za-z])|[1-9]\d*+)(?! ?[\d._])|(?<![A-Za-z])[A-Za-z]{1,3}"
-    rf"(?![A-Za-z])|[-+/!|(){{}}]|[\^_](?!\{{?T)|\\sqrt\[\w+\]|\\(?:{FUNCTIONS}|{GREEK}|frac(?!\{{d)|binom|pi|cdot|circ|infty)"
-    r"(?![A-Za-z]))++"
+    rf"(?![A-Za-z])|[-+/!|(){{}}]|[\^_](?!\{{?T)|\\sqrt\[\w+\]|\\(?:{FUNCTIONS}|{GREEK}|frac(?!\{{d)|binom|pi|cdot"
+    r"|circ|infty)(?![A-Za-z]))++"
 )
 UNREAD = re.compile(  # words, dates, derivatives and what takes long to evaluate
     r"[A-Za-z ]{2,}\Z|.*(?:\d/\d+/\d|d/d[a-z]|\^\{-?\d{5}|\d\}?\^\{\d+\}?\^\{\d|\d{4}\)*!|\\binom\{\d*(?:\d{4}|\d\^)"
@@ -198,7 +198,7 @@ def values(text: str) -> list[Any]:
 
 
 def exact(number: Any) -> str:
-    """A number as a text: an integer wholly, others by `DIGITS` digits; raises a `ValueError` where it is undefined."""
+    """A number as a text, an integer wholly and others by `DIGITS` digits; a `ValueError` where it is undefined."""
     from sympy import nan
 
     if number is nan:
@@ -222,11 +222,10 @@ def is_rounded(text: str, other: str) -> bool:
     return bool(number.is_number and not number.is_Integer and -1 <= 2 * gap.evalf(40) < 2)
 
 
-def compare(pairs: list[tuple[str, str]], seconds: float) -> list[str]:
-    """Compare in killable processes: "equal", "different", "failed" or, after `seconds`, "undecided"."""
+def compare(pairs: list[tuple[str, str]], deadline: float) -> list[str]:
+    """Compare in killable processes: "equal", "different", "failed" or, after the deadline, "undecided"."""
     from pebble import ProcessExpired, ProcessPool
 
-    deadline = time.monotonic() + seconds
     same_answer(r"\frac{x}{2}", "0.5x")  # imports what the forked workers need
     context = multiprocessing.get_context("fork")
     limits = (resource.RLIMIT_AS, (WORKER_BYTES, WORKER_BYTES))
