@@ -16,7 +16,7 @@ from zlib import crc32
 
 from credit_trl.sandbox.cgroups import worker_count
 
-SECONDS = 3  # that a comparison may take
+SECONDS_PER_PAIR = 3  # that a comparison may take
 DIGITS = 300
 WORKER_BYTES = 2 << 30
 FUNCTIONS = "sin|cos|tan|cot|sec|csc|sinh|cosh|tanh|arcsin|arccos|arctan|ln|log|exp|sqrt"
@@ -127,10 +127,8 @@ def as_interval(part: str) -> str:
     sides = re.split(r"(<|>|\\[lg]e(?![a-z]) ?)", part)
     if {">", r"\ge"}.issuperset(map(str.strip, sides[1::2])):
         sides = [side.replace(">", "<").replace(r"\ge", r"\le") for side in reversed(sides)]
-    if len(sides) == 3 and re.fullmatch(SYMBOL, sides[0]):
-        sides = [r"-\infty", "<", *sides]
-    elif len(sides) == 3:
-        sides += ["<", r"\infty"]
+    if len(sides) == 3:
+        sides = [r"-\infty", "<", *sides] if re.fullmatch(SYMBOL, sides[0]) else [*sides, "<", r"\infty"]
     if len(sides) != 5 or not re.fullmatch(SYMBOL, sides[2]) or ">" in sides or re.fullmatch(SYMBOL, sides[4]):
         return part
     return rf"{sides[2]}\in{'[('[sides[1] == '<']}{sides[0]},{sides[4]}{'])'[sides[3] == '<']}"
@@ -138,7 +136,7 @@ def as_interval(part: str) -> str:
 
 def canonical(text: str) -> str:
     """One text for all cleaned answers, or parts of them, that are equal."""
-    text = text.strip()
+    text = re.sub(r"^\\text\{([^{}]*)\}$", r"\1", text.strip()).strip()
     pieces = split(text, LISTED) or [text]
     parts = [part for part in pieces[::2] if part.strip()]
     if len(pieces) > 1 and r"\ldots" in parts:  # a progression by its first two terms
@@ -155,9 +153,6 @@ def canonical(text: str) -> str:
             return canonical(inner[0])
         items = [part if part in (",", "¶") else canonical(part) for part in inner]
         return text[0] + "".join(sorted(items) if text[0] == "«" else items) + text[-1]
-    words = re.fullmatch(r"\\text\{([^{}]*)\}", text)
-    if words is not None:
-        return canonical(words[1])
     ratio = split(text, r":(?!\d\d(?!\d))")[::2]  # `3:05` is a time
     equation = split(text, "=")[::2]
     if len(ratio) > 1 and all(map(is_expression, ratio)):
@@ -231,7 +226,7 @@ def compare(pairs: list[tuple[str, str]], deadline: float) -> list[str]:
     limits = (resource.RLIMIT_AS, (WORKER_BYTES, WORKER_BYTES))
     results = []
     with ProcessPool(worker_count(), context=context, initializer=resource.setrlimit, initargs=limits) as pool:
-        for future in [pool.schedule(same_answer, args=pair, timeout=SECONDS) for pair in pairs]:
+        for future in [pool.schedule(same_answer, args=pair, timeout=SECONDS_PER_PAIR) for pair in pairs]:
             try:
                 results.append("equal" if future.result(deadline - time.monotonic()) else "different")
             except (ProcessExpired, TimeoutError):
