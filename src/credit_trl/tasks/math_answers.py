@@ -67,10 +67,10 @@ UNIT = re.compile(  # at the end of a part that is a number
     rf"(?P<mark>(?:/?(?:\\text\{{(?:[ /^\d]|(?:per|[LNWhgms]|{UNITS})(?![a-z]))+\}}| ?(?:{UNITS}))(?:\^\{{-?\d\}})?)+"
     rf"|\\%|\^\{{?\\circ\}}?|_\{{\d+\}}|\(?\\mod[^\\]+)(?=[»)]|{LISTED}|$)"
 )
-TOKENS = re.compile(
-    r"(?:\s|(?<![})] )(?:(?:0|[1-9]\d*+)?\.\d++|0(?![\dA-Za-z])|[1-9]\d*+)(?! ?[\d._])|(?<![A-Za-z])[A-Za-z]{1,3}"
-    rf"(?![A-Za-z])|[-+/!|(){{}}]|[\^_](?!\{{?T)|\\sqrt\[\w+\]|\\(?:{FUNCTIONS}|{GREEK}|frac(?!\{{d)|binom|pi|cdot"
-    r"|circ|infty)(?![A-Za-z]))++"
+TOKENS = re.compile(  # numbers, up to three letters, signs, commands
+    r"(?:\s|(?<!\^\{\d\} )(?<!\) )(?:(?:0|[1-9]\d*+)?\.\d++|0(?![\dA-Za-z])|[1-9]\d*+)(?! ?[\d._])"
+    r"|(?<![A-Za-z])[A-Za-z]{1,3}(?![A-Za-z])|[-+/!|(){}]|[\^_](?!\{?T)|\\sqrt\[\w+\]"
+    rf"|\\(?:{FUNCTIONS}|{GREEK}|frac(?!\{{d)|binom|pi|cdot|circ|infty)(?![A-Za-z]))++"
 )
 UNREAD = re.compile(  # words, dates, derivatives and what takes long to evaluate
     r"[A-Za-z ]{2,}\Z|.*(?:\d/\d+/\d|d/d[a-z]|\^\{-?\d{5}|\d\}?\^\{\d+\}?\^\{\d|\d{4}\)*!|\\binom\{\d*(?:\d{4}|\d\^)"
@@ -145,7 +145,7 @@ def canonical(text: str) -> str:
             del parts[2 : len(heads)]
         return ",".join(map(canonical, parts))
     if len(pieces) > 1:
-        signs = sorted(pieces[1::2]) if any(re.search("[,A-Z]", part) for part in parts) else []
+        signs = sorted(set(pieces[1::2])) if any(re.search("[,A-Z]", part) for part in parts) else []
         return ",".join(sorted(map(canonical, parts))) + "".join(signs).replace(r"\or ", r"\cup").replace(" ", "")
     inner = split(text[1:-1], "[,¶]")
     if text[:1] in tuple("([{«⟦") and text[-1] in ")]}»⟧" and inner:
