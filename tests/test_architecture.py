@@ -67,7 +67,7 @@ CORE["trainer"] = {*SHARED, *STAGES, "training"}
 MAY_IMPORT = CORE | {
     "testing": {*CORE, "tasks"},  # checks of extensions, which no other module imports
     "sandbox": set(),
-    "tasks": {"sandbox", "rollout.verdict", "rollout.deadline", "rollout.thinking"},
+    "tasks": {"sandbox", "rollout.verdict", "rollout.deadline", "rollout.in_process", "rollout.thinking"},
     "evaluation": {*SHARED, "tasks", "rollout", "teacher", "training"},
     "lab": {*CORE, "tasks", "sandbox", "evaluation"},
     "cli": {*CORE, "tasks", "sandbox", "evaluation", "lab"},
