@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from credit_trl import cli
 from credit_trl.cli import errors, training
@@ -63,48 +64,10 @@ def folder(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-# Command line -> parts of its message.
-LINES = [
-    ("grop", "there is no command 'grop'. Did you mean grpo?"),
-    ("credit --config typo.yaml", "--contrastive_coeff. Did you mean --contrastive_coef?"),
-    ("credit --config no_yaml.yaml", "no_yaml.yaml is not YAML"),
-    ("credit --config list.yaml", "must contain a YAML mapping"),
-    ("credit --config twice.yaml", "`seed` is set twice"),
-    ("credit --config deep.yaml", "nested more than 32 levels deep"),
-    ("credit --config windows.yaml", "A path with backslashes needs single quotes, or none."),
-    ("credit --config latin.yaml", "latin.yaml is not a text file in UTF-8"),
-    ("credit --config", "`--config` names a YAML file, `--recipe` a recipe: give its path"),
-    ("credit typo.yaml", "unexpected `typo.yaml`; did you mean `--config typo.yaml`?"),
-    ("credit --task nowhere --model_name_or_path no/such --contrastive_coef 2", "must be in [0, 1], got 2.0"),
-    (
-        "credit --use_cpu true --bf16 false --gradient_accumulation_steps 4 --task quickstrat",
-        "Did you mean 'quickstart'",
-    ),
-    ("credit --learning_rate much", "invalid float value: 'much'"),
-    ("credit --contrastive_form divide", "invalid choice: 'divide'"),
-    ("credit --sandbox docker", "neither one of auto, bubblewrap"),
-    ("credit --use_cpu true --bf16 false --num_processes -1", "--num_processes: must be at least 1, got -1"),
-    ("credit --avg_at_k_steps 0", "`--avg_at_k_steps` must be at least 1, got 0"),
-    ("credit-quickstart --steps 0", "`steps` must be at least 1"),
-    ("credit-eval --model no/such --task quickstart", "neither a folder nor in the cache"),
-    ("credit-eval --model quickstart --task quickstar", "Known tasks"),
-    ("credit-eval --model quickstart", "give a run directory, or --model and --task"),
-    ("credit-eval --model quickstart --task own_module:Unasked", "no column `prompt`; its columns are question"),
-    ("credit-eval --model quickstart --task quickstart --k 0", "`k` must be at least 1"),
-    ("credit-eval --model quickstart --task quickstart --engine_options [1]", "a JSON object such as"),
-    ("credit-eval --model quickstart --task quickstart --output_dir bare", "is the folder of a training run"),
-    ("credit-eval data", "data is not a run directory: it has no run.json"),
-    ("credit-eval bare", "bare holds neither a final model nor a checkpoint"),
-    ("credit-eval bare --model quickstart", "bare: run.json does not describe data and verifier. Give `--task`."),
-    ("credit-map --model quickstart", "--model and --task"),
-    ("credit-map --model quickstart --task quickstart --samples ten", "--samples: invalid int value: 'ten'"),
-    ("credit-map --model quickstart --task quickstart --samples 0", "`--samples` must be at least 1"),
-    ("credit-report nowhere", "holds no run"),
-    ("credit-report damaged", "is not JSON"),
-]
+CASES = yaml.safe_load(Path(__file__).with_name("errors.yaml").read_text("utf-8"))
 
 
-@pytest.mark.parametrize(("line", "message"), LINES, ids=[f"{line}: {message}" for line, message in LINES])
+@pytest.mark.parametrize(("line", "message"), CASES["commands"])
 def test_user_error_has_an_exit_code_and_no_traceback(folder, capsys, line, message):
     command, *arguments = line.split()
     try:
@@ -117,28 +80,7 @@ def test_user_error_has_an_exit_code_and_no_traceback(folder, capsys, line, mess
     assert "Traceback" not in printed
 
 
-# Arguments of the training process -> part of its message.
-TRAINING = [
-    ("--task own_module:Unasked", "no column `prompt`"),
-    ("--task quickstart --dataset_name foo/bar", "given by `--task quickstart` and `--dataset_name foo/bar`"),
-    ("--dataset_name ./data", "Nothing grades the answers: give `--task NAME`, or `--reward_funcs"),
-    ("--dataset_path nowhere.jsonl --reward_funcs own_module.exact", "nowhere.jsonl`: no such file"),
-    ("--dataset_path torn.jsonl --reward_funcs own_module.exact", "torn.jsonl` cannot be read: "),
-    ("--dataset_path empty.jsonl --reward_funcs own_module.exact", "empty.jsonl` cannot be read: it is empty"),
-    ("--dataset_name ./data --reward_funcs own_module.exact", "Reward function `exact` has the parameter `answer`"),
-    ("--dataset_name ./data --reward_funcs no_module.exact", "no module `no_module`"),
-    ("--dataset_name ./data --reward_funcs own_module.nothing", "has no `nothing`"),
-    ("--dataset_name ./data --reward_funcs own_module.exact --dataset_train_split tran", "tran"),
-    ("--task quickstart --resume_from_checkpoint nowhere", "nowhere"),
-    (
-        "--task quickstart --teacher_model_kind model --teacher_model_name_or_path runs/techer",
-        "The model `runs/techer` is neither a folder nor in the cache",
-    ),
-    ("--dataset_name ./data --reward_funcs own_module.wrong_feedback", "(own_module.py, line 9)"),
-]
-
-
-@pytest.mark.parametrize(("line", "message"), TRAINING)
+@pytest.mark.parametrize(("line", "message"), CASES["training"])
 def test_training_process_reports_user_errors_alike(folder, capsys, line, message):
     own = ["--model_name_or_path", "quickstart", "--output_dir", "run", "--save_strategy", "no"]
     assert training.run([*line.split(), *own, *ON_CPU, *SMALL]) == 2

@@ -50,6 +50,8 @@ class ContextBuilder:
         config: templates, C and `max_reprompt_len`.
         eos_token_ids: ids that end a turn besides the tokenizer's special tokens.
         render: see `chat_renderer`; None renders with the tokenizer's own chat template.
+        is_multimodal: whether the student's prompts are tokenised by a processor, which adds the tokenizer's special
+            tokens, such as BOS, unless the rendered prompt begins with BOS.
 
     Attributes:
         source: the contrast source; None where λ = 0.
@@ -66,8 +68,10 @@ class ContextBuilder:
         config: CreditConfig,
         eos_token_ids: Sequence[int] = (),
         render: Render | None = None,
+        is_multimodal: bool = False,
     ) -> None:
         self.tokenizer = tokenizer
+        self.is_multimodal = is_multimodal
         self.config = config
         self.render = render or chat_renderer(tokenizer)
         self.source = find_source(config.contrastive_source) if config.contrasts else None
@@ -204,7 +208,10 @@ class ContextBuilder:
             if len(self._rendered) >= _MAX_KEPT:
                 self._rendered.clear()
             text = self._render_anew(prompt, tools, parts)
-            self._rendered[key] = text, self.slotted(text, first=isinstance(prompt, str))
+            bos = self.tokenizer.bos_token
+            has_bos = bos is not None and text.startswith(bos)
+            first = isinstance(prompt, str) or (self.is_multimodal and not has_bos)
+            self._rendered[key] = text, self.slotted(text, first=first)
         return self._rendered[key]
 
     def _render_anew(self, prompt: Prompt, tools: list[dict[str, Any]] | None, parts: list[str]) -> str:
