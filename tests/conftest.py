@@ -18,7 +18,7 @@ from trl.chat_template_utils import add_response_schema
 
 from credit_trl import CreditConfig
 from families import build_family
-from tiny import build_model, build_tokenizer
+from tiny import QUIET, build_model, build_tokenizer
 
 OPTIONAL_PROGRAMS = {"bwrap": "the bubblewrap sandbox", "chromium": "pages in a browser"}
 
@@ -74,25 +74,9 @@ def make_config(tmp_path):
     """A CreditConfig for CPU, quiet and small; keyword arguments override."""
 
     def make(**overrides) -> CreditConfig:
-        return CreditConfig(
-            **{
-                "output_dir": str(tmp_path / "run"),
-                "use_cpu": True,
-                "bf16": False,
-                "per_device_train_batch_size": 8,
-                "num_generations": 4,
-                "max_completion_length": 6,
-                "max_steps": 2,
-                "learning_rate": 1e-3,
-                "logging_steps": 1,
-                "save_strategy": "no",
-                "report_to": "none",
-                "gradient_checkpointing": False,
-                "disable_tqdm": True,
-                "seed": 1,
-                **overrides,
-            }
-        )
+        small = {"per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 6, "max_steps": 2}
+        common = {"output_dir": str(tmp_path / "run"), "learning_rate": 1e-3, "logging_steps": 1, "seed": 1}
+        return CreditConfig(**{**QUIET, **small, **common, **overrides})
 
     return make
 

@@ -9,6 +9,7 @@ from trl.experimental.sdpo import SDPOConfig, SDPOTrainer
 
 from credit_trl import CreditTrainer, Verdict
 from dense import move
+from tiny import QUIET
 
 
 def mixed_verdicts(completions, answer, **kwargs):
@@ -69,23 +70,14 @@ def sdpo_pair(make_model, make_config, tokenizer, dataset, tmp_path):
         make_model().save_pretrained(path)
         tokenizer.save_pretrained(path)
         rows = dataset.map(lambda row: {"privileged_context": f"Hint: {row['answer']}"})
-        common = {
-            "num_generations": 4,
-            "max_completion_length": 6,
-            "per_device_train_batch_size": 8,
-            "distillation_alpha": alpha,
-            "distillation_topk": len(tokenizer),
-            "temperature": temperature,
-            "use_cpu": True,
-            "bf16": False,
-            "report_to": "none",
-            "gradient_checkpointing": False,
-        }
+        common = {"num_generations": 4, "max_completion_length": 6, "per_device_train_batch_size": 8}
+        common |= {"distillation_alpha": alpha, "distillation_topk": len(tokenizer), "temperature": temperature}
         trls = SDPOConfig(
             output_dir=str(tmp_path / "sdpo"),
             distillation_mode="topk_logits",
             distillation_add_tail=tail == "bucket",
             include_environment_feedback=True,
+            **QUIET,
             **common,
         )
         wording = {name: getattr(trls, name) for name in TEMPLATES}
@@ -103,13 +95,7 @@ def sdpo_pair(make_model, make_config, tokenizer, dataset, tmp_path):
     return make
 
 
-SDPO = [
-    (0.0, "bucket", 1.0),
-    (0.5, "bucket", 1.0),
-    (1.0, "bucket", 1.0),
-    (1.0, "bucket", 0.8),
-    (0.5, "renormalize", 1.0),
-]
+SDPO = [*((alpha, "bucket", 1.0) for alpha in (0.0, 0.5, 1.0)), (1.0, "bucket", 0.8), (0.5, "renormalize", 1.0)]
 
 
 @pytest.mark.parametrize(("alpha", "tail", "temperature"), SDPO)
@@ -135,10 +121,8 @@ def test_zero_lambda_equals_trls_sdpo(sdpo_pair, form, alpha, tail, temperature)
     assert_close(loss_and_gradients(ours, inputs), loss_and_gradients(theirs, {**inputs, **context}), 1e-5, 1e-7)
 
 
-OPTIONS = """
-output_dir use_cpu bf16 per_device_train_batch_size num_generations max_completion_length max_steps learning_rate
-logging_steps save_strategy report_to gradient_checkpointing disable_tqdm seed loss_type
-""".split()
+SIZES = ("per_device_train_batch_size", "num_generations", "max_completion_length", "max_steps", "learning_rate")
+OPTIONS = (*QUIET, *SIZES, "output_dir", "logging_steps", "seed", "loss_type")
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo", "bnpo"])

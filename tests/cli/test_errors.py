@@ -12,28 +12,13 @@ from credit_trl import cli
 from credit_trl.cli import errors, training
 from credit_trl.cli.options_file import load_yaml
 from credit_trl.training.run_directory import run_lock
+from tables import tables_of
+
+TABLES = tables_of(__file__)
 
 ON_CPU = ["--use_cpu", "true", "--bf16", "false", "--max_steps", "1", "--report_to", "none"]
 SMALL = ["--per_device_train_batch_size", "4", "--num_generations", "2", "--max_completion_length", "4"]
-OWN_MODULE = """
-from datasets import Dataset
-from credit_trl import Verdict
-
-def exact(completions, answer, **columns):
-    return [Verdict(float(c[-1]["content"] == a), f"It is {a}.") for c, a in zip(completions, answer)]
-
-def wrong_feedback(completions, **columns):
-    return [Verdict(0.0, {"expected": "a"}) for _ in completions]
-
-def buggy(completions, **columns):
-    return [len(None)]
-
-class Unasked:
-    def build(self, split, path=None):
-        return Dataset.from_list([{"question": "1 + 1?", "answer": "2"}] * 8)
-    def verify(self, response, answer, *, truncated=False):
-        return Verdict(1.0)
-"""
+RUN = ["--model_name_or_path", "quickstart", "--output_dir", "run", *ON_CPU, *SMALL]
 
 
 @pytest.fixture
@@ -42,69 +27,18 @@ def folder(tmp_path, monkeypatch) -> Path:
     (tmp_path / "data").mkdir()
     rows = [{"prompt": [{"role": "user", "content": f"{n} + 1?"}], "solution": str(n + 1)} for n in range(8)]
     (tmp_path / "data" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "own_module.py").write_text(OWN_MODULE)
-    typos = "task: quickstart\nmodel_name_or_path: quickstart\ncontrastive_coeff: 0.1\nlambda: 0.1\n"
-    (tmp_path / "typo.yaml").write_text(typos)
     (tmp_path / "latin.yaml").write_bytes("task: café\n".encode("latin-1"))
-    (tmp_path / "no_yaml.yaml").write_text("task: [quickstart\n")
-    (tmp_path / "list.yaml").write_text("- a\n- b\n")
-    (tmp_path / "twice.yaml").write_text("seed: 1\nseed: 2\n")
-    (tmp_path / "windows.yaml").write_text(r'output_dir: "C:\Users\me\runs"')
     (tmp_path / "deep.yaml").write_text("task: " + "[" * 5000)
-    (tmp_path / "torn.jsonl").write_text('{"prompt": ')
-    (tmp_path / "empty.jsonl").write_text("")
-    (tmp_path / "damaged").mkdir()
-    (tmp_path / "damaged" / "run.json").write_text("{")
-    (tmp_path / "bare").mkdir()
-    (tmp_path / "bare" / "run.json").write_text('{"config": {"max_completion_length": 8}, "model": "quickstart"}')
+    for name, text in TABLES["files"].items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     return tmp_path
 
 
-# Command line -> parts of its message.
-LINES = [
-    ("grop", "there is no command 'grop'. Did you mean grpo?"),
-    ("credit --config typo.yaml", "--contrastive_coeff. Did you mean --contrastive_coef?"),
-    ("credit --config no_yaml.yaml", "no_yaml.yaml is not YAML"),
-    ("credit --config list.yaml", "must contain a YAML mapping"),
-    ("credit --config twice.yaml", "`seed` is set twice"),
-    ("credit --config deep.yaml", "nested more than 32 levels deep"),
-    ("credit --config windows.yaml", "A path with backslashes needs single quotes, or none."),
-    ("credit --config latin.yaml", "latin.yaml is not a text file in UTF-8"),
-    ("credit --config", "`--config` names a YAML file, `--recipe` a recipe: give its path"),
-    ("credit typo.yaml", "unexpected `typo.yaml`; did you mean `--config typo.yaml`?"),
-    ("credit --task nowhere --model_name_or_path no/such --contrastive_coef 2", "must be in [0, 1], got 2.0"),
-    (
-        "credit --use_cpu true --bf16 false --gradient_accumulation_steps 4 --task quickstrat",
-        "Did you mean 'quickstart'",
-    ),
-    ("credit --learning_rate much", "invalid float value: 'much'"),
-    ("credit --contrastive_form divide", "invalid choice: 'divide'"),
-    ("credit --sandbox docker", "neither one of auto, bubblewrap"),
-    ("credit --use_cpu true --bf16 false --num_processes -1", "--num_processes: must be at least 1, got -1"),
-    ("credit --avg_at_k_steps 0", "`--avg_at_k_steps` must be at least 1, got 0"),
-    ("credit-quickstart --steps 0", "`steps` must be at least 1"),
-    ("credit-eval --model no/such --task quickstart", "neither a folder nor in the cache"),
-    ("credit-eval --model quickstart --task quickstar", "Known tasks"),
-    ("credit-eval --model quickstart", "give a run directory, or --model and --task"),
-    ("credit-eval --model quickstart --task own_module:Unasked", "no column `prompt`; its columns are question"),
-    ("credit-eval --model quickstart --task quickstart --k 0", "`k` must be at least 1"),
-    ("credit-eval --model quickstart --task quickstart --engine_options [1]", "a JSON object such as"),
-    ("credit-eval --model quickstart --task quickstart --output_dir bare", "is the folder of a training run"),
-    ("credit-eval data", "data is not a run directory: it has no run.json"),
-    ("credit-eval bare", "bare holds neither a final model nor a checkpoint"),
-    ("credit-eval bare --model quickstart", "bare: run.json does not describe data and verifier. Give `--task`."),
-    ("credit-map --model quickstart", "--model and --task"),
-    ("credit-map --model quickstart --task quickstart --samples ten", "--samples: invalid int value: 'ten'"),
-    ("credit-map --model quickstart --task quickstart --samples 0", "`--samples` must be at least 1"),
-    ("credit-report nowhere", "holds no run"),
-    ("credit-report damaged", "is not JSON"),
-]
-
-
-@pytest.mark.parametrize(("line", "message"), LINES, ids=[f"{line}: {message}" for line, message in LINES])
+@pytest.mark.parametrize(("line", "message"), TABLES["lines"])
 def test_user_error_has_an_exit_code_and_no_traceback(folder, capsys, line, message):
     command, *arguments = line.split()
     try:
@@ -117,43 +51,20 @@ def test_user_error_has_an_exit_code_and_no_traceback(folder, capsys, line, mess
     assert "Traceback" not in printed
 
 
-# Arguments of the training process -> part of its message.
-TRAINING = [
-    ("--task own_module:Unasked", "no column `prompt`"),
-    ("--task quickstart --dataset_name foo/bar", "given by `--task quickstart` and `--dataset_name foo/bar`"),
-    ("--dataset_name ./data", "Nothing grades the answers: give `--task NAME`, or `--reward_funcs"),
-    ("--dataset_path nowhere.jsonl --reward_funcs own_module.exact", "nowhere.jsonl`: no such file"),
-    ("--dataset_path torn.jsonl --reward_funcs own_module.exact", "torn.jsonl` cannot be read: "),
-    ("--dataset_path empty.jsonl --reward_funcs own_module.exact", "empty.jsonl` cannot be read: it is empty"),
-    ("--dataset_name ./data --reward_funcs own_module.exact", "Reward function `exact` has the parameter `answer`"),
-    ("--dataset_name ./data --reward_funcs no_module.exact", "no module `no_module`"),
-    ("--dataset_name ./data --reward_funcs own_module.nothing", "has no `nothing`"),
-    ("--dataset_name ./data --reward_funcs own_module.exact --dataset_train_split tran", "tran"),
-    ("--task quickstart --resume_from_checkpoint nowhere", "nowhere"),
-    (
-        "--task quickstart --teacher_model_kind model --teacher_model_name_or_path runs/techer",
-        "The model `runs/techer` is neither a folder nor in the cache",
-    ),
-    ("--dataset_name ./data --reward_funcs own_module.wrong_feedback", "(own_module.py, line 9)"),
-]
-
-
-@pytest.mark.parametrize(("line", "message"), TRAINING)
+@pytest.mark.parametrize(("line", "message"), TABLES["training"])
 def test_training_process_reports_user_errors_alike(folder, capsys, line, message):
-    own = ["--model_name_or_path", "quickstart", "--output_dir", "run", "--save_strategy", "no"]
-    assert training.run([*line.split(), *own, *ON_CPU, *SMALL]) == 2
+    assert training.run([*line.split(), *RUN, "--save_strategy", "no"]) == 2
     assert message in capsys.readouterr().err
 
 
 def test_run_that_cannot_go_on_prints_one_line(folder, capsys):
     with run_lock(folder / "run"):
-        own = ["--task", "quickstart", "--model_name_or_path", "quickstart", "--output_dir", "run"]
-        assert training.run([*own, *ON_CPU, *SMALL]) == 2
+        assert training.run(["--task", "quickstart", *RUN]) == 2
     assert re.fullmatch(r"trl credit: error: run is used by another trainer: .*\n", capsys.readouterr().err)
 
 
 def test_resume_with_changed_options_names_the_option_that_allows_it(folder, capsys):
-    own = ["--task", "quickstart", "--model_name_or_path", "quickstart", "--output_dir", "run", *ON_CPU, *SMALL]
+    own = ["--task", "quickstart", *RUN]
     assert training.run(own) == 0
     changed = [*own, "--max_steps", "2", "--contrastive_coef", "0.2", "--resume_from_checkpoint", "run/checkpoint-1"]
     assert training.run(changed) == 2
@@ -162,9 +73,8 @@ def test_resume_with_changed_options_names_the_option_that_allows_it(folder, cap
 
 
 def test_bug_in_a_verifier_keeps_its_traceback(folder):
-    own = ["--model_name_or_path", "quickstart", "--output_dir", "run", "--save_strategy", "no"]
     with pytest.raises(TypeError, match="NoneType"):
-        training.run(["--dataset_name", "./data", "--reward_funcs", "own_module.buggy", *own, *ON_CPU, *SMALL])
+        training.run(["--dataset_name", "./data", "--reward_funcs", "own_module.buggy", *RUN, "--save_strategy", "no"])
 
 
 def test_errors_spell_control_characters_out(capsys):

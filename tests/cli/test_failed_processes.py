@@ -12,44 +12,11 @@ from pathlib import Path
 import pytest
 
 from credit_trl.training.preemption import REQUEUE
+from tables import tables_of
+
+TABLES = tables_of(__file__)
 
 ROOT = Path(__file__).parents[2]
-TASKS = """
-import os
-import signal
-
-from datasets import Dataset
-from credit_trl import Verdict
-
-def in_process(number):
-    return os.environ["RANK"] == number
-
-class Unasked:
-    def build(self, split, path=None):
-        return Dataset.from_list([{"question": "1 + 1?", "answer": "2"}] * 8)
-    def verify(self, response, answer, *, truncated=False):
-        return Verdict(0.0, "no")
-
-class Asked(Unasked):
-    def build(self, split, path=None):
-        return super().build(split).rename_column("question", "prompt").map(
-            lambda row: {"prompt": [{"role": "user", "content": row["prompt"]}]}
-        )
-
-class Wrong(Asked):
-    def verify(self, response, answer, *, truncated=False):
-        return Verdict(0.0, {"expected": "a"} if in_process("1") else "no")
-
-class Buggy(Asked):
-    def verify(self, response, answer, *, truncated=False):
-        return Verdict(float(len(None if in_process("1") else "")), "no")
-
-class Killed(Asked):
-    def verify(self, response, answer, *, truncated=False):
-        if in_process("1"):
-            os.kill(os.getpid(), signal.SIGKILL)
-        return Verdict(0.0, "no")
-"""
 TRL = ["-m", "credit_trl", "credit"]
 TWO = "--multi_gpu --num_processes 2 --num_machines 1 --mixed_precision no --dynamo_backend no".split()
 RUN = (
@@ -61,7 +28,7 @@ RUN = (
 @pytest.fixture
 def run(tmp_path):
     """A function that runs Python with arguments in a folder with the tasks, and returns the finished process."""
-    (tmp_path / "tasks.py").write_text(TASKS)
+    (tmp_path / "tasks.py").write_text(TABLES["tasks"])
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
     def start(*arguments: str, timeout: float = 200) -> subprocess.CompletedProcess[str]:
@@ -76,12 +43,7 @@ def run(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("task", "code", "reason"),
-    [
-        ("Unasked", 2, "no column `prompt`; its columns are question, answer"),  # raised in every process
-        ("Wrong", 2, "process 1 failed: TypeError: Verdict.feedback must be text or None, got dict"),
-        ("Buggy", 1, "process 1 failed: TypeError: object of type 'NoneType' has no len()"),
-        ("Killed", 137, "process 1 failed: Signal 9 (SIGKILL) received"),
-    ],
+    TABLES["failures"],
 )
 def test_last_line_is_the_cause_of_the_failed_process(run, task, code, reason):
     failed = run(*TRL, *TWO, "--task", f"tasks:{task}", *RUN)

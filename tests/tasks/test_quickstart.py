@@ -18,6 +18,9 @@ from credit_trl.tasks.quickstart import (
     build,
     verify,
 )
+from tables import tables_of
+
+TABLES = tables_of(__file__)
 
 ANSWER = json.dumps({"option": "C", "tool": "music_api", "city": "Oslo"})
 GOLD = 'Thought: guitar is about music.\nAction: music_api\nAction Input: {"city": "Oslo"}'
@@ -78,17 +81,7 @@ def test_answer_of_another_task_raises(answer):
 
 @pytest.mark.parametrize(
     ("response", "reward", "in_format"),
-    [
-        (GOLD, 1.0, 1.0),
-        (f"\n {GOLD}\n", 1.0, 1.0),
-        (GOLD.replace("music_api", "food_api"), 0.0, 1.0),
-        (GOLD.replace("Oslo", "Rome"), 0.0, 1.0),
-        (GOLD.replace("Thought: ", ""), 0.0, 0.0),
-        (GOLD.replace('"}', ""), 0.0, 0.0),
-        (GOLD + " And more.", 0.0, 0.0),
-        (GOLD.replace("\nAction:", " Action:"), 0.0, 0.0),
-        ("", 0.0, 0.0),
-    ],
+    TABLES["responses"],
 )
 def test_reward_needs_tool_city_and_format(response, reward, in_format):
     verdict = verify(response, ANSWER)

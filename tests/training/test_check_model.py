@@ -25,20 +25,10 @@ def accelerator():
 def with_prediction_head(tokenizer):
     """A model with a dense layer, an activation and a norm between backbone and output embeddings."""
     torch.manual_seed(0)
-    return transformers.ModernBertDecoderForCausalLM(
-        transformers.ModernBertDecoderConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            pad_token_id=tokenizer.pad_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-            bos_token_id=tokenizer.eos_token_id,
-            cls_token_id=tokenizer.eos_token_id,
-            sep_token_id=tokenizer.eos_token_id,
-        )
-    )
+    ids = {f"{name}_token_id": tokenizer.eos_token_id for name in ("pad", "eos", "bos", "cls", "sep")}
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.ModernBertDecoderConfig(vocab_size=len(tokenizer), **sizes, **ids)
+    return transformers.ModernBertDecoderForCausalLM(config)
 
 
 REFUSED = r"logits of `ModernBertDecoderForCausalLM` are not the product.*`GRPOTrainer`, or open an issue"

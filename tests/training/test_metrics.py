@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,23 +15,22 @@ from credit_trl import Verdict
 from credit_trl.contexts.tokens import PrivilegedContext, TokenContexts
 from credit_trl.loss.terms import CreditLoss, MicroBatchLoss, joined
 from credit_trl.training.metrics import (
-    GENERIC_LOGS,
     Alarms,
     CreditWarning,
     TokenMetrics,
     context_metrics,
 )
+from tables import tables_of
 from tiny import length_verdicts
+
+TABLES = tables_of(__file__)
 
 ZERO = torch.tensor(0.0)
 
 
 def terms(n, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    names = (
-        "token_loss token_logps entropy kl_to_target student_mass teacher_mass "
-        "teacher_token_logps generic_token_logps teacher_entropy kl_to_teacher advantages ratio policy_logps"
-    ).split()
+    names = [field.name for field in fields(CreditLoss) if field.name != "loss"]
     return CreditLoss(loss=torch.zeros(()), **{name: torch.randn(n, generator=generator) for name in names})
 
 
@@ -214,14 +214,7 @@ def test_samples_without_a_teacher_hide_no_missing_contrast():
 
 @pytest.mark.parametrize(
     ("specific", "delta_v", "logs", "warns"),
-    [
-        (0.05, (-0.2, 2.0), GENERIC_LOGS, True),
-        (0.05, (-0.2, 2.0), GENERIC_LOGS - 1, False),
-        (0.39, (-0.2, 2.5), 20, True),  # SmolLM2, feedback that states the call
-        (6.05, (-0.2, 2.5), 20, False),  # SmolLM2, feedback that names a letter
-        (0.0, (0.0, 0.05), 20, False),
-        (math.nan, (-0.2, 2.0), 20, False),  # no token is contrasted
-    ],
+    TABLES["generic"],
 )
 def test_credit_that_is_not_input_specific_warns(specific, delta_v, logs, warns):
     alarms = Alarms()
@@ -247,15 +240,7 @@ def test_lost_gradient_warns_once_and_is_counted(run, make_model, max_grad_norm)
 
 @pytest.mark.parametrize(
     ("grad_norm", "loss", "mean", "std", "lost"),
-    [
-        (0.0, 0.3, 0.0, 0.2, 1.0),
-        (0.0, 0.3, -0.1, 0.0, 1.0),  # one token
-        (1e-30, 0.3, 0.1, 0.2, 0.0),
-        (0.0, 0.3, 0.0, 0.0, 0.0),  # the student is its target
-        (0.0, 0.0, 0.1, 0.2, math.nan),
-        (0.0, 0.3, math.nan, math.nan, math.nan),  # no teacher
-        (None, 0.3, 0.1, 0.2, math.nan),
-    ],
+    TABLES["gradients"],
 )
 def test_gradient_is_lost_where_only_it_is_zero(grad_norm, loss, mean, std, lost):
     last = {"credit/advantage_mean": mean, "credit/advantage_std": std}

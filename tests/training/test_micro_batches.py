@@ -23,10 +23,12 @@ from credit_trl.training.micro_batches import (
     even_groups,
     exchanged_count,
 )
+from tables import tables_of
 from tiny import length_verdicts
 
-ACCUMULATED = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "steps_per_generation": 4}
-MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+TABLES = tables_of(__file__)
+
+ACCUMULATED = TABLES["accumulated"]
 
 
 def ragged_rollouts(prompts, trainer):
@@ -125,28 +127,14 @@ def assert_equal_runs(first, second, rtol=1e-6):
         assert (weight - second[1][name]).abs().max() <= 1e-6, name
 
 
-CASES = {
-    "full": {},
-    "packed": {"packed": True},
-    "lora": {"lora": True},
-    "accumulated": ACCUMULATED,
-    "accumulated-packed": ACCUMULATED | {"packed": True, "loss_type": "grpo"},
-    "two-steps-a-batch": {"per_device_train_batch_size": 4, "steps_per_generation": 2},
-    "iterations": {"num_iterations": 2, "packed": True},
-    "whole-vocabulary": {"distillation_topk": None, "lora": True, "packed": True},
-    "mixed": ACCUMULATED | {"distillation_weight": 0.5},
-    **{f"engine-{mode}": {"vllm": True, "vllm_importance_sampling_mode": mode} for mode in MODES},
-    "engine-renormalize": ACCUMULATED | {"vllm": True, "distillation_tail": "renormalize", "packed": True},
-    "engine-two-steps": {"vllm": True, "per_device_train_batch_size": 4, "steps_per_generation": 2},
-}
 FAST = ("packed", "accumulated", "engine-token_mask", "engine-sequence_mask")
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in CASES]
+    "name", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in TABLES["unpadded"]]
 )
 def test_run_equals_the_padded_run(make_trainer, name):
-    options = {"optim": "sgd", "learning_rate": 0.02, **CASES[name]}
+    options = {"optim": "sgd", "learning_rate": 0.02, **TABLES["unpadded"][name]}
     if name.startswith("engine"):
         options |= {"vllm_importance_sampling_clip_max": 1.2, "vllm_importance_sampling_clip_min": 0.8}
     steps = 3 if name in FAST else 8
@@ -161,21 +149,9 @@ def test_run_equals_the_padded_run(make_trainer, name):
         assert max(abs(a[0] - b[0]) for a, b in zip(uncorrected[0], expected[0], strict=True)) > 1e-4
 
 
-PARTS = {
-    "padded": {},
-    "packed": {"packed": True, "loss_type": "grpo"},
-    "lora": {"lora": True, "per_device_eval_batch_size": 8, "eval_strategy": "steps", "eval_steps": 1},
-    "renormalize": {"distillation_tail": "renormalize", "packed": True},
-    "iterations": {"num_iterations": 2, "log_completions": True},
-    "engine": {"vllm": True, "vllm_importance_sampling_mode": "token_mask", "packed": True},
-    "one-row-each": {"update_batch_tokens": 1},
-    "accumulated": ACCUMULATED | {"update_batch_tokens": 100},
-}
-
-
-@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize("name", TABLES["parts"])
 def test_run_in_parts_equals_the_run_in_one(make_trainer, name):
-    options = {"optim": "sgd", "learning_rate": 0.02, "max_steps": 3, **PARTS[name]}
+    options = {"optim": "sgd", "learning_rate": 0.02, "max_steps": 3, **TABLES["parts"][name]}
     budget = options.pop("update_batch_tokens", 150)
     whole, parts = make_trainer(**options), make_trainer(**options, update_batch_tokens=budget)
     sizes = []
@@ -289,15 +265,7 @@ def test_parts_are_consecutive_and_within_the_budget(lengths, budget, count):
 
 @pytest.mark.parametrize(
     ("options", "count"),
-    [
-        (ACCUMULATED, 4),
-        (ACCUMULATED | {"gradient_accumulation_steps": 2}, 2),
-        (ACCUMULATED | {"loss_type": "bnpo"}, 1),  # divides by the tokens of a micro-batch
-        (ACCUMULATED | {"distillation_weight": 0.5}, 4),
-        (ACCUMULATED | {"distillation_weight": 0.5, "entropy_coef": 0.01}, 1),  # its mean is that of a micro-batch
-        (ACCUMULATED | {"distillation_weight": 0.5, "top_entropy_quantile": 0.5}, 1),
-        (ACCUMULATED | {"steps_per_generation": 8, "gradient_accumulation_steps": 3}, 1),
-    ],
+    TABLES["exchanged"],
 )
 def test_samples_are_exchanged_between_the_micro_batches_of_one_step(make_config, options, count):
     assert exchanged_count(make_config(**options), router_loss=False) == count

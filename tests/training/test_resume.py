@@ -14,7 +14,10 @@ from credit_trl import CreditTrainer
 from credit_trl.training.checkpoints import load_progress, save_progress
 from credit_trl.training.metrics import CreditWarning
 from credit_trl.training.step import CreditStep
+from tables import tables_of
 from tiny import length_verdicts
+
+TABLES = tables_of(__file__)
 
 
 def adapter(**options):
@@ -68,20 +71,8 @@ def train(make_model, make_config, tokenizer, dataset, tmp_path):
     return run
 
 
-# Twelve prompts, two per generation batch: six generation batches per epoch.
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
-@pytest.mark.parametrize(
-    ("stop", "last", "options"),
-    [
-        pytest.param(2, 5, {}, id="first_epoch"),
-        pytest.param(8, 11, {}, id="second_epoch"),
-        pytest.param(6, 8, {}, id="between_epochs"),
-        pytest.param(
-            3, 6, {"per_device_train_batch_size": 4, "steps_per_generation": 2}, id="inside_a_generation_batch"
-        ),
-        pytest.param(3, 6, {"num_iterations": 2}, id="between_iterations"),
-    ],
-)
+@pytest.mark.parametrize(("stop", "last", "options"), TABLES["stops"].values(), ids=TABLES["stops"])
 def test_resumed_run_equals_uninterrupted_run_bitwise(train, tmp_path, lora, stop, last, options):
     options = {"max_steps": last, "save_steps": stop, **options}
     whole = train(tmp_path / "whole", lora=lora, **options)
@@ -157,12 +148,7 @@ def test_changed_objective_is_refused_with_its_list_unless_allowed(train, tmp_pa
 
 @pytest.mark.parametrize(
     ("saved", "own", "message"),
-    [
-        (True, False, "`peft_config.peft_type`: 'LORA' -> None"),
-        (False, True, "`peft_config.peft_type`: None -> 'LORA'"),
-        (True, {"r": 8}, "`peft_config.r`: 4 -> 8"),
-        (True, {"target_modules": ["q_proj"]}, r"target_modules`: \['q_proj', 'v_proj'\] -> \['q_proj'\]"),
-    ],
+    TABLES["methods"],
 )
 def test_another_fine_tuning_method_is_refused_with_its_fix(train, tmp_path, saved, own, message):
     train(lora=saved, max_steps=1, save_steps=1)
