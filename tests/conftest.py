@@ -1,7 +1,5 @@
 """Fixtures for every test; what scripts need too is in `tiny.py`."""
 
-from __future__ import annotations
-
 import gc
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Tables of cases, which lie in data files beside their tests."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

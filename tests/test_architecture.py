@@ -1,7 +1,5 @@
 """Layout, import rules, function sizes, names and words of the package, read from its source."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections import defaultdict

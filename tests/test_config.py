@@ -1,7 +1,5 @@
 """The configuration refuses what could not train, where it is written, with the fix in the message."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re
@@ -15,8 +13,6 @@ from trl.experimental.sdpo import SDPOConfig
 
 from credit_trl import CreditConfig
 from credit_trl.config import OTHER_NAMES
-from credit_trl.contexts.builder import ContextBuilder
-from credit_trl.contexts.tokens import PrivilegedContext
 from tables import tables_of
 
 TABLES = tables_of(__file__)
@@ -104,16 +100,6 @@ def test_bf16_is_off_by_default_without_an_accelerator(tmp_path, options, bf16):
 def test_correction_of_the_engine_is_token_by_token_unless_chosen(make_config, options, correction):
     config = make_config(use_vllm=True, **options)
     assert [config.vllm_importance_sampling_mode, config.vllm_importance_sampling_clip_max] == correction
-
-
-def test_default_templates_word_the_teachers_turn_as_the_papers_appendix(make_config, tokenizer):
-    builder = ContextBuilder(tokenizer, make_config(), (), None)
-    prompt = [{"role": "user", "content": "1+1="}]
-    builder.render = lambda messages, *args, **kwargs: messages[-1]["content"]
-    text = tokenizer.decode(builder.encode(prompt, PrivilegedContext("2", "Test 1: ok"), None))
-    solution = "\nCorrect solution:\n2\n"
-    assessment = "\nPrevious assessment:\nTest 1: ok\n"
-    assert text == f"1+1=\n{solution}{assessment}\nNow solve this problem step by step."
 
 
 def test_names_that_sdpo_has_are_sdpos():

@@ -1,7 +1,5 @@
 """The contrast of policy-ratio rewards: against Bayes' rule, DPO's optimum, PRIME's sums and TRL's own numbers."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from datasets import Dataset

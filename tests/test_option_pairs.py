@@ -4,8 +4,6 @@ A run with a pair of choices is compared with the run without one of them. Each 
 the pair is an error at construction, or docs/options.md lists it.
 """
 
-from __future__ import annotations
-
 import re
 import tempfile
 import warnings

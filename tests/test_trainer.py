@@ -1,7 +1,5 @@
 """The trainer end to end: prompts, verdicts, sources of feedback and kinds of models that TRL users have."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """Loss, gradients and weights of the trainer against TRL's SDPO and GRPO trainers; test_dense has Algorithm 1."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from trl import GRPOConfig, GRPOTrainer
@@ -12,16 +10,14 @@ from dense import move
 from tiny import QUIET
 
 
-def mixed_verdicts(completions, answer, **kwargs):
-    """Some rollouts succeed, some fail; feedback for all."""
-    return [
-        Verdict(float(len(c[-1]["content"].encode()) % 3 == 0), f"The answer is {a}.")
-        for c, a in zip(completions, answer, strict=True)
-    ]
-
-
 def mixed_rewards(completions, **kwargs):
-    return [verdict.reward for verdict in mixed_verdicts(completions, **kwargs)]
+    """Some rollouts succeed, some fail."""
+    return [float(len(c[-1]["content"].encode()) % 3 == 0) for c in completions]
+
+
+def mixed_verdicts(completions, answer, **kwargs):
+    """These rewards, with feedback for all."""
+    return [Verdict(r, f"The answer is {a}.") for r, a in zip(mixed_rewards(completions), answer, strict=True)]
 
 
 def prepared(trainer, rows=2):

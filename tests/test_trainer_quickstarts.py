@@ -1,7 +1,5 @@
 """The quickstarts of TRL's documentation train, on a CPU, with a trainer's and a configuration's name changed."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

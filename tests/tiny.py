@@ -1,7 +1,5 @@
 """Tiny random models, a tokenizer with a chat template, and a verifier that random models can satisfy."""
 
-from __future__ import annotations
-
 import os
 
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")

@@ -1,7 +1,5 @@
 """`trl credit --check` and `trainer.check()`: parts of the report, nothing left behind."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

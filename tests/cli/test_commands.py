@@ -1,7 +1,5 @@
 """The `trl` script: TRL's commands unchanged, the `credit` commands and their help."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

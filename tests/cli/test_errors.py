@@ -1,7 +1,5 @@
 """User errors print the cause and the fix, return an exit code and no traceback."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

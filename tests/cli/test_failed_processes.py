@@ -1,7 +1,5 @@
 """A failed run of several processes returns a non-zero exit code and prints the cause in its last line."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """A person's own rows and verifier through training, evaluation, maps and report by the run's folder alone."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -3,8 +3,6 @@
 `options` select the wrapper and uneven batches. Each process writes its wrapper, losses and number of collectives.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import hashlib
 import json

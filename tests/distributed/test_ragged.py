@@ -4,8 +4,6 @@ Under FSDP2 and ZeRO, torch compares each collective between the processes (`TOR
 tests compare the counts, and a watchdog ends processes that wait (`test_control_watchdog_ends_hanging_run`).
 """
 
-from __future__ import annotations
-
 import pytest
 
 from distributed.launching import TYPES, assert_wrapped, finished, launch, needs, weights

@@ -4,8 +4,6 @@ The environment contains only the wheel. A path to this environment's packages, 
 dependencies, so that torch is not installed again. The tests assert that `credit_trl` comes from the wheel.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Data sets and verifier of the embedded task."""
 
-from __future__ import annotations
-
 import json
 import re
 

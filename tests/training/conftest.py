@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 
 from credit_trl import CreditTrainer

@@ -1,7 +1,5 @@
 """check_model and check_logits: unsupported families are refused, others pass, and the model is unchanged."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import transformers

@@ -1,7 +1,5 @@
 """Fidelity of the teacher, and alarms for its drift, for lengths and for rewards."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """A damaged checkpoint is never resumed from: `latest` takes an older one, and a path is refused with the file."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Logged metrics and one-time warnings."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from dataclasses import fields
@@ -147,15 +145,6 @@ def run(make_trainer, dataset):
     return start
 
 
-EVERY_STEP = (
-    "credit/s_mean credit/s_std credit/delta_v_mean credit/generic_mean credit/advantage_mean credit/advantage_std "
-    "credit/kl_to_target credit/support_mass_student credit/support_mass_teacher credit/frac_with_demonstration "
-    "credit/frac_with_feedback credit/frac_without_teacher credit/frac_without_contrast "
-    "credit/kl_to_teacher entropy "
-    "completions/mean_length reward"
-).split()
-
-
 @pytest.mark.parametrize("weight", [0.5, 1.0])
 def test_every_metric_is_logged_at_every_step(run, weight):
     trainer, _ = run(
@@ -169,11 +158,11 @@ def test_every_metric_is_logged_at_every_step(run, weight):
     evaluation = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
     assert len(train) == len(evaluation) == 2
     for entry in train:
-        assert all(math.isfinite(entry[name]) for name in [*EVERY_STEP, "credit/teacher_drift"])
+        assert all(math.isfinite(entry[name]) for name in [*TABLES["every_step"], "credit/teacher_drift"])
         assert entry["credit/frac_lost_gradient"] == 0.0
         assert all(entry[f"credit/seconds_{s}"] > 0 for s in "rollout verdict contexts scores update".split())
     for entry in evaluation:
-        assert all(math.isfinite(entry[f"eval_{name}"]) for name in EVERY_STEP)
+        assert all(math.isfinite(entry[f"eval_{name}"]) for name in TABLES["every_step"])
     table = (Path(__file__).parents[2] / "docs" / "options.md").read_text()
     named = {name for name in train[0] if name.startswith("credit/") and "seconds" not in name}
     assert not {name for name in named if f"| `{name}`" not in table and f", `{name}`" not in table}
@@ -182,14 +171,8 @@ def test_every_metric_is_logged_at_every_step(run, weight):
             Verdict(0.0, None, {name: 1.0})
 
 
-# Options of a run -> a part of the warning that it raises once.
-WARNED = {
-    "ignored feedback": ({"include_environment_feedback": False}, "`include_environment_feedback=False`"),
-    "low support mass": ({"distillation_topk": 2}, "Increase `distillation_topk`"),
-    "uniform teacher": ({"distillation_topk": 200, "weights": {"initializer_range": 0.01}}, "nearly uniform"),
-    "positions": ({"weights": {"max_position_embeddings": 120}}, "`max_position_embeddings=120`"),
-    "masked": ({"mask_truncated_completions": True}, "No token of this generation batch"),
-    "no teacher": ({"reward_funcs": lambda completions, **_: [0.0] * len(completions)}, "batch has a teacher"),
+WARNED = TABLES["warned"] | {
+    "no teacher": ({"reward_funcs": lambda completions, **_: [0.0] * len(completions)}, "batch has a teacher")
 }
 
 

@@ -1,7 +1,5 @@
 """Training without padding equals training with it, and reads no more tokens than it says."""
 
-from __future__ import annotations
-
 import hashlib
 import sys
 from pathlib import Path

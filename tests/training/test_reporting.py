@@ -1,7 +1,5 @@
 """One line a log on the console, seconds of the stages with a fake clock, the columns of the table of completions."""
 
-from __future__ import annotations
-
 import math
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A resumed run equals an uninterrupted run bit for bit."""
 
-from __future__ import annotations
-
 import json
 import shutil
 
