@@ -20,10 +20,7 @@ TABLES = tables_of(__file__)
 OWN = {f.name for f in dataclasses.fields(CreditConfig)} - {f.name for f in dataclasses.fields(GRPOConfig)}
 
 
-@pytest.mark.parametrize(
-    "options",
-    TABLES["trains"],
-)
+@pytest.mark.parametrize("options", TABLES["trains"])
 def test_what_can_train_is_accepted(make_config, options):
     make_config(**options)
 
@@ -79,10 +76,7 @@ def test_paper_takes_overrides_and_processes(tmp_path, monkeypatch):
         CreditConfig.paper("gsm8k", str(tmp_path))
 
 
-@pytest.mark.parametrize(
-    ("options", "prompts"),
-    TABLES["prompts"],
-)
+@pytest.mark.parametrize(("options", "prompts"), TABLES["prompts"])
 def test_generation_batch_holds_eight_prompts_where_no_size_is_set(tmp_path, options, prompts):
     config = CreditConfig(str(tmp_path), use_cpu=True, **options)
     assert config.generation_batch_size // config.num_generations == prompts
@@ -93,10 +87,7 @@ def test_bf16_is_off_by_default_without_an_accelerator(tmp_path, options, bf16):
     assert CreditConfig(str(tmp_path), use_cpu=True, **options).bf16 == bf16
 
 
-@pytest.mark.parametrize(
-    ("options", "correction"),
-    TABLES["correction"],
-)
+@pytest.mark.parametrize(("options", "correction"), TABLES["correction"])
 def test_correction_of_the_engine_is_token_by_token_unless_chosen(make_config, options, correction):
     config = make_config(use_vllm=True, **options)
     assert [config.vllm_importance_sampling_mode, config.vllm_importance_sampling_clip_max] == correction

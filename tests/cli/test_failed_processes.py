@@ -15,6 +15,7 @@ from tables import tables_of
 TABLES = tables_of(__file__)
 
 ROOT = Path(__file__).parents[2]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 TRL = ["-m", "credit_trl", "credit"]
 TWO = "--multi_gpu --num_processes 2 --num_machines 1 --mixed_precision no --dynamo_backend no".split()
 RUN = (
@@ -27,22 +28,18 @@ RUN = (
 def run(tmp_path):
     """A function that runs Python with arguments in a folder with the tasks, and returns the finished process."""
     (tmp_path / "tasks.py").write_text(TABLES["tasks"])
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
     def start(*arguments: str, timeout: float = 200) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, *arguments]
         return subprocess.run(
-            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=timeout, check=False
+            command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=timeout, check=False
         )
 
     return start
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("task", "code", "reason"),
-    TABLES["failures"],
-)
+@pytest.mark.parametrize(("task", "code", "reason"), TABLES["failures"])
 def test_last_line_is_the_cause_of_the_failed_process(run, task, code, reason):
     failed = run(*TRL, *TWO, "--task", f"tasks:{task}", *RUN)
     assert failed.returncode == code, failed.stderr[-3000:]
@@ -65,10 +62,9 @@ def test_sigterm_to_the_command_ends_it_with_a_checkpoint(run, tmp_path, process
         rows = [json.loads(row) for row in path.read_text().splitlines()] if path.exists() else []
         return [row for row in rows if "loss" in row]
 
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, *TRL, *processes, *line]
     with open(tmp_path / "out", "w") as out:
-        job = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=out, stderr=out)
+        job = subprocess.Popen(command, cwd=tmp_path, env=ENVIRONMENT, stdout=out, stderr=out)
     try:
         limit = time.monotonic() + 300
         while len(last_logged()) < 2:

@@ -153,20 +153,14 @@ def test_gold_answer_that_is_no_text_raises(answer):
         math_task.verify(r"\boxed{7}", answer)
 
 
-@pytest.mark.parametrize(
-    ("row", "answer"),
-    TABLES["records"],
-)
+@pytest.mark.parametrize(("row", "answer"), TABLES["records"])
 def test_common_record_forms_are_read(write_jsonl, row, answer):
     built = load_task("math").build("train", write_jsonl([row]))[0]
     assert built["prompt"] == [{"role": "user", "content": f"1+1?\n\n{math_task.INSTRUCTION}"}]
     assert (built["answer"], built["task"], built["id"]) == (answer, "math", "math-1")
 
 
-@pytest.mark.parametrize(
-    "row",
-    TABLES["malformed"],
-)
+@pytest.mark.parametrize("row", TABLES["malformed"])
 def test_malformed_row_raises_with_file_and_row(write_jsonl, row):
     with pytest.raises(ValueError, match=r"rows\.jsonl, row 1, field"):
         load_task("math").build("train", write_jsonl([row]))

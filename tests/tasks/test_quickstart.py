@@ -7,15 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from credit_trl.tasks.quickstart import (
-    CITIES,
-    GROUPS,
-    SHORTCUT_THOUGHT,
-    TOPIC_OF,
-    TOPICS,
-    build,
-    verify,
-)
+from credit_trl.tasks.quickstart import CITIES, GROUPS, SHORTCUT_THOUGHT, TOPIC_OF, TOPICS, build, verify
 from tables import tables_of
 
 TABLES = tables_of(__file__)
@@ -77,10 +69,7 @@ def test_answer_of_another_task_raises(answer):
         verify(GOLD, answer)
 
 
-@pytest.mark.parametrize(
-    ("response", "reward", "in_format"),
-    TABLES["responses"],
-)
+@pytest.mark.parametrize(("response", "reward", "in_format"), TABLES["responses"])
 def test_reward_needs_tool_city_and_format(response, reward, in_format):
     verdict = verify(response, ANSWER)
     assert (verdict.reward, verdict.metrics["format"]) == (reward, in_format)

@@ -57,10 +57,7 @@ def test_a_class_of_fifteen_lines_is_a_task(own_package, name):
     check_task(task)
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    TABLES["unknown"],
-)
+@pytest.mark.parametrize(("name", "message"), TABLES["unknown"])
 def test_unknown_names_raise_and_list_known_tasks(name, message):
     with pytest.raises(ValueError, match=message):
         load_task(name)

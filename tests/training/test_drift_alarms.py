@@ -64,10 +64,7 @@ def observe(*, frozen_teacher=False, **series):
     return {cause.removeprefix("drift_") for cause in drift.alarms.raised}
 
 
-@pytest.mark.parametrize(
-    ("name", "first", "last", "cause"),
-    TABLES["windows"],
-)
+@pytest.mark.parametrize(("name", "first", "last", "cause"), TABLES["windows"])
 def test_alarm_compares_the_latest_with_the_first_window(name, first, last, cause):
     assert observe(**{name: [first] * WINDOW + [last] * WINDOW}) == ({cause} if cause else set())
     assert observe(**{name: [first] * WINDOW + [last] * (WINDOW - 1)}) == set()

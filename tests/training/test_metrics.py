@@ -12,12 +12,7 @@ import torch
 from credit_trl import Verdict
 from credit_trl.contexts.tokens import PrivilegedContext, TokenContexts
 from credit_trl.loss.terms import CreditLoss, MicroBatchLoss, joined
-from credit_trl.training.metrics import (
-    Alarms,
-    CreditWarning,
-    TokenMetrics,
-    context_metrics,
-)
+from credit_trl.training.metrics import Alarms, CreditWarning, TokenMetrics, context_metrics
 from tables import tables_of
 from tiny import length_verdicts
 
@@ -195,10 +190,7 @@ def test_samples_without_a_teacher_hide_no_missing_contrast():
         Alarms().check_contexts(shares)
 
 
-@pytest.mark.parametrize(
-    ("specific", "delta_v", "logs", "warns"),
-    TABLES["generic"],
-)
+@pytest.mark.parametrize(("specific", "delta_v", "logs", "warns"), TABLES["generic"])
 def test_credit_that_is_not_input_specific_warns(specific, delta_v, logs, warns):
     alarms = Alarms()
     names = ("credit/s_accepted", "credit/delta_v_mean", "credit/delta_v_std")
@@ -221,10 +213,7 @@ def test_lost_gradient_warns_once_and_is_counted(run, make_model, max_grad_norm)
     assert all(e["loss"] != 0.0 for e in entries)
 
 
-@pytest.mark.parametrize(
-    ("grad_norm", "loss", "mean", "std", "lost"),
-    TABLES["gradients"],
-)
+@pytest.mark.parametrize(("grad_norm", "loss", "mean", "std", "lost"), TABLES["gradients"])
 def test_gradient_is_lost_where_only_it_is_zero(grad_norm, loss, mean, std, lost):
     last = {"credit/advantage_mean": mean, "credit/advantage_std": std}
     found = Alarms(enabled=False).check_gradient({"grad_norm": grad_norm, "loss": loss}, last)

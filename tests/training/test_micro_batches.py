@@ -16,11 +16,7 @@ from padded import padding_kept
 
 from credit_trl import CreditTrainer
 from credit_trl.teacher.packing import PACKED_SDPA, attention_of
-from credit_trl.training.micro_batches import (
-    cut_rows,
-    even_groups,
-    exchanged_count,
-)
+from credit_trl.training.micro_batches import cut_rows, even_groups, exchanged_count
 from tables import tables_of
 from tiny import length_verdicts
 
@@ -261,9 +257,6 @@ def test_parts_are_consecutive_and_within_the_budget(lengths, budget, count):
         assert padded(list(range(len(lengths)))) > budget
 
 
-@pytest.mark.parametrize(
-    ("options", "count"),
-    TABLES["exchanged"],
-)
+@pytest.mark.parametrize(("options", "count"), TABLES["exchanged"])
 def test_samples_are_exchanged_between_the_micro_batches_of_one_step(make_config, options, count):
     assert exchanged_count(make_config(**options), router_loss=False) == count

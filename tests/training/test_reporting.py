@@ -13,10 +13,7 @@ from tables import tables_of
 TABLES = tables_of(__file__)
 
 
-@pytest.mark.parametrize(
-    ("logs", "line"),
-    TABLES["lines"],
-)
+@pytest.mark.parametrize(("logs", "line"), TABLES["lines"])
 def test_line_of_a_log_has_its_metrics_and_stages(logs, line):
     assert log_line(logs, 7, 100) == line
 

@@ -8,12 +8,10 @@ import torch
 from peft import LoraConfig
 from transformers import TrainerCallback
 
-from credit_trl import CreditTrainer
 from credit_trl.training.checkpoints import load_progress, save_progress
 from credit_trl.training.metrics import CreditWarning
 from credit_trl.training.step import CreditStep
 from tables import tables_of
-from tiny import length_verdicts
 
 TABLES = tables_of(__file__)
 
@@ -45,21 +43,13 @@ def assert_same_weights(trainer, other):
 
 
 @pytest.fixture
-def train(make_model, make_config, tokenizer, dataset, tmp_path):
+def train(make_trainer, tmp_path):
     """A function that trains in a folder, or resumes there, and returns the trainer."""
 
-    def run(output_dir=tmp_path, resume=None, lora=False, changes="refuse", rows=dataset, **options):
-        config = make_config(
-            output_dir=str(output_dir), save_strategy="steps", teacher_update_rate=0.2, temperature=0.9, **options
-        )
-        trainer = CreditTrainer(
-            make_model(),
-            length_verdicts,
-            config,
-            rows,
-            processing_class=tokenizer,
-            peft_config=adapter(**lora) if isinstance(lora, dict) else adapter() if lora else None,
-        )
+    def run(output_dir=tmp_path, resume=None, lora=False, changes="refuse", **options):
+        fixed = {"save_strategy": "steps", "teacher_update_rate": 0.2, "temperature": 0.9}
+        peft = adapter(**lora) if isinstance(lora, dict) else adapter() if lora else None
+        trainer = make_trainer(output_dir=str(output_dir), peft_config=peft, **fixed, **options)
         trainer.initial = {name: value.detach().clone() for name, value in weights(trainer).items()}
         trainer.add_callback(begun := Begun(trainer))
         trainer.train(resume_from_checkpoint=resume, resume_changes=changes)
@@ -144,10 +134,7 @@ def test_changed_objective_is_refused_with_its_list_unless_allowed(train, tmp_pa
     assert [(one["step"], one["options"]["contrastive_coef"]) for one in segments] == [(0, 0.1), (1, 0.3)]
 
 
-@pytest.mark.parametrize(
-    ("saved", "own", "message"),
-    TABLES["methods"],
-)
+@pytest.mark.parametrize(("saved", "own", "message"), TABLES["methods"])
 def test_another_fine_tuning_method_is_refused_with_its_fix(train, tmp_path, saved, own, message):
     train(lora=saved, max_steps=1, save_steps=1)
     with pytest.raises(ValueError, match=f"{message}.*Resume with those of the checkpoint"):
