@@ -122,11 +122,10 @@ OPTIONS = (*QUIET, *SIZES, "output_dir", "logging_steps", "seed", "loss_type")
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo", "bnpo"])
-def test_zero_weight_equals_trls_grpo_for_whole_runs(make_model, make_config, tokenizer, dataset, loss_type):
-    config = make_config(distillation_weight=0.0, max_steps=3, loss_type=loss_type, beta=0.0)
-    ours = CreditTrainer(make_model(), mixed_verdicts, config, dataset, processing_class=tokenizer)
+def test_zero_weight_equals_trls_grpo_for_whole_runs(make_model, make_trainer, tokenizer, dataset, loss_type):
+    ours = make_trainer(mixed_verdicts, distillation_weight=0.0, max_steps=3, loss_type=loss_type, beta=0.0)
     ours.train()
-    plain = GRPOConfig(**{name: getattr(config, name) for name in OPTIONS})
+    plain = GRPOConfig(**{name: getattr(ours.args, name) for name in OPTIONS})
     theirs = GRPOTrainer(make_model(), mixed_rewards, plain, dataset, processing_class=tokenizer)
     theirs.train()
     for (name, parameter), other in zip(ours.model.named_parameters(), theirs.model.parameters(), strict=True):
@@ -135,10 +134,9 @@ def test_zero_weight_equals_trls_grpo_for_whole_runs(make_model, make_config, to
 
 
 @pytest.mark.parametrize("weight", [0.25, 0.5])
-def test_blend_is_the_weighted_sum_of_both_gradients(make_model, make_config, tokenizer, dataset, weight):
+def test_blend_is_the_weighted_sum_of_both_gradients(make_trainer, weight):
     def gradients(distillation_weight, inputs=None):
-        config = make_config(distillation_weight=distillation_weight)
-        trainer = CreditTrainer(make_model(), mixed_verdicts, config, dataset, processing_class=tokenizer)
+        trainer = make_trainer(mixed_verdicts, distillation_weight=distillation_weight)
         inputs = inputs or prepared(trainer)
         trainer.current_gradient_accumulation_steps = 1
         trainer.model.train()

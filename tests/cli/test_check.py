@@ -5,10 +5,8 @@ import re
 import pytest
 import torch
 
-from credit_trl import CreditTrainer
 from credit_trl.cli import training
 from credit_trl.tasks.quickstart import load_model
-from tiny import length_verdicts
 
 PARTS = ("prompt", "completion", "verdict", "teacher's prompt", "contrast prompt", "R_t of the tokens")
 LINE = (
@@ -45,12 +43,9 @@ def test_check_prints_each_part_and_leaves_nothing(tmp_path, monkeypatch, capsys
     assert not list(tmp_path.iterdir())
 
 
-def test_check_changes_neither_weights_nor_options_nor_the_next_run(
-    make_model, make_config, tokenizer, dataset, tmp_path
-):
+def test_check_changes_neither_weights_nor_options_nor_the_next_run(make_trainer, tmp_path):
     def trained(checks):
-        config = make_config(output_dir=str(tmp_path / str(checks)), max_steps=2, learning_rate=1e-2)
-        trainer = CreditTrainer(make_model(), length_verdicts, config, dataset, processing_class=tokenizer)
+        trainer = make_trainer(output_dir=str(tmp_path / str(checks)), max_steps=2, learning_rate=1e-2)
         before = [weight.clone() for weight in trainer.model.parameters()]
         options = dict(vars(trainer.args))
         if checks:

@@ -7,11 +7,9 @@ from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from credit_trl import CreditTrainer
 from credit_trl.lab.analysis.checkpoints import Checkpoint
 from credit_trl.training import check_model
 from families import FAMILIES
-from tiny import length_verdicts
 
 
 @pytest.fixture
@@ -32,11 +30,9 @@ def with_prediction_head(tokenizer):
 REFUSED = r"logits of `ModernBertDecoderForCausalLM` are not the product.*`GRPOTrainer`, or open an issue"
 
 
-def test_prediction_head_is_refused_by_trainer_and_analysis(
-    with_prediction_head, make_config, tokenizer, dataset, tmp_path
-):
+def test_prediction_head_is_refused_by_trainer_and_analysis(with_prediction_head, make_trainer, tokenizer, tmp_path):
     with pytest.raises(ValueError, match=REFUSED):
-        CreditTrainer(with_prediction_head, length_verdicts, make_config(), dataset, processing_class=tokenizer)
+        make_trainer(model=with_prediction_head)
     for part in (with_prediction_head, tokenizer):
         part.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=REFUSED):

@@ -2,7 +2,9 @@
 
 import hashlib
 import sys
+from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,11 +16,9 @@ from trl.generation import vllm_generation
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from padded import padding_kept
 
-from credit_trl import CreditTrainer
 from credit_trl.teacher.packing import PACKED_SDPA, attention_of
 from credit_trl.training.micro_batches import cut_rows, even_groups, exchanged_count
 from tables import tables_of
-from tiny import length_verdicts
 
 TABLES = tables_of(__file__)
 
@@ -44,37 +44,25 @@ def ragged_rollouts(prompts, trainer):
     return {"prompt_ids": prompt_ids, "completion_ids": completion_ids, "logprobs": logprobs}
 
 
-class Engine:
-    """Stand-in for vLLM's engine, which `ragged_rollouts` does not use."""
-
-    def __init__(self, **options) -> None:
-        pass
-
-    def sleep(self, level: int) -> None:
-        pass
-
-
 @pytest.fixture
-def make_trainer(make_model, make_config, tokenizer, dataset, tmp_path, monkeypatch):
+def make_trainer(make_trainer, dataset, monkeypatch):
+    """`make_trainer` with ragged rollouts, and with a stand-in for vLLM's engine, which these do not use."""
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "0")  # TRL sets them; monkeypatch restores them
         monkeypatch.delenv(name)
+    engine = SimpleNamespace(sleep=lambda level: None)
     monkeypatch.setattr(vllm_generation, "is_vllm_available", lambda: True)
-    monkeypatch.setattr(vllm_generation, "LLM", Engine, raising=False)
+    monkeypatch.setattr(vllm_generation, "LLM", lambda **options: engine, raising=False)
 
     def make(lora=False, vllm=False, **options):
-        engine = {"use_vllm": True, "vllm_mode": "colocate"} if vllm else {}
-        config = make_config(**{"max_completion_length": 48, "max_steps": 8, **engine, **options})
-        trainer = CreditTrainer(
-            make_model(),
-            length_verdicts,
-            config,
-            dataset,
-            dataset.select(range(2)) if "eval_strategy" in options else None,
-            processing_class=tokenizer,
-            rollout_func=ragged_rollouts,
-            peft_config=LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False) if lora else None,
-        )
+        given = {"max_completion_length": 48, "max_steps": 8, "rollout_func": ragged_rollouts}
+        if vllm:
+            given |= {"use_vllm": True, "vllm_mode": "colocate"}
+        if lora:
+            given["peft_config"] = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+        if "eval_strategy" in options:
+            given["eval_rows"] = dataset.select(range(2))
+        trainer = make_trainer(**given | options)
         if vllm:
             trainer.vllm_generation.sync_weights = lambda: None
         return trainer
@@ -82,27 +70,22 @@ def make_trainer(make_model, make_config, tokenizer, dataset, tmp_path, monkeypa
     return make
 
 
-class Reads:
-    """Tokens that enter the student's embedding, with gradient and without; generation is not counted."""
+def count_reads(trainer):
+    """Counts of tokens that enter the student's embedding with gradient (True) and without, except for generation."""
+    reads, generate = Counter(), trainer.rollout_func
 
-    def __init__(self, trainer):
-        self.update = self.no_grad = 0
-        trainer.model.get_input_embeddings().register_forward_hook(self._count)
-        generate = trainer.rollout_func
+    def count(module, args, output):
+        reads[torch.is_grad_enabled()] += args[0].numel()
 
-        def uncounted(*args):
-            before = self.no_grad
-            generated = generate(*args)
-            self.no_grad = before
-            return generated
+    def uncounted(*args):
+        before = reads[False]
+        generated = generate(*args)
+        reads[False] = before
+        return generated
 
-        trainer.rollout_func = uncounted
-
-    def _count(self, module, args, output):
-        if torch.is_grad_enabled():
-            self.update += args[0].numel()
-        else:
-            self.no_grad += args[0].numel()
+    trainer.model.get_input_embeddings().register_forward_hook(count)
+    trainer.rollout_func = uncounted
+    return reads
 
 
 def trained(trainer, **arguments):
@@ -191,7 +174,7 @@ def prompts_once(batch):
 def test_student_reads_what_the_lengths_say(make_trainer, packed, vllm):
     options = {"lora": False, "gradient_checkpointing": False, "max_steps": 2}
     trainer = make_trainer(vllm=vllm, packed=packed, **ACCUMULATED, **options)
-    reads, batches = Reads(trainer), []
+    reads, batches = count_reads(trainer), []
     compute = trainer._compute_loss
     trainer._compute_loss = lambda model, inputs: batches.append(inputs) or compute(model, inputs)
     trainer.train()
@@ -199,13 +182,13 @@ def test_student_reads_what_the_lengths_say(make_trainer, packed, vllm):
     valid = sum(map(sum, lengths))
     assert len(lengths) == 8
     if packed:
-        assert reads.update <= sum(map(prompts_once, batches)) <= valid
+        assert reads[True] <= sum(map(prompts_once, batches)) <= valid
     else:
-        assert reads.update == sum(len(of_batch) * max(of_batch) for of_batch in lengths)
-        assert valid < reads.update < 1.3 * valid
-    assert reads.no_grad == 0  # a generation batch is one step
+        assert reads[True] == sum(len(of_batch) * max(of_batch) for of_batch in lengths)
+        assert valid < reads[True] < 1.3 * valid
+    assert reads[False] == 0  # a generation batch is one step
     factors = [row["credit/padding_factor"] for row in trainer.state.log_history if "loss" in row]
-    assert sum(factors) / 2 == pytest.approx(reads.update / valid, rel=0.05)
+    assert sum(factors) / 2 == pytest.approx(reads[True] / valid, rel=0.05)
 
 
 @pytest.mark.parametrize("kind", ["ema", "live"])
