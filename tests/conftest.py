@@ -13,6 +13,7 @@ from importlib.resources import files
 import pytest
 from datasets import Dataset
 from transformers import PreTrainedTokenizerFast
+from trl import GRPOTrainer
 from trl.chat_template_utils import add_response_schema
 
 from credit_trl import CreditConfig, CreditTrainer
@@ -85,7 +86,7 @@ def make_trainer(make_model, make_config, tokenizer, dataset):
     """A function that builds a trainer on `dataset`; other arguments are the trainer's, or those of `make_config`."""
 
     def make(reward_funcs=length_verdicts, rows=None, eval_rows=None, **options) -> CreditTrainer:
-        names = inspect.signature(CreditTrainer).parameters.keys() & options.keys()
+        names = inspect.signature(GRPOTrainer).parameters.keys() & options.keys()
         given = {"processing_class": tokenizer} | {name: options.pop(name) for name in names}
         model = given.pop("model", None) or make_model()
         return CreditTrainer(model, reward_funcs, make_config(**options), rows or dataset, eval_rows, **given)
