@@ -33,9 +33,9 @@ OURS_ONLY = ("teacher_model_kind", "scoring_batch_tokens")
 def build(name: str, changes: dict[str, Any]) -> Callable[[None], Sample]:
     """Start training in the child process; return a function that measures the next step."""
     torch.set_num_threads(1)
-    from credit_trl.cli.quickstart import OPTIONS
+    from credit_trl.cli.quickstart import OPTIONS, read_options
 
-    options = OPTIONS | {
+    options = read_options(OPTIONS) | {
         "max_steps": 1000,
         "disable_tqdm": True,
         "output_dir": tempfile.mkdtemp(),

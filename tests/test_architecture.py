@@ -39,7 +39,7 @@ LINE_BUDGETS: dict[str, tuple[list[str], int]] = {
     "examples, benchmarks and notebooks": (["examples/**/*.py", "benchmarks/**/*.py", "notebooks/*.py"], 5_500),
 }
 # Rooms that are not within their budget yet -> lines that they must not exceed until they are. Only lower these.
-RATCHETS = {"src": 20_600, "core": 9_000, "tasks": 2_410, "cli": 1_740}
+RATCHETS = {"src": 19_870, "core": 8_760, "tasks": 2_280}
 MAX_OPTIONS = 34  # of `CreditConfig` beyond `GRPOConfig`
 MAX_PROSE_BYTES = 115_000  # README and docs
 MAX_PACKED_ASSIGNMENTS = 60
@@ -57,7 +57,7 @@ CORE["trainer"] = {*SHARED, *STAGES, "training"}
 MAY_IMPORT = CORE | {
     "testing": {*CORE, "tasks"},  # checks of extensions, which no other module imports
     "sandbox": set(),
-    "tasks": {"sandbox", "rollout.verdict", "rollout.deadline", "rollout.thinking"},
+    "tasks": {"sandbox", "rollout.verdict", "rollout.deadline", "rollout.in_process", "rollout.thinking"},
     "evaluation": {*SHARED, "tasks", "rollout", "teacher", "training"},
     "lab": {*CORE, "tasks", "sandbox", "evaluation"},
     "cli": {*CORE, "tasks", "sandbox", "evaluation", "lab"},

@@ -31,11 +31,11 @@ from typing import Any
 
 import pandas as pd
 import torch
-from credit_trl.contexts.privileged import PrivilegedContext
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
 
 from credit_trl import CreditTrainer, Verdict
+from credit_trl.contexts.tokens import PrivilegedContext
 from credit_trl.lab.analysis import Checkpoint, analysis_config, map_response
 from credit_trl.lab.analysis.responses import Rollout
 from credit_trl.tasks.quickstart import TEMPLATES
@@ -326,7 +326,7 @@ def page(curves: dict[str, list[float]], rows: Sequence[dict[str, Any]], columns
     )
     return (
         '<!doctype html><meta charset="utf-8"><title>First word</title><style>:root{color-scheme:light dark}'
-        "body{font:16px sans-serif;max-width:75em;margin:2em auto;padding:0 1em}text{fill:currentColor}"
+        "body{font:16px sans-serif;max-width:75em;margin:2em auto}svg{max-width:620px}text{fill:currentColor}"
         "td,th{text-align:left;vertical-align:top;padding:.4em;border-top:1px solid gray}</style>"
         "<h1>Begin with the given word</h1><p>Probability of the required first word, by step, on words that are not "
         f'trained. {" · ".join(legend)}</p><svg viewBox="0 0 620 240">{axes}{"".join(lines)}</svg>'

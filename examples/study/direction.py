@@ -19,12 +19,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
-from credit_trl.contexts.privileged import PrivilegedContext
 from run import HERE, PROVENANCE, row_of
 from scipy.stats import somersd
 from worlds import WORLDS, World
 
 from credit_trl import objective
+from credit_trl.contexts.tokens import PrivilegedContext
 from credit_trl.lab.analysis.checkpoints import Checkpoint
 from credit_trl.lab.analysis.formula import CreditFormula
 from credit_trl.lab.analysis.responses import Rollout, analysis_config, draw, grade_rollouts, rollout_contexts

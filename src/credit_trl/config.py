@@ -79,7 +79,8 @@ class CreditConfig(GRPOConfig):
             Doing neither collapses and is not supported.
         distillation_is_clip (`float`, *optional*, defaults to `2.0`):
             Upper bound on the importance ratio π_θ / π_rollout of the sampled token, which multiplies its loss when a
-            generation batch is used for more than one update. `None`: no ratio.
+            generation batch is used for more than one update. `None`: no ratio. With vLLM, π_rollout is the engine's
+            where `vllm_importance_sampling_correction=False`.
         distillation_kernels (`"auto"`, `"torch"` or `"triton"`, *optional*, defaults to `"auto"`):
             Implementation of the passes over rows of logits. `"auto"` is Triton on a GPU where the package triton is
             installed, and torch elsewhere.

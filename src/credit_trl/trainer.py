@@ -24,7 +24,7 @@ from credit_trl.config import CreditConfig, fit_batch, refuse_unknown
 from credit_trl.contexts.build import ignored_feedback
 from credit_trl.contexts.builder import ContextBuilder
 from credit_trl.contexts.prompts import chat_renderer
-from credit_trl.contexts.tokens import TokenContexts, longest_sequence
+from credit_trl.contexts.tokens import TokenContexts
 from credit_trl.loss.token_weight import TokenWeight
 from credit_trl.rollout.batch import (
     EVALUATION_INDEX,
@@ -32,7 +32,6 @@ from credit_trl.rollout.batch import (
     loss_mask,
     mask_skipped_rewards,
     mask_skipped_tokens,
-    set_current_turn,
     total_rewards,
 )
 from credit_trl.rollout.thinking import mark_thinking
@@ -151,7 +150,7 @@ class CreditTrainer(ResumableTrainer):
             for position, func in enumerate(self.reward_funcs)
         ]
         render = chat_renderer(self.processing_class, self._is_vlm, self.chat_template, self.chat_template_kwargs)
-        self.context_builder = ContextBuilder(self._tokenizer, args, self.eos_token_ids, render)
+        self.context_builder = ContextBuilder(self._tokenizer, args, self.eos_token_ids, render, self._is_vlm)
         self._init_reports()
         self.run_log.facts["data"] = describe_data(reward_funcs or [], args.reward_weights)
         self.run_log.rows = {"train": train_dataset, "test": eval_dataset}
@@ -223,7 +222,9 @@ class CreditTrainer(ResumableTrainer):
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         """Set `current_turn` of environments that have it, before their tools run."""
         generated = super()._generate_single_turn(*args, **kwargs)
-        set_current_turn(self.environments or (), self._turn)
+        for environment in self.environments or ():
+            if hasattr(environment, "current_turn"):
+                environment.current_turn = self._turn
         self._turn += 1
         return generated
 
@@ -316,7 +317,8 @@ class CreditTrainer(ResumableTrainer):
         shares = context_metrics(contexts, self.args.contrasts, self._sum_over_processes)
         self._log_values(shares)
         self.alarms.check_contexts(shares, self._metrics[self._mode].get("credit/frac_verifier_skipped", [0.0])[-1])
-        longest = longest_sequence(contexts, batch.completion_ids)
+        pairs = zip(contexts, batch.completion_ids, strict=True)
+        longest = max((len(ids) + len(y) for own, y in pairs for ids, _ in own.sequences()), default=0)
         positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         exceeds = positions is not None and longest > positions
         self.alarms.raise_if(exceeds, "positions", longest=longest, positions=positions)

@@ -43,9 +43,6 @@ class Imagined(Tensor):
     def __init__(self, inner: Tensor) -> None:
         self.inner = inner
 
-    def __repr__(self) -> str:
-        return f"Imagined({tuple(self.shape)}, {self.dtype})"
-
     def __reduce_ex__(self, protocol: int) -> Any:
         return self.inner.detach().__reduce_ex__(protocol)  # a checkpoint holds plain tensors
 
@@ -203,20 +200,19 @@ class Calls(TorchFunctionMode):
 
 def moved(func: Any, tensor: Tensor, rest: tuple, kwargs: dict[str, Any]) -> Tensor:
     """`to`, `cuda` and `cpu`, which choose between devices."""
-    device = {Tensor.cuda: GPU, Tensor.cpu: CPU}.get(func, kwargs.get("device"))
-    dtype = kwargs.get("dtype")
+    device = {Tensor.cuda: GPU, Tensor.cpu: CPU}.get(func, kwargs.get("device", tensor.device))
+    dtype = kwargs.get("dtype", tensor.dtype)
     for one in rest:
-        if isinstance(one, str | torch.device):
+        if isinstance(one, Tensor):
+            device, dtype = one.device, one.dtype
+        elif isinstance(one, str | torch.device):
             device = one
         elif isinstance(one, torch.dtype):
             dtype = one
-        elif isinstance(one, Tensor):
-            device, dtype = one.device, one.dtype
-    target = tensor.device if device is None else torch.device(device)
-    dtype = dtype or tensor.dtype
-    if target.type == tensor.device.type and dtype == tensor.dtype and not kwargs.get("copy", False):
+    target = None if torch.device(device or tensor.device).type == tensor.device.type else torch.device(device)
+    if target is None and dtype in (None, tensor.dtype) and not kwargs.get("copy", False):
         return tensor
-    return torch.ops.aten._to_copy(tensor, dtype=dtype, device=None if target.type == tensor.device.type else target)
+    return torch.ops.aten._to_copy(tensor, dtype=dtype, device=target)
 
 
 @contextlib.contextmanager

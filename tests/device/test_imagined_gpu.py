@@ -22,21 +22,22 @@ CASES = {
 SLOW = {
     "lora-padded": {"lora": True, "save_strategy": "steps", "save_steps": 1, "teacher_model_kind": "base"},
     "live": {"teacher_model_kind": "live", "distillation_tail": "renormalize"},
-    "softcap": {"packed": True, "final_logit_softcapping": 3.0},
 }
 
 
 @pytest.fixture
 def make_trainer(make_model, make_config, tokenizer, dataset):
-    def make(**options):
-        model = make_model(**{name: options.pop(name) for name in ("final_logit_softcapping",) if name in options})
-        adapter = (
-            LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False) if options.pop("lora", 0) else None
-        )
+    def make(lora=False, **options):
         given = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_steps": 2}
         given |= {"optim": "adamw_torch", "num_iterations": 2, "distillation_kernels": "torch"}
-        config = make_config(**given | options)
-        return CreditTrainer(model, length_verdicts, config, dataset, processing_class=tokenizer, peft_config=adapter)
+        return CreditTrainer(
+            make_model(),
+            length_verdicts,
+            make_config(**given | options),
+            dataset,
+            processing_class=tokenizer,
+            peft_config=LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False) if lora else None,
+        )
 
     return make
 

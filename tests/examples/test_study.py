@@ -125,6 +125,19 @@ def test_direction_of_the_gradient_is_that_of_enumerated_success(study, tmp_path
     assert rows["ΔV"]["commit"]
 
 
+def test_teacher_reads_z_with_the_tokens_of_pretraining(study):
+    direction, curriculum = study("direction"), study("embedded_base.curriculum")
+    checkpoint = direction.Checkpoint.load(str(SHIPPED), name="base")
+    builder = checkpoint.context_builder(direction.analysis_config(**direction.TEMPLATES))
+    prompt = study("worlds").WORLDS["weak"].task.build("test")[0]["prompt"]
+    for solution, feedback in ((None, "Correct option: B."), ("Thought: it is.", None), ("Thought: x", "Correct.")):
+        text = checkpoint.tokenizer.apply_chat_template(
+            curriculum.teacher_prompt(prompt, solution, feedback), add_generation_prompt=True, tokenize=False
+        )
+        ids = builder.encode(prompt, direction.PrivilegedContext(solution, feedback))
+        assert ids == checkpoint.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
 def test_success_of_a_prefix_is_the_mean_over_its_tokens(study):
     direction = study("direction")
     world = study("worlds").WORLDS["weak"]

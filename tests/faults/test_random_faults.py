@@ -26,7 +26,7 @@ RUNS, FAULTS_A_RUN = 20, 5
 # Kind -> exit codes of the run that it hits, and what its log says. A run whose fault comes too late ends with 0.
 KINDS = {
     "kill": ((-9,), ""),
-    "terminate": ((REQUEUE, 0), r"SIGTERM: saved checkpoint-\d+ in .*resume_from_checkpoint='latest'"),
+    "terminate": ((REQUEUE, 0), r"SIGTERM: .*resume_from_checkpoint='latest'.*checkpoint-\d+ in"),
     "interrupt": ((1,), "KeyboardInterrupt"),
     "nan gradient": ((1,), r"Step \d is not finite.*the gradient.*(The last checkpoint is|There is no checkpoint)"),
     "nan loss": ((1, 0), r"Step \d is not finite.*the loss.*(The last checkpoint is|There is no checkpoint)"),
@@ -66,7 +66,7 @@ class FaultyRun:
         before = log.stat().st_size if log.exists() else 0
         [code] = launching.launch(self.context, self.folder, variant + ("-keeps" if self.keeps else ""), fault)
         self.history.append((fault, code))
-        return code, log.read_text(errors="replace")[before:]
+        return code, log.read_bytes()[before:].decode(errors="replace")
 
     def checkpoints(self) -> dict[int, bool]:
         """Step of each checkpoint, from the oldest to the newest, and whether it is damaged."""

@@ -12,9 +12,11 @@ import pytest
 import torch
 import transformers
 from peft import LoraConfig
+from tokenizers.processors import TemplateProcessing
 
 import families
 from credit_trl import CreditTrainer
+from credit_trl.contexts.tokens import PrivilegedContext
 from families import FAMILIES, SMALL
 from tiny import CHAT_TEMPLATE, context_ids, length_verdicts
 
@@ -166,12 +168,17 @@ def test_contexts_open_the_answer_like_the_student(make_model, make_config, toke
     assert all(own.decode(ids).endswith(opening) for ids in seen)
 
 
-def test_a_vision_language_model_trains_on_prompts_of_text(make_config, tokenizer, dataset):
+@pytest.mark.parametrize("adds_bos", [False, True])
+def test_a_vision_language_model_trains_on_prompts_of_text(make_config, tokenizer, dataset, adds_bos):
+    """The teacher's prompt without z is the student's, also where the tokenizer adds BOS, which processors keep."""
     pytest.importorskip("PIL", reason="needs Pillow, for the image processor of a vision-language model")
     from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
     own = copy.deepcopy(tokenizer)
-    own.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    own.add_special_tokens({"additional_special_tokens": ["<image>"], "bos_token": "<bos>"})
+    if adds_bos:
+        pieces = [("<bos>", own.bos_token_id)]
+        own.backend_tokenizer.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=pieces)
     template = CHAT_TEMPLATE.replace(
         "{{ message['content'] }}", "{% for part in message['content'] %}{{ part['text'] }}{% endfor %}"
     )
@@ -190,6 +197,10 @@ def test_a_vision_language_model_trains_on_prompts_of_text(make_config, tokenize
         )
     )
     trainer = CreditTrainer(model, length_verdicts, make_config(max_steps=1), dataset, processing_class=processor)
+    prompt = dataset[0]["prompt"]
+    (student,) = trainer._tokenize_prompts([prompt])[0]
+    assert trainer.context_builder.encode(prompt, PrivilegedContext()) == list(student)
+    assert (student[0] == own.bos_token_id) == adds_bos
     before = weights(trainer)
     trainer.train()
     assert_distilled(trainer)

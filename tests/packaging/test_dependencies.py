@@ -14,13 +14,16 @@ DECLARED = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"
 BROUGHT = {"numpy", "packaging", "pandas", "psutil", "pyarrow", "pyyaml", "safetensors", "tqdm", "xxhash"}
 # Optional package -> parts of this package that may import it.
 OPTIONAL = {
+    "IPython": {"lab"},  # of notebooks
     "deepspeed": {"loss", "teacher"},
     "latex2sympy2_extended": {"tasks"},
     "pebble": {"tasks"},
     "requests": {"rollout"},  # the extra `vllm`
     "sympy": {"tasks"},
+    "trackio": {"lab"},
     "triton": {"loss"},  # a dependency of torch's GPU builds
     "vllm": {"evaluation"},
+    "wandb": {"lab"},
 }
 
 

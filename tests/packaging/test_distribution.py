@@ -4,12 +4,14 @@ The environment contains only the wheel. A path to this environment's packages, 
 dependencies, so that torch is not installed again. The tests assert that `credit_trl` comes from the wheel.
 """
 
+import json
 import os
 import re
 import subprocess
 import sys
 import sysconfig
 import tarfile
+import time
 import venv
 import zipfile
 from pathlib import Path
@@ -121,3 +123,31 @@ def test_quickstart_runs_from_the_wheel(clean, tmp_path):
     assert (tmp_path / "runs" / "quickstart" / "report.html").is_file()
     where = run(clean / "python", "-c", "import credit_trl; print(credit_trl.__file__)", cwd=tmp_path)
     assert Path(where.strip()).is_relative_to(clean.parent)
+
+
+@pytest.mark.slow
+def test_first_run_needs_four_commands(clean, tmp_path):
+    """Written, trained and opened within ten minutes, and better after training than before."""
+    started = time.monotonic()
+    run(clean / "trl", "credit-init", "first", cwd=tmp_path)
+    run(clean / "trl", "credit", "--config", "run.yaml", cwd=tmp_path / "first", timeout=600)
+    folder = tmp_path / "first" / "runs" / "first"
+    assert "Correct option: " in (folder / "report.html").read_text("utf-8")
+    scores = [json.loads(line)["score"] for line in (folder / "evaluations.jsonl").read_text().splitlines()]
+    assert scores[-1] >= scores[0] + 0.3
+    assert time.monotonic() - started < 600
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "notebooks").glob("*.ipynb")))
+def test_notebook_runs_with_the_wheel_alone(clean, tmp_path, name):
+    code = (
+        "import runpy, sys, nbformat; folder, name = sys.argv[1:]; "
+        "notebook = nbformat.read(f'{folder}/{name}.ipynb', as_version=4); "
+        "where = nbformat.v4.new_code_cell('import credit_trl; print(credit_trl.__file__)'); "
+        "notebook.cells.append(where); "
+        "runpy.run_path(f'{folder}/run.py')['execute'](notebook, timeout=3000); print(where.outputs[0]['text'])"
+    )
+    where = run(clean / "python", "-c", code, str(ROOT / "notebooks"), name, cwd=tmp_path, timeout=3500)
+    assert f"{clean.parent.name}/lib/" in where

@@ -287,13 +287,6 @@ def test_await_engine_names_the_start_command(server, configured, health):
 # ------------------------------------------------------------------ an engine with noise, in the trainer
 
 
-class Engine:
-    """Stand-in for vLLM's engine, which a `rollout_func` does not use."""
-
-    def __init__(self, **options) -> None:
-        pass
-
-
 LENGTH, NOISE = 128, 0.08  # as .02 nats a token over 2,048 tokens: the ratio of a completion spreads by .9 nats
 
 
@@ -317,7 +310,7 @@ def trained(make_model, make_config, tokenizer, dataset, monkeypatch):
         monkeypatch.setenv(name, "0")  # TRL sets them; monkeypatch restores them
         monkeypatch.delenv(name)
     monkeypatch.setattr(vllm_generation, "is_vllm_available", lambda: True)
-    monkeypatch.setattr(vllm_generation, "LLM", Engine, raising=False)
+    monkeypatch.setattr(vllm_generation, "LLM", lambda **options: None, raising=False)  # a `rollout_func` samples
 
     def train(rollouts=noisy_rollouts, **options):
         sizes = {"max_steps": 1, "per_device_train_batch_size": 32, "max_completion_length": LENGTH}
@@ -347,12 +340,8 @@ def test_median_weight_of_a_token_under_an_engine_with_noise(trained, mode, lowe
     assert lowest < history[0]["sampling/importance_sampling_ratio/median"] < highest
 
 
-UPDATES = {
-    "per_device_train_batch_size": 16,
-    "steps_per_generation": 2,
-    "gradient_accumulation_steps": 1,
-    "max_steps": 2,
-}
+UPDATES = {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 1}
+UPDATES |= dict.fromkeys(("steps_per_generation", "max_steps"), 2)
 
 
 def test_the_engines_log_probabilities_serve_as_the_old_ones(trained):

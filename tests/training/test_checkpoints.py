@@ -12,6 +12,7 @@ import torch
 from credit_trl.training import checkpoints
 from credit_trl.training.checkpoints import CheckpointError, checkpoint_to_resume, rename_atomically
 from credit_trl.training.manifest import write_manifest
+from credit_trl.training.run_directory import ROWS_FOLDER
 
 
 @pytest.fixture
@@ -21,8 +22,7 @@ def make_trainer(make_trainer):
 
 
 def names(folder: Path) -> list[str]:
-    """Folders of a run directory besides that of its dataset."""
-    return sorted(path.name for path in folder.iterdir() if path.is_dir() and path.name != "rows")
+    return sorted(path.name for path in folder.iterdir() if path.is_dir() and path.name != ROWS_FOLDER)
 
 
 def test_only_complete_checkpoints_within_limit_remain(make_trainer, tmp_path):

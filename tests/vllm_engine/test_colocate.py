@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from peft import LoraConfig
+from scipy.stats import chisquare
 from transformers import AutoModelForCausalLM
 
 pytest.importorskip("vllm", reason="no vLLM engine in this environment: run `make test-vllm`")
@@ -122,7 +123,7 @@ def test_phases_keep_engine_policy_and_teacher_weights_apart(make_trainer, kind,
 
 
 @pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
-def test_importance_ratio_of_stale_engine_scales_distillation(make_trainer, mode):
+def test_importance_ratio_of_a_stale_engine_is_that_of_the_mode(make_trainer, mode):
     options = {"vllm_importance_sampling_mode": mode, "vllm_importance_sampling_clip_max": 1.2}
     # With two optimizer steps per generation batch, TRL computes the ratio; with one, the loss does.
     trainer = make_trainer(loss_type="grpo", max_steps=1, steps_per_generation=2, **options)
@@ -157,15 +158,9 @@ def test_importance_ratio_of_stale_engine_scales_distillation(make_trainer, mode
     torch.testing.assert_close(ratio[mask], expected[mask], rtol=1e-3, atol=1e-5)
     assert (expected[mask] - 1).abs().max() > 0.1
 
-    # Contribution of each sample to the loss, with the ratio and without.
-    for i in range(len(rows)):
-        corrected = loss_per_token(trainer, inputs, i)
-        plain = loss_per_token(trainer, {**inputs, "importance_sampling_ratio": torch.ones_like(ratio)}, i)
-        torch.testing.assert_close(corrected, plain * expected[i][mask[i]], rtol=1e-3, atol=1e-6)
-
 
 @pytest.mark.parametrize("updates", [1, 2])
-def test_ten_steps_have_a_median_ratio_near_1_in_the_log(make_trainer, capsys, updates):
+def test_ten_steps_have_a_median_ratio_near_1_in_the_log(make_trainer, capfd, updates):
     """With the default correction; and with two updates a batch, whose ratio is that to the engine."""
     options = {"steps_per_generation": 2, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
     several = {} if updates == 1 else {"vllm_importance_sampling_correction": False, **options}
@@ -178,7 +173,7 @@ def test_ten_steps_have_a_median_ratio_near_1_in_the_log(make_trainer, capsys, u
     medians = [row["sampling/importance_sampling_ratio/median"] for row in rows]
     assert len(medians) == 10
     assert 0.95 < min(medians) <= max(medians) < 1.05
-    assert "ratio" in capsys.readouterr().out
+    assert "  ratio " in capfd.readouterr().out
     differences = [row["sampling/sampling_logp_difference/mean"] for row in rows]
     assert max(differences[::updates]) < SAME  # the first update of each generation batch
     assert not any("credit/seconds_old_logps" in row for row in rows)
@@ -206,16 +201,18 @@ def test_siblings_share_the_prefix_cache_which_no_update_of_the_weights_survives
     assert max(recording.differences) < SAME
 
 
-def loss_per_token(trainer, inputs, sample):
-    """Loss of each token of one sample, with the weights of all other tokens set to 0."""
-    count = int(inputs["completion_mask"][sample].sum())
-    losses = []
-    for t in range(count):
-        only = torch.zeros_like(inputs["completion_ids"], dtype=torch.float32)
-        only[sample, t] = 1.0
-        ratio = inputs["importance_sampling_ratio"].expand_as(only) * only
-        losses.append(trainer._compute_loss(trainer.model, {**inputs, "importance_sampling_ratio": ratio}).detach())
-    return torch.stack(losses)
+def test_tokens_behind_a_cached_prefix_have_the_policys_distribution(make_trainer):
+    """As whatever speeds up sampling must: the rare tokens count as one."""
+    trainer = make_trainer(max_completion_length=1)
+    prompt = trainer.processing_class("Add the numbers. " * 20)["input_ids"]
+    torch.manual_seed(0)
+    answers = trainer.vllm_generation.generate(prompts=[prompt] * 1000, images=None, num_generations=1)[1]
+    with torch.no_grad():
+        expected = 1000 * trainer.model.eval()(input_ids=torch.tensor([prompt])).logits[0, -1].softmax(-1)
+    counts = torch.bincount(torch.tensor(answers)[:, 0], minlength=len(expected))
+    is_common = expected >= 5
+    counts, expected = (torch.cat([x[is_common], x[~is_common].sum()[None]]) for x in (counts, expected))
+    assert chisquare(counts, expected.double() * (1000 / expected.double().sum())).pvalue > 0.001
 
 
 def test_evaluation_uses_engine_with_current_weights(make_trainer):

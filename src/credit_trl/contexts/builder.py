@@ -50,6 +50,8 @@ class ContextBuilder:
         config: templates, C and `max_reprompt_len`.
         eos_token_ids: ids that end a turn besides the tokenizer's special tokens.
         render: see `chat_renderer`; None renders with the tokenizer's own chat template.
+        is_multimodal: whether the student's prompts are tokenised by a processor, which adds the tokenizer's special
+            tokens, such as BOS, unless the rendered prompt begins with BOS.
 
     Attributes:
         source: the contrast source; None where λ = 0.
@@ -66,8 +68,10 @@ class ContextBuilder:
         config: CreditConfig,
         eos_token_ids: Sequence[int] = (),
         render: Render | None = None,
+        is_multimodal: bool = False,
     ) -> None:
         self.tokenizer = tokenizer
+        self.is_multimodal = is_multimodal
         self.config = config
         self.render = render or chat_renderer(tokenizer)
         self.source = find_source(config.contrastive_source) if config.contrasts else None
@@ -204,7 +208,10 @@ class ContextBuilder:
             if len(self._rendered) >= _MAX_KEPT:
                 self._rendered.clear()
             text = self._render_anew(prompt, tools, parts)
-            self._rendered[key] = text, self.slotted(text, first=isinstance(prompt, str))
+            bos = self.tokenizer.bos_token
+            has_bos = bos is not None and text.startswith(bos)
+            first = isinstance(prompt, str) or (self.is_multimodal and not has_bos)
+            self._rendered[key] = text, self.slotted(text, first=first)
         return self._rendered[key]
 
     def _render_anew(self, prompt: Prompt, tools: list[dict[str, Any]] | None, parts: list[str]) -> str:
@@ -232,7 +239,21 @@ class ContextBuilder:
         """Ids of trusted text that has slots; `first` as in `tokenize`."""
         parts = {slot: part for part, slot in self.slots.items()}
         start, *pieces = re.split(f"({'|'.join(parts)})", text)
-        return [self.tokenize(start, first=first), *(parts.get(one) or self._tokenize_inside(one) for one in pieces)]
+        if not pieces:
+            return [self.tokenize(start, first=first)]
+        *inside, end = pieces
+        opened = self._before_word(partial(self.tokenize, first=first), start)
+        return [
+            opened,
+            *(parts.get(one) or self._before_word(self._tokenize_inside, one) for one in inside),
+            self._tokenize_inside(end),
+        ]
+
+    def _before_word(self, encode: Callable[[str], list[int]], text: str) -> list[int]:
+        """Ids of text as it is encoded before a word: byte-level tokenizers split its last whitespace there."""
+        ids = encode(f"{text}x")
+        word = self._tokenize_inside("x")
+        return ids[: -len(word)] if text[-1:].isspace() and ids[-len(word) :] == word else encode(text)
 
     def tokenize(self, text: str, *, first: bool = False) -> list[int]:
         """Ids of trusted text; `first` adds the tokenizer's special tokens, as for the student's plain prompts."""

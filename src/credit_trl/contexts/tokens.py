@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from jaxtyping import Bool, Int
@@ -77,13 +77,3 @@ class CompletionBatch:
     def lengths(self) -> list[int]:
         """Tokens of each completion up to its last unmasked one."""
         return ((self.mask.cumsum(-1) * self.mask).argmax(-1) + 1).tolist()
-
-
-def longest_sequence(contexts: Sequence[TokenContexts], completion_ids: Sequence[list[int]]) -> int:
-    """Tokens of the longest prompt of the teacher with its completion; 0 without a teacher."""
-    lengths = (
-        len(prompt) + len(completion)
-        for own, completion in zip(contexts, completion_ids, strict=True)
-        for prompt, _ in own.sequences()
-    )
-    return max(lengths, default=0)

@@ -39,8 +39,8 @@ def project(
     block_logits = hidden.new_empty((len(hidden), blocks[0].stop), dtype=dtype) if out is None else None
     kernels = row_kernels(head, hidden)
     statistics = Statistics(wants_entropy) if kernels is None else kernels.RowStatistics(wants_entropy)
-    # The kernels read a block without one.
-    scratch = hidden.new_empty((len(hidden), 0 if kernels else min(blocks[0].stop, _FOLDED_COLUMNS)), dtype=dtype)
+    width = 0 if kernels else min(blocks[0].stop, _FOLDED_COLUMNS)  # the kernels need no scratch memory
+    scratch = hidden.new_empty((len(hidden), width), dtype=dtype)
     hidden = hidden.to(matmul_dtype(hidden))
     taken = [None if x is None else (ByBlock(x, blocks), torch.empty_like(x, dtype=dtype)) for x in (tokens, ids)]
     for i, block in enumerate(blocks):
@@ -49,9 +49,8 @@ def project(
         bias = None if head.bias is None else head.bias[block]
         if kernels is None:
             head.finish(logits, bias)
-        for which in taken:
-            if which is not None:
-                which[0].take(i, logits, which[1])
+        for entries, values in filter(None, taken):
+            entries.take(i, logits, values)
         if ids is not None:
             taken[1][0].put(i, logits, BLANK)
         if kernels is not None and (topk is None or head.finishes):
@@ -59,16 +58,14 @@ def project(
         elif topk is None:
             statistics.fold(logits, scratch)
     token_logits, columns = (None if which is None else which[1] for which in taken)
-    if kernels is not None:  # taken before the kernel finished the others
-        for logits, of in ((token_logits, tokens), (columns, ids)):
-            if logits is not None:
-                head.finish(logits, None if head.bias is None else head.bias[of])
+    for logits, of in ((token_logits, tokens), (columns, ids)):
+        if kernels is not None and logits is not None:  # taken before the kernel finished the others
+            head.finish(logits, None if head.bias is None else head.bias[of])
     if topk is not None:
         ids = top_columns(out, topk)
         columns = out.gather(-1, ids)
         out.scatter_(-1, ids, BLANK)
-        # Sum the tokens outside the support again, instead of subtracting those inside.
-        statistics = type(statistics)(wants_entropy)
+        statistics = type(statistics)(wants_entropy)  # of the tokens outside, which lose no digits by a difference
         for block in blocks:
             statistics.fold(out[:, block], scratch)
     outside, entropy = statistics.result()

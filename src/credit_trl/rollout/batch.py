@@ -7,7 +7,7 @@ order of the ranks. That order does not depend on the number of processes.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -94,13 +94,6 @@ class GenerationBatch:
 def turn_starts(mask: Sequence[bool]) -> list[int]:
     """The columns of a completion at which the model's turns start; `mask` is True on the model's own tokens."""
     return [column for column, own in enumerate(mask) if own and (column == 0 or not mask[column - 1])]
-
-
-def set_current_turn(environments: Iterable[Any], turn: int) -> None:
-    """Set `current_turn` to the turn index on environments that have the attribute, before their tools run."""
-    for environment in environments:
-        if hasattr(environment, "current_turn"):
-            environment.current_turn = turn
 
 
 def is_successful(rewards: Sequence[float], threshold: float) -> list[bool]:

@@ -111,7 +111,8 @@ class CreditMapCallback(TrainerCallback):
         trainer = self.trainer
         batch = trainer._generation_batch
         config = with_contrasts(trainer.args)
-        builder = ContextBuilder(trainer._tokenizer, config, trainer.eos_token_ids, trainer.context_builder.render)
+        own = trainer.context_builder
+        builder = ContextBuilder(own.tokenizer, config, trainer.eos_token_ids, own.render, own.is_multimodal)
         contexts = build_contexts(batch, builder)
         return [self._rollout(step, i, own, builder) for i, own in enumerate(contexts) if own.teacher is not None]
 
