@@ -1,8 +1,7 @@
 """Fixtures for every test; what scripts need too is in `tiny.py`."""
 
-from __future__ import annotations
-
 import gc
+import inspect
 import os
 import shutil
 
@@ -14,11 +13,12 @@ from importlib.resources import files
 import pytest
 from datasets import Dataset
 from transformers import PreTrainedTokenizerFast
+from trl import GRPOTrainer
 from trl.chat_template_utils import add_response_schema
 
-from credit_trl import CreditConfig
+from credit_trl import CreditConfig, CreditTrainer
 from families import build_family
-from tiny import build_model, build_tokenizer
+from tiny import QUIET, build_model, build_tokenizer, length_verdicts
 
 OPTIONAL_PROGRAMS = {"bwrap": "the bubblewrap sandbox", "chromium": "pages in a browser"}
 
@@ -74,25 +74,22 @@ def make_config(tmp_path):
     """A CreditConfig for CPU, quiet and small; keyword arguments override."""
 
     def make(**overrides) -> CreditConfig:
-        return CreditConfig(
-            **{
-                "output_dir": str(tmp_path / "run"),
-                "use_cpu": True,
-                "bf16": False,
-                "per_device_train_batch_size": 8,
-                "num_generations": 4,
-                "max_completion_length": 6,
-                "max_steps": 2,
-                "learning_rate": 1e-3,
-                "logging_steps": 1,
-                "save_strategy": "no",
-                "report_to": "none",
-                "gradient_checkpointing": False,
-                "disable_tqdm": True,
-                "seed": 1,
-                **overrides,
-            }
-        )
+        small = {"per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 6, "max_steps": 2}
+        common = {"output_dir": str(tmp_path / "run"), "learning_rate": 1e-3, "logging_steps": 1, "seed": 1}
+        return CreditConfig(**{**QUIET, **small, **common, **overrides})
+
+    return make
+
+
+@pytest.fixture
+def make_trainer(make_model, make_config, tokenizer, dataset):
+    """A function that builds a trainer on `dataset`; other arguments are the trainer's, or those of `make_config`."""
+
+    def make(reward_funcs=length_verdicts, rows=None, eval_rows=None, **options) -> CreditTrainer:
+        names = inspect.signature(GRPOTrainer).parameters.keys() & options.keys()
+        given = {"processing_class": tokenizer} | {name: options.pop(name) for name in names}
+        model = given.pop("model", None) or make_model()
+        return CreditTrainer(model, reward_funcs, make_config(**options), rows or dataset, eval_rows, **given)
 
     return make
 

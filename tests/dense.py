@@ -3,8 +3,6 @@
 `step_problem` is a small generation batch; `naive_loss` is the loss of a `CreditStep` on it.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -144,13 +144,7 @@ def dense_logps(hidden: Tensor, weight: Tensor, bias: Tensor | None, case: Case)
 
 
 def dense(
-    case: Case,
-    support: str,
-    tail: str,
-    alpha: float,
-    topk: int | None,
-    is_clip=None,
-    form: Form = "subtract",
+    case: Case, support: str, tail: str, alpha: float, topk: int | None, is_clip=None, form: Form = "subtract"
 ) -> CreditLoss:
     """The loss from every logit of student, teacher and contrasts, by the definitions of the paper."""
     logp = dense_logps(case.hidden, case.weight, case.bias, case)

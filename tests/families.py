@@ -1,7 +1,5 @@
 """Small random models of several families, with different heads and layers."""
 
-from __future__ import annotations
-
 import torch
 import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast

@@ -1,7 +1,5 @@
 """A quantizer for transformers' loader that every machine runs: weights of linear layers in steps of 1/16."""
 
-from __future__ import annotations
-
 import torch
 from transformers.quantizers import HfQuantizer
 from transformers.quantizers.auto import register_quantization_config, register_quantizer

@@ -1,7 +1,5 @@
 """Layout, import rules, function sizes, names and words of the package, read from its source."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections import defaultdict
@@ -14,22 +12,14 @@ import pytest
 from trl import GRPOConfig, GRPOTrainer
 
 from credit_trl import CreditConfig, CreditTrainer
+from tables import tables_of
+
+TABLES = tables_of(__file__)
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "credit_trl"
 
-FOLDERS = {
-    "rollout",
-    "contexts",
-    "teacher",
-    "loss",
-    "training",
-    "tasks",
-    "sandbox",
-    "evaluation",
-    "lab",
-    "cli",
-}
+FOLDERS = {*"rollout contexts teacher loss training tasks sandbox evaluation lab cli".split()}
 TOP_MODULES = {"trainer", "config", "objective", "testing"}
 MAX_PARAMETERS = 8
 MAX_LINES = 60
@@ -74,41 +64,6 @@ MAY_IMPORT = CORE | {
     "__init__": {*CORE, "evaluation", "tasks", "sandbox"},
     "__main__": {"cli"},
 }
-
-# Names that several modules define, each with its reason.
-SHARED_NAMES = {
-    "build": "each task module builds its dataset",
-    "verify": "each task module has its verifier",
-    "reward": "each task module has its reward function",
-    "token_classes": "a task module may name the classes of its tokens",
-    "add_arguments": "each command declares its arguments",
-    "run": "each command has its entry point",
-    "main": "programs that run as `python -m`",
-    "NAME": "each command has its name on the command line",
-    "HUB": "each task module names its dataset on the Hub",
-    "OPTION": "each task module names its `--task` value",
-    "SPLITS": "each task module lists its splits",
-    "logger": "one logger a module",
-    "T": "type variables",
-}
-
-# Words that the glossary replaces, and the word to use.
-REPLACED_WORDS = {
-    r"reali[sz]ed[ -]tokens?": "sampled token",
-    r"(?<![\w-])hints?(?![\w-])": "feedback, demonstration or privileged context",
-    r"\bevidence\b": "feedback, demonstration or privileged context",
-    r"\b(?:an)?other questions?\b": "contrast prompt",
-    r"\bspoken of\b|\bin vain\b": "ignored",
-    r"\bleft out\b|\bleav(?:e|es|ing) out\b|\bwithh(?:eld|olds?|olding)\b|\bpassed over\b": "skipped, masked, dropped",
-    r"\bis told\b|\bare told\b|\bsays so\b|\bsay so\b|\bwithout a word\b": "fails, raises, is refused with an error",
-}
-# Option values and fixed terms of other fields that contain such a word.
-ALLOWED_WORDS = [
-    r"""["'`]hint["'`]""",  # value of `contrastive_swap`
-    r"""["']evidence["']""",  # key of the files of version 0.1.0
-    r"type hints?",  # Python's term
-    r'"evidence"',  # key of stored responses since version 0.1.0
-]
 
 
 @cache
@@ -400,7 +355,7 @@ def test_a_public_name_is_defined_in_one_module():
     report(
         f"{name} is defined in {', '.join(modules)}"
         for name, modules in sorted(owners.items())
-        if len(modules) > 1 and name not in SHARED_NAMES
+        if len(modules) > 1 and name not in TABLES["shared_names"]
     )
 
 
@@ -414,8 +369,8 @@ def test_source_and_docs_use_the_words_of_the_glossary():
     problems = []
     for path in prose_files():
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-            rest = re.sub("|".join(ALLOWED_WORDS), "", line, flags=re.IGNORECASE)
-            for pattern, use in REPLACED_WORDS.items():
+            rest = re.sub("|".join(TABLES["allowed_words"]), "", line, flags=re.IGNORECASE)
+            for pattern, use in TABLES["replaced_words"].items():
                 if match := re.search(pattern, rest, flags=re.IGNORECASE):
                     problems.append(f"{path.relative_to(ROOT)}:{number}: {match[0]!r}, use: {use}")
     report(problems)

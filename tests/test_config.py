@@ -1,7 +1,5 @@
 """The configuration refuses what could not train, where it is written, with the fix in the message."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re
@@ -15,39 +13,19 @@ from trl.experimental.sdpo import SDPOConfig
 
 from credit_trl import CreditConfig
 from credit_trl.config import OTHER_NAMES
-from credit_trl.contexts.builder import ContextBuilder
-from credit_trl.contexts.tokens import PrivilegedContext
+from tables import tables_of
+
+TABLES = tables_of(__file__)
 
 OWN = {f.name for f in dataclasses.fields(CreditConfig)} - {f.name for f in dataclasses.fields(GRPOConfig)}
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"per_device_train_batch_size": 4, "contrastive_coef": 0.0},
-        {"per_device_train_batch_size": 4, "contrastive_source": "dataset"},
-        {"per_device_train_batch_size": 4, "contrastive_source": "my_module:function"},
-        {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2},
-        {"per_device_train_batch_size": 4, "distillation_weight": 0.0, "max_completion_length": None},
-        {"contrastive_form": "guide", "contrastive_coef": 3.0},
-        {"beta": 0.1, "distillation_weight": 0.5},
-        {"loss_type": "luspo", "importance_sampling_level": "sequence"},
-        {"contrastive_coef": 1.0, "distillation_alpha": 0.0},
-        {"distillation_topk": None, "distillation_tail": "renormalize"},
-        {"teacher_prompt": "student", "use_successful_as_teacher": False, "include_environment_feedback": False},
-    ],
-)
+@pytest.mark.parametrize("options", TABLES["trains"])
 def test_what_can_train_is_accepted(make_config, options):
     make_config(**options)
 
 
 ROOT = Path(__file__).parents[1]
-# Column of docs/fidelity.md -> recipes.
-COLUMNS = {
-    "livecodebench": ("livecodebench_qwen3_8b", "livecodebench_olmo3_7b"),
-    "sciknoweval": ("sciknoweval_qwen3_8b", "sciknoweval_olmo3_7b"),
-    "toolalpaca": ("toolalpaca_qwen3_8b", "toolalpaca_olmo3_7b"),
-}
 
 
 def fidelity_table() -> list[list[str]]:
@@ -57,7 +35,7 @@ def fidelity_table() -> list[list[str]]:
     return rows[2:]
 
 
-@pytest.mark.parametrize("benchmark", COLUMNS)
+@pytest.mark.parametrize("benchmark", ["livecodebench", "sciknoweval", "toolalpaca"])
 def test_paper_equals_the_recipes_and_the_fidelity_page(tmp_path, benchmark):
     config = CreditConfig.paper(benchmark, str(tmp_path))
     table = fidelity_table()
@@ -68,7 +46,7 @@ def test_paper_equals_the_recipes_and_the_fidelity_page(tmp_path, benchmark):
         assert str(CreditConfig.__dataclass_fields__[option].default) == default, option
     updates = config.steps_per_generation // config.gradient_accumulation_steps
     assert updates == (4 if benchmark == "livecodebench" else 1)
-    for name in COLUMNS[benchmark]:
+    for name in (f"{benchmark}_qwen3_8b", f"{benchmark}_olmo3_7b"):
         recipe = yaml.safe_load((ROOT / "examples" / "recipes" / f"{name}.yaml").read_text("utf-8"))
         for option, *_ in table:
             default = CreditConfig.__dataclass_fields__[option].default
@@ -98,17 +76,7 @@ def test_paper_takes_overrides_and_processes(tmp_path, monkeypatch):
         CreditConfig.paper("gsm8k", str(tmp_path))
 
 
-@pytest.mark.parametrize(
-    ("options", "prompts"),
-    [
-        ({}, 8),
-        ({"num_generations": 6}, 8),
-        ({"gradient_accumulation_steps": 2}, 2),
-        ({"per_device_train_batch_size": 32}, 4),
-        ({"steps_per_generation": 3}, 3),
-        ({"distillation_weight": 0.0}, 1),  # TRL's
-    ],
-)
+@pytest.mark.parametrize(("options", "prompts"), TABLES["prompts"])
 def test_generation_batch_holds_eight_prompts_where_no_size_is_set(tmp_path, options, prompts):
     config = CreditConfig(str(tmp_path), use_cpu=True, **options)
     assert config.generation_batch_size // config.num_generations == prompts
@@ -119,29 +87,10 @@ def test_bf16_is_off_by_default_without_an_accelerator(tmp_path, options, bf16):
     assert CreditConfig(str(tmp_path), use_cpu=True, **options).bf16 == bf16
 
 
-@pytest.mark.parametrize(
-    ("options", "correction"),
-    [
-        ({}, ("token_truncate", 2.0)),
-        ({"vllm_importance_sampling_mode": "sequence_mask"}, ("sequence_mask", 3.0)),
-        ({"vllm_importance_sampling_mode": "token_truncate"}, ("token_truncate", 3.0)),
-        ({"vllm_importance_sampling_clip_max": 5.0}, ("token_truncate", 5.0)),
-        ({"distillation_weight": 0.0}, ("sequence_mask", 3.0)),  # TRL's
-    ],
-)
+@pytest.mark.parametrize(("options", "correction"), TABLES["correction"])
 def test_correction_of_the_engine_is_token_by_token_unless_chosen(make_config, options, correction):
     config = make_config(use_vllm=True, **options)
-    assert (config.vllm_importance_sampling_mode, config.vllm_importance_sampling_clip_max) == correction
-
-
-def test_default_templates_word_the_teachers_turn_as_the_papers_appendix(make_config, tokenizer):
-    builder = ContextBuilder(tokenizer, make_config(), (), None)
-    prompt = [{"role": "user", "content": "1+1="}]
-    builder.render = lambda messages, *args, **kwargs: messages[-1]["content"]
-    text = tokenizer.decode(builder.encode(prompt, PrivilegedContext("2", "Test 1: ok"), None))
-    solution = "\nCorrect solution:\n2\n"
-    assessment = "\nPrevious assessment:\nTest 1: ok\n"
-    assert text == f"1+1=\n{solution}{assessment}\nNow solve this problem step by step."
+    assert [config.vllm_importance_sampling_mode, config.vllm_importance_sampling_clip_max] == correction
 
 
 def test_names_that_sdpo_has_are_sdpos():

@@ -1,7 +1,5 @@
 """The contrast of policy-ratio rewards: against Bayes' rule, DPO's optimum, PRIME's sums and TRL's own numbers."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from datasets import Dataset
@@ -11,6 +9,7 @@ from trl import DPOConfig, DPOTrainer
 
 from credit_trl import credit_rewards, objective
 from credit_trl.lab.analysis.pmi import contrastive_pmi
+from tiny import QUIET
 
 seeds = st.integers(0, 10_000)
 coefs = st.floats(0, 1.5)
@@ -103,8 +102,7 @@ def test_a_gradient_reaches_the_policy_and_its_contrasts():
 
 def test_zero_lambda_is_the_reward_of_trls_dpo_trainer(make_model, tokenizer, tmp_path):
     data = Dataset.from_list([{"prompt": f"{a}+1=", "chosen": f"{a + 1}.", "rejected": f"{a}, no?"} for a in range(6)])
-    options = {"use_cpu": True, "bf16": False, "report_to": "none", "save_strategy": "no", "disable_tqdm": True}
-    options |= {f"per_device_{split}_batch_size": 6 for split in ("train", "eval")}
+    options = QUIET | {f"per_device_{split}_batch_size": 6 for split in ("train", "eval")}
     config = DPOConfig(str(tmp_path), beta=0.3, max_steps=3, learning_rate=1e-2, **options)
     trainer = DPOTrainer(make_model(), make_model(), config, None, data, data, tokenizer)
     trainer.train()

@@ -1,7 +1,5 @@
 """`CreditStep` against a naive dense implementation of Algorithm 1 in fp64, and a loop of one's own with it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.testing import assert_close

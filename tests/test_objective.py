@@ -1,7 +1,5 @@
 """The objective against independent formulas and against TRL's own loss."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

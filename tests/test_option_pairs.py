@@ -4,8 +4,6 @@ A run with a pair of choices is compared with the run without one of them. Each 
 the pair is an error at construction, or docs/options.md lists it.
 """
 
-from __future__ import annotations
-
 import re
 import tempfile
 import warnings
@@ -19,16 +17,12 @@ from trl import GRPOConfig
 
 from credit_trl import CreditConfig, CreditTrainer, Verdict
 from dense import move
+from tables import tables_of
 from test_trainer_parity import loss_and_gradients, prepared
-from tiny import build_model, build_tokenizer, save_model
+from tiny import QUIET, build_model, build_tokenizer, save_model
 
-# Options that the loss of an update does not show, or that choose where another teacher is loaded from.
-NOT_WALKED = frozenset(
-    """
-    distillation_is_clip distillation_kernels on_nonfinite on_verifier_error packed scoring_batch_tokens
-    teacher_sync_steps update_batch_tokens verifier_timeout
-    """.split()
-)
+TABLES = tables_of(__file__)
+
 PAGE = Path(__file__).parents[1] / "docs" / "options.md"
 TOKENIZER = build_tokenizer()
 ROWS = Dataset.from_list(
@@ -43,37 +37,8 @@ ROWS = Dataset.from_list(
     ]
 )
 
-# One choice besides the default for each option whose effect a loss can show; its first option names it.
-CHOICES = [
-    {"contrastive_coef": 0.4},
-    {"contrastive_coef": 0.0},
-    {"contrastive_form": "guide"},
-    {"contrastive_count": 2},
-    {"contrastive_source": "dataset"},
-    {"distillation_weight": 0.5},
-    {"distillation_weight": 0.0},
-    {"distillation_alpha": 0.5},
-    {"distillation_support": "sampled"},
-    {"distillation_topk": 40},
-    {"distillation_topk": None},
-    {"distillation_tail": "renormalize"},
-    {"teacher_model_kind": "base"},
-    {"teacher_model_kind": "live"},
-    {"teacher_model_kind": "model", "teacher_model_name_or_path": "TEACHER"},
-    {"teacher_model_init_kwargs": '{"dtype": "bfloat16"}'},
-    {"teacher_update_rate": 0.7},
-    {"teacher_prompt": "student"},
-    {"include_environment_feedback": False},
-    {"environment_feedback_only_without_solution": True},
-    {"use_successful_as_teacher": False},
-    {"success_reward_threshold": 0.4},
-    {"dont_reprompt_on_self_success": False},
-    {"teacher_context": "think+solution"},
-    {"max_reprompt_len": 250},
-    {"reprompt_template": "{prompt}|{solution}|{feedback}"},
-    {"solution_template": "S{successful_previous_attempt}"},
-    {"feedback_template": "F{feedback_raw}"},
-]
+# One choice besides the default for each option; its first option names it.
+CHOICES = TABLES["choices"]
 
 # Options whose effect begins with the second generation batch.
 LATE = {"teacher_update_rate", "teacher_model_kind"}
@@ -106,7 +71,7 @@ def is_documented(choice: int, other: int) -> bool:
 
 def test_every_option_is_walked_or_named_as_not_walked():
     own = {f.name for f in fields(CreditConfig)} - {f.name for f in fields(GRPOConfig)}
-    assert own - {name for choice in CHOICES for name in choice} == NOT_WALKED
+    assert own - {name for choice in CHOICES for name in choice} == set(TABLES["not_walked"])
 
 
 def verdicts(completions, **kwargs):
@@ -174,17 +139,8 @@ def others(choice: int) -> list[int]:
 
 
 def make_trainer(folder: str, options: dict[str, object]) -> CreditTrainer:
-    config = CreditConfig(
-        folder,
-        use_cpu=True,
-        bf16=False,
-        per_device_train_batch_size=16,
-        num_generations=4,
-        max_completion_length=3,
-        report_to="none",
-        gradient_checkpointing=False,
-        **options,
-    )
+    sizes = {"per_device_train_batch_size": 16, "num_generations": 4, "max_completion_length": 3}
+    config = CreditConfig(folder, **QUIET, **sizes, **options)
     trainer = CreditTrainer(build_model(TOKENIZER), verdicts, config, ROWS, processing_class=TOKENIZER)
     trainer._decode = lambda ids: [f"<think>since {sum(x)}</think>so {x[0]} {'so ' * (sum(x) % 7 * 16)}" for x in ids]
     if config.distillation_weight and config.teacher_model_kind in ("ema", "base"):

@@ -1,7 +1,5 @@
 """The way of a generation batch from its contexts to its scores passes through few files."""
 
-from __future__ import annotations
-
 import itertools
 import sys
 from collections.abc import Callable

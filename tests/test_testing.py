@@ -1,7 +1,5 @@
 """Checks for outside weights and tasks: the good ones pass, and each kind of mistake fails. Sources: test_contrast."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -3,8 +3,6 @@
 Teacher and student are true conditionals of one joint P(y, z | x), so posterior compatibility (Assumption 1) holds.
 """
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The trainer end to end: prompts, verdicts, sources of feedback and kinds of models that TRL users have."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -10,18 +8,15 @@ from datasets import IterableDataset
 from peft import LoraConfig
 from trl.chat_template_utils import qwen3_chat_template
 
-from credit_trl import CreditTrainer, Verdict
-from tiny import length_verdicts
+from credit_trl import Verdict
 
 
 @pytest.fixture
-def train(make_model, make_config, tokenizer, dataset):
+def train(make_trainer):
     """Train, and keep (prompts, contexts) of each sample in `seen`."""
 
-    def run(reward_funcs=length_verdicts, rows=None, trainer_options=None, **options):
-        arguments = {"model": make_model(), "processing_class": tokenizer, **(trainer_options or {})}
-        config = make_config(**options)
-        trainer = CreditTrainer(reward_funcs=reward_funcs, args=config, train_dataset=rows or dataset, **arguments)
+    def run(*arguments, **options):
+        trainer = make_trainer(*arguments, **options)
         trainer.seen = []
         build = trainer.context_builder.build
 
@@ -162,7 +157,7 @@ def test_several_iterations_reuse_the_scores(train, make_model):
 
 def test_lora_and_gradient_checkpointing(train):
     config = LoraConfig(r=2, target_modules=["q_proj"])
-    trainer = train(gradient_checkpointing=True, trainer_options={"peft_config": config})
+    trainer = train(gradient_checkpointing=True, peft_config=config)
     names = [name for name, p in trainer.model.named_parameters() if p.requires_grad]
     assert names
     assert all("lora" in name and ".teacher" not in name for name in names)
@@ -170,7 +165,7 @@ def test_lora_and_gradient_checkpointing(train):
 
 def test_embeddings_of_chosen_tokens_train(train):
     config = LoraConfig(r=2, target_modules=["q_proj"], trainable_token_indices=[5, 6])
-    trainer = train(trainer_options={"peft_config": config})
+    trainer = train(peft_config=config)
     trained, average = (
         trainer.model.get_parameter(f"base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta.{name}")
         for name in ("default", "teacher")
@@ -199,8 +194,8 @@ class GuessingGame:
 def test_an_environments_reward_may_be_a_verdict(train, make_model, tokenizer):
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.chat_template = qwen3_chat_template
-    options = {"model": make_model(vocab_size=len(tokenizer)), "processing_class": tokenizer}
-    trainer = train(None, trainer_options={**options, "environment_factory": GuessingGame})
+    model = make_model(vocab_size=len(tokenizer))
+    trainer = train(None, model=model, processing_class=tokenizer, environment_factory=GuessingGame)
     assert trainer.seen
     for _, built in trainer.seen:
         assert built.privileged.feedback.startswith("The number was ")
@@ -219,9 +214,9 @@ def test_bf16_mixed_precision_trains_with_fp32_scores(train, make_model):
 @pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo"])
 def test_two_micro_batches_give_the_step_of_one(train, loss_type):
     """Completions of one length, so that no reduction depends on which samples share a micro-batch."""
-    options = {"rollout_func": rollouts_of(lambda i, prompt: f"{i % 4}{prompt[-1]['content']}")}
+    rollouts = rollouts_of(lambda i, prompt: f"{i % 4}{prompt[-1]['content']}")
     whole, parts = (
-        train(loss_type=loss_type, trainer_options=options, **batches).model.state_dict()
+        train(loss_type=loss_type, rollout_func=rollouts, **batches).model.state_dict()
         for batches in ({}, {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2})
     )
     for name, weight in whole.items():

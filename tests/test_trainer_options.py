@@ -5,8 +5,6 @@ The options are read from the installed TRL, so a new one joins by itself. Its v
 type says too little fails `test_every_option_has_a_value_or_a_reason` until `trl_options.toml` has it.
 """
 
-from __future__ import annotations
-
 import enum
 import gc
 import re
@@ -24,7 +22,8 @@ import torch
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
-from credit_trl import CreditConfig, CreditTrainer, Verdict
+from credit_trl import CreditConfig, CreditTrainer
+from test_trainer_parity import mixed_rewards, mixed_verdicts
 from tiny import build_model
 
 ROOT = Path(__file__).parents[1]
@@ -33,14 +32,6 @@ BASE, VALUES, NOT_RUN, BESIDE, BY_CHANCE = (
     GRID[name] for name in ("base", "values", "not_run", "beside", "by_chance")
 )
 FIX = re.compile(r"\b(set|lower|increase|use|install|train|give|remove|write)\b", re.IGNORECASE)
-
-
-def rewards(completions, **kwargs):
-    return [float(len(c[-1]["content"].encode()) % 3 == 0) for c in completions]
-
-
-def verdicts(completions, answer, **kwargs):
-    return [Verdict(r, f"The answer is {a}.") for r, a in zip(rewards(completions), answer, strict=True)]
 
 
 @cache
@@ -107,10 +98,10 @@ def train(tokenizer, tmp_path_factory):
         given = {**BASE, "output_dir": str(tmp_path_factory.mktemp("run")), **given}
         model = build_model(tokenizer)
         if which is Trained.TRL:
-            trainer = GRPOTrainer(model, rewards, GRPOConfig(**given), rows, rows, processing_class=tokenizer)
+            trainer = GRPOTrainer(model, mixed_rewards, GRPOConfig(**given), rows, rows, processing_class=tokenizer)
         else:
             config = CreditConfig(**given, distillation_weight=which.value)
-            trainer = CreditTrainer(model, verdicts, config, rows, rows, processing_class=tokenizer)
+            trainer = CreditTrainer(model, mixed_verdicts, config, rows, rows, processing_class=tokenizer)
         trainer.train()
         assert trainer.state.global_step == trainer.state.max_steps
         return {name: parameter.detach().clone() for name, parameter in trainer.model.state_dict().items()}

@@ -1,7 +1,5 @@
 """Loss, gradients and weights of the trainer against TRL's SDPO and GRPO trainers; test_dense has Algorithm 1."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from trl import GRPOConfig, GRPOTrainer
@@ -9,18 +7,17 @@ from trl.experimental.sdpo import SDPOConfig, SDPOTrainer
 
 from credit_trl import CreditTrainer, Verdict
 from dense import move
-
-
-def mixed_verdicts(completions, answer, **kwargs):
-    """Some rollouts succeed, some fail; feedback for all."""
-    return [
-        Verdict(float(len(c[-1]["content"].encode()) % 3 == 0), f"The answer is {a}.")
-        for c, a in zip(completions, answer, strict=True)
-    ]
+from tiny import QUIET
 
 
 def mixed_rewards(completions, **kwargs):
-    return [verdict.reward for verdict in mixed_verdicts(completions, **kwargs)]
+    """Some rollouts succeed, some fail."""
+    return [float(len(c[-1]["content"].encode()) % 3 == 0) for c in completions]
+
+
+def mixed_verdicts(completions, answer, **kwargs):
+    """These rewards, with feedback for all."""
+    return [Verdict(r, f"The answer is {a}.") for r, a in zip(mixed_rewards(completions), answer, strict=True)]
 
 
 def prepared(trainer, rows=2):
@@ -69,23 +66,14 @@ def sdpo_pair(make_model, make_config, tokenizer, dataset, tmp_path):
         make_model().save_pretrained(path)
         tokenizer.save_pretrained(path)
         rows = dataset.map(lambda row: {"privileged_context": f"Hint: {row['answer']}"})
-        common = {
-            "num_generations": 4,
-            "max_completion_length": 6,
-            "per_device_train_batch_size": 8,
-            "distillation_alpha": alpha,
-            "distillation_topk": len(tokenizer),
-            "temperature": temperature,
-            "use_cpu": True,
-            "bf16": False,
-            "report_to": "none",
-            "gradient_checkpointing": False,
-        }
+        common = {"num_generations": 4, "max_completion_length": 6, "per_device_train_batch_size": 8}
+        common |= {"distillation_alpha": alpha, "distillation_topk": len(tokenizer), "temperature": temperature}
         trls = SDPOConfig(
             output_dir=str(tmp_path / "sdpo"),
             distillation_mode="topk_logits",
             distillation_add_tail=tail == "bucket",
             include_environment_feedback=True,
+            **QUIET,
             **common,
         )
         wording = {name: getattr(trls, name) for name in TEMPLATES}
@@ -103,13 +91,7 @@ def sdpo_pair(make_model, make_config, tokenizer, dataset, tmp_path):
     return make
 
 
-SDPO = [
-    (0.0, "bucket", 1.0),
-    (0.5, "bucket", 1.0),
-    (1.0, "bucket", 1.0),
-    (1.0, "bucket", 0.8),
-    (0.5, "renormalize", 1.0),
-]
+SDPO = [*((alpha, "bucket", 1.0) for alpha in (0.0, 0.5, 1.0)), (1.0, "bucket", 0.8), (0.5, "renormalize", 1.0)]
 
 
 @pytest.mark.parametrize(("alpha", "tail", "temperature"), SDPO)
@@ -135,18 +117,15 @@ def test_zero_lambda_equals_trls_sdpo(sdpo_pair, form, alpha, tail, temperature)
     assert_close(loss_and_gradients(ours, inputs), loss_and_gradients(theirs, {**inputs, **context}), 1e-5, 1e-7)
 
 
-OPTIONS = """
-output_dir use_cpu bf16 per_device_train_batch_size num_generations max_completion_length max_steps learning_rate
-logging_steps save_strategy report_to gradient_checkpointing disable_tqdm seed loss_type
-""".split()
+SIZES = ("per_device_train_batch_size", "num_generations", "max_completion_length", "max_steps", "learning_rate")
+OPTIONS = (*QUIET, *SIZES, "output_dir", "logging_steps", "seed", "loss_type")
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo", "bnpo"])
-def test_zero_weight_equals_trls_grpo_for_whole_runs(make_model, make_config, tokenizer, dataset, loss_type):
-    config = make_config(distillation_weight=0.0, max_steps=3, loss_type=loss_type, beta=0.0)
-    ours = CreditTrainer(make_model(), mixed_verdicts, config, dataset, processing_class=tokenizer)
+def test_zero_weight_equals_trls_grpo_for_whole_runs(make_model, make_trainer, tokenizer, dataset, loss_type):
+    ours = make_trainer(mixed_verdicts, distillation_weight=0.0, max_steps=3, loss_type=loss_type, beta=0.0)
     ours.train()
-    plain = GRPOConfig(**{name: getattr(config, name) for name in OPTIONS})
+    plain = GRPOConfig(**{name: getattr(ours.args, name) for name in OPTIONS})
     theirs = GRPOTrainer(make_model(), mixed_rewards, plain, dataset, processing_class=tokenizer)
     theirs.train()
     for (name, parameter), other in zip(ours.model.named_parameters(), theirs.model.parameters(), strict=True):
@@ -155,10 +134,9 @@ def test_zero_weight_equals_trls_grpo_for_whole_runs(make_model, make_config, to
 
 
 @pytest.mark.parametrize("weight", [0.25, 0.5])
-def test_blend_is_the_weighted_sum_of_both_gradients(make_model, make_config, tokenizer, dataset, weight):
+def test_blend_is_the_weighted_sum_of_both_gradients(make_trainer, weight):
     def gradients(distillation_weight, inputs=None):
-        config = make_config(distillation_weight=distillation_weight)
-        trainer = CreditTrainer(make_model(), mixed_verdicts, config, dataset, processing_class=tokenizer)
+        trainer = make_trainer(mixed_verdicts, distillation_weight=distillation_weight)
         inputs = inputs or prepared(trainer)
         trainer.current_gradient_accumulation_steps = 1
         trainer.model.train()

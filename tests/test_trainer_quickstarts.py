@@ -1,58 +1,16 @@
 """The quickstarts of TRL's documentation train, on a CPU, with a trainer's and a configuration's name changed."""
 
-from __future__ import annotations
-
 import json
 import math
+import re
+from pathlib import Path
 
 import pytest
 
 import tiny
 
-# https://huggingface.co/docs/trl/grpo_trainer#quick-start
-GRPO = """
-from datasets import load_dataset
-from trl import GRPOTrainer
-from trl.rewards import accuracy_reward
-
-dataset = load_dataset("trl-lib/DeepMath-103K", split="train")
-
-trainer = GRPOTrainer(
-    model="Qwen/Qwen2-0.5B-Instruct",
-    reward_funcs=accuracy_reward,
-    train_dataset=dataset,
-)
-trainer.train()
-"""
-
-# https://huggingface.co/docs/trl/sdpo_trainer#usage
-SDPO = """
-from datasets import Dataset
-
-from trl.experimental.sdpo import SDPOConfig, SDPOTrainer
-
-dataset = Dataset.from_dict(
-    {
-        "prompt": [[{"role": "user", "content": "Solve 2+2."}]],
-        "privileged_context": ["Your earlier answer used the wrong format."],
-    }
-)
-
-training_args = SDPOConfig(
-    output_dir="sdpo-model",
-    distillation_mode="topk_logits",       # Explicitly select top-K logit distillation
-    distillation_topk=100,                 # Required when using top-K logit distillation
-    include_environment_feedback=True,     # Use dataset privileged_context for teacher reprompts
-)
-
-trainer = SDPOTrainer(
-    model="Qwen/Qwen2.5-1.5B-Instruct",
-    reward_funcs=reward_func,
-    args=training_args,
-    train_dataset=dataset,
-)
-trainer.train()
-"""
+PAGE = (Path(__file__).parent / "cases" / "trl_quickstarts.md").read_text("utf-8")
+GRPO, SDPO = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 
 def reward_func(completions, **columns):

@@ -1,7 +1,5 @@
 """Tiny random models, a tokenizer with a chat template, and a verifier that random models can satisfy."""
 
-from __future__ import annotations
-
 import os
 
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
@@ -22,19 +20,22 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-# Options of one short step on a CPU, for scripts and blocks of the documentation.
-SMALL = {
+# Options of a run on a CPU that writes nothing.
+QUIET = {
     "use_cpu": True,
     "bf16": False,
     "gradient_checkpointing": False,
+    "report_to": "none",
+    "save_strategy": "no",
+    "disable_tqdm": True,
+}
+# Options of one short step, for scripts and blocks of the documentation.
+SMALL = QUIET | {
     "per_device_train_batch_size": 4,
     "gradient_accumulation_steps": 1,
     "num_generations": 2,
     "max_completion_length": 4,
     "max_steps": 1,
-    "report_to": "none",
-    "save_strategy": "no",
-    "disable_tqdm": True,
 }
 SHARED_DATA = Path(__file__).parents[2] / "shared" / "data"
 

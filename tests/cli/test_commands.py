@@ -1,7 +1,5 @@
 """The `trl` script: TRL's commands unchanged, the `credit` commands and their help."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -110,41 +108,40 @@ def test_arguments_are_split_between_trainer_and_accelerate(launched, tmp_path):
     assert args.training_script_args[2:] == ["--contrastive_coef=0.2", "--output_dir", "out"]
 
 
-def test_options_of_several_files_are_merged(monkeypatch, tmp_path):
-    first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
-    first.write_text("env: {FIRST: a, BOTH: a}\ntask: quickstart\ntop_p: 0.5\nuse_cpu: true\nmax_steps: 5\n")
-    second.write_text("env: {BOTH: b}\ntask: null\ntop_p: 0.9\nbf16: false\nmax_steps: 6\nnum_processes: 1\n")
-    seen = []
-    for name in ("FIRST", "BOTH"):
-        monkeypatch.setenv(name, "")
+@pytest.fixture
+def parsed(monkeypatch):
+    """(arguments of the script, configuration, arguments of the launch) of the launches, none of which is started."""
+    calls = []
 
     def read(launched):
         words = launched.training_script_args
         script, config, *_ = training.make_parser().parse_args_and_config(words, fail_with_unknown_args=False)
-        seen.append((script.task, config.top_p, config.max_steps, launched.num_processes))
+        calls.append((script, config, launched))
 
     monkeypatch.setattr("accelerate.commands.launch.launch_command", read)
+    return calls
+
+
+def test_options_of_several_files_are_merged(parsed, monkeypatch, tmp_path):
+    first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
+    first.write_text("env: {FIRST: a, BOTH: a}\ntask: quickstart\ntop_p: 0.5\nuse_cpu: true\nmax_steps: 5\n")
+    second.write_text("env: {BOTH: b}\ntask: null\ntop_p: 0.9\nbf16: false\nmax_steps: 6\nnum_processes: 1\n")
+    for name in ("FIRST", "BOTH"):
+        monkeypatch.setenv(name, "")
     line = ["--config", str(first), "--max_steps", "7", f"--config={second}", "--gradient_accumulation_steps", "4"]
     assert credit.run(line) == 0
-    assert seen == [(None, 0.9, 7, 1)]
+    [(script, config, launched)] = parsed
+    assert (script.task, config.top_p, config.max_steps, launched.num_processes) == (None, 0.9, 7, 1)
     assert (os.environ["FIRST"], os.environ["BOTH"]) == ("a", "b")
 
 
-def test_recipe_and_its_accelerate_file_are_found_from_any_directory(monkeypatch, tmp_path):
+def test_recipe_and_its_accelerate_file_are_found_from_any_directory(parsed, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    seen = []
-
-    def read(launched):
-        words = launched.training_script_args
-        script, *_ = training.make_parser().parse_args_and_config(words, fail_with_unknown_args=False)
-        seen.append((script.task, launched.config_file, launched.num_processes))
-
-    monkeypatch.setattr("accelerate.commands.launch.launch_command", read)
     assert credit.run(["--recipe", "livecodebench_qwen3_8b", "--use_cpu", "true", "--bf16", "false"]) == 0
-    [(task, accelerate_file, processes)] = seen
-    assert task == "livecodebench:v6"
-    assert Path(accelerate_file).is_file()
-    assert processes is None or processes == 8
+    [(script, _, launched)] = parsed
+    assert script.task == "livecodebench:v6"
+    assert Path(launched.config_file).is_file()
+    assert launched.num_processes in (None, 8)
 
 
 def test_batches_are_checked_for_the_launched_processes(launched, capsys):

@@ -1,7 +1,5 @@
 """A failed run of several processes returns a non-zero exit code and prints the cause in its last line."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -12,44 +10,12 @@ from pathlib import Path
 import pytest
 
 from credit_trl.training.preemption import REQUEUE
+from tables import tables_of
+
+TABLES = tables_of(__file__)
 
 ROOT = Path(__file__).parents[2]
-TASKS = """
-import os
-import signal
-
-from datasets import Dataset
-from credit_trl import Verdict
-
-def in_process(number):
-    return os.environ["RANK"] == number
-
-class Unasked:
-    def build(self, split, path=None):
-        return Dataset.from_list([{"question": "1 + 1?", "answer": "2"}] * 8)
-    def verify(self, response, answer, *, truncated=False):
-        return Verdict(0.0, "no")
-
-class Asked(Unasked):
-    def build(self, split, path=None):
-        return super().build(split).rename_column("question", "prompt").map(
-            lambda row: {"prompt": [{"role": "user", "content": row["prompt"]}]}
-        )
-
-class Wrong(Asked):
-    def verify(self, response, answer, *, truncated=False):
-        return Verdict(0.0, {"expected": "a"} if in_process("1") else "no")
-
-class Buggy(Asked):
-    def verify(self, response, answer, *, truncated=False):
-        return Verdict(float(len(None if in_process("1") else "")), "no")
-
-class Killed(Asked):
-    def verify(self, response, answer, *, truncated=False):
-        if in_process("1"):
-            os.kill(os.getpid(), signal.SIGKILL)
-        return Verdict(0.0, "no")
-"""
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 TRL = ["-m", "credit_trl", "credit"]
 TWO = "--multi_gpu --num_processes 2 --num_machines 1 --mixed_precision no --dynamo_backend no".split()
 RUN = (
@@ -61,28 +27,19 @@ RUN = (
 @pytest.fixture
 def run(tmp_path):
     """A function that runs Python with arguments in a folder with the tasks, and returns the finished process."""
-    (tmp_path / "tasks.py").write_text(TASKS)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    (tmp_path / "tasks.py").write_text(TABLES["tasks"])
 
     def start(*arguments: str, timeout: float = 200) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, *arguments]
         return subprocess.run(
-            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=timeout, check=False
+            command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=timeout, check=False
         )
 
     return start
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("task", "code", "reason"),
-    [
-        ("Unasked", 2, "no column `prompt`; its columns are question, answer"),  # raised in every process
-        ("Wrong", 2, "process 1 failed: TypeError: Verdict.feedback must be text or None, got dict"),
-        ("Buggy", 1, "process 1 failed: TypeError: object of type 'NoneType' has no len()"),
-        ("Killed", 137, "process 1 failed: Signal 9 (SIGKILL) received"),
-    ],
-)
+@pytest.mark.parametrize(("task", "code", "reason"), TABLES["failures"])
 def test_last_line_is_the_cause_of_the_failed_process(run, task, code, reason):
     failed = run(*TRL, *TWO, "--task", f"tasks:{task}", *RUN)
     assert failed.returncode == code, failed.stderr[-3000:]
@@ -105,10 +62,9 @@ def test_sigterm_to_the_command_ends_it_with_a_checkpoint(run, tmp_path, process
         rows = [json.loads(row) for row in path.read_text().splitlines()] if path.exists() else []
         return [row for row in rows if "loss" in row]
 
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, *TRL, *processes, *line]
     with open(tmp_path / "out", "w") as out:
-        job = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=out, stderr=out)
+        job = subprocess.Popen(command, cwd=tmp_path, env=ENVIRONMENT, stdout=out, stderr=out)
     try:
         limit = time.monotonic() + 300
         while len(last_logged()) < 2:

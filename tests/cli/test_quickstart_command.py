@@ -1,7 +1,5 @@
 """`trl credit-quickstart`: the embedded task end to end, with few steps."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

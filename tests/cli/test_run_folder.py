@@ -1,7 +1,5 @@
 """A person's own rows and verifier through training, evaluation, maps and report by the run's folder alone."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys
@@ -78,10 +76,8 @@ def test_several_reward_functions_are_one_verifier():
     assert task.verify("abc", None).reward == 4.0
 
 
-def test_run_from_python_describes_its_functions(make_model, make_config, tokenizer, dataset):
-    config = make_config(reward_weights=[2.0])
-    trainer = CreditTrainer(make_model(), half, config, dataset, processing_class=tokenizer)
-    task = task_of_data(trainer.run_log.facts["data"])
+def test_run_from_python_describes_its_functions(make_trainer):
+    task = task_of_data(make_trainer(half, reward_weights=[2.0]).run_log.facts["data"])
     assert task.verify("abc").reward == 1.0
     with pytest.raises(ValueError, match=r"were a `Dataset` object.*`--path questions.jsonl`"):
         task.build("test")

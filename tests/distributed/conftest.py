@@ -1,7 +1,5 @@
 """Runs of one process, to compare with."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

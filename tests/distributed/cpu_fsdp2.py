@@ -1,7 +1,5 @@
 """FSDP2 on CPU for tests: accelerate selects it on accelerators only and falls back to DDP elsewhere."""
 
-from __future__ import annotations
-
 import os
 
 from accelerate.state import AcceleratorState, PartialState

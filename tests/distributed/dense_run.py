@@ -1,7 +1,5 @@
 """One process of a dense problem: its half of the samples, and the average of gradients over the processes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -3,8 +3,6 @@
 `options` select the wrapper and uneven batches. Each process writes its wrapper, losses and number of collectives.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import hashlib
 import json
@@ -322,31 +320,12 @@ def make_trainer(out: Path, processes: int, options: dict[str, Any]) -> LocalLos
     if options.pop("from_path", False):  # ZeRO-3 partitions it during loading
         model.save_pretrained(out / "model")
         model = str(out / "model")
-    config = CreditConfig(
-        **{
-            "output_dir": str(out / "run"),
-            "use_cpu": True,
-            "bf16": False,
-            "per_device_train_batch_size": batch // processes,
-            "num_generations": GROUP,
-            "max_completion_length": 12,
-            "max_steps": 2,
-            "learning_rate": 1e-3,
-            "lr_scheduler_type": "constant",
-            "logging_steps": 1,
-            "report_to": "none",
-            "save_strategy": "no",
-            "gradient_checkpointing": False,
-            "disable_tqdm": True,
-            "seed": 3,
-            "contrastive_count": 2,
-            "contrastive_coef": 0.3,
-            "teacher_update_rate": 0.2,
-            "scoring_batch_tokens": 512,  # several passes
-            "ddp_find_unused_parameters": False,
-            **options,
-        }
-    )
+    sizes = {"per_device_train_batch_size": batch // processes, "num_generations": GROUP, "max_completion_length": 12}
+    optimizer = {"learning_rate": 1e-3, "lr_scheduler_type": "constant", "ddp_find_unused_parameters": False}
+    method = {"contrastive_count": 2, "contrastive_coef": 0.3, "teacher_update_rate": 0.2}
+    several_passes = {"scoring_batch_tokens": 512}
+    given = tiny.QUIET | sizes | optimizer | method | several_passes | {"max_steps": 2, "logging_steps": 1, "seed": 3}
+    config = CreditConfig(str(out / "run"), **given | options)
     torch.manual_seed(0)
     return LocalLosses(
         model,

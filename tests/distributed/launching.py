@@ -1,7 +1,5 @@
 """Start the processes of a run and end them at the time limit."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

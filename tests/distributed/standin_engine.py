@@ -1,7 +1,5 @@
 """Stand-in for `vllm.LLM` that stores the weights it gets."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any

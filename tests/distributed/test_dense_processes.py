@@ -1,7 +1,5 @@
 """Two processes with half of a batch each equal the dense Algorithm 1 on the whole batch, in fp64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -3,8 +3,6 @@
 A stand-in engine keeps the weights it gets; `tests/vllm_engine` tests a real engine with one process.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

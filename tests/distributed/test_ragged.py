@@ -4,11 +4,12 @@ Under FSDP2 and ZeRO, torch compares each collective between the processes (`TOR
 tests compare the counts, and a watchdog ends processes that wait (`test_control_watchdog_ends_hanging_run`).
 """
 
-from __future__ import annotations
-
 import pytest
 
 from distributed.launching import TYPES, assert_wrapped, finished, launch, needs, weights
+from tables import tables_of
+
+TABLES = tables_of(__file__)
 
 RAGGED = {
     "a process without a teacher": {"verdicts": "first process only", "scoring_batch_tokens": 128},
@@ -77,25 +78,11 @@ def test_control_watchdog_ends_hanging_run(tmp_path):
     assert ended.facts == [None, None]
 
 
-UNPADDED = {
-    "ddp-trimmed": ("ddp", {}),
-    "ddp-packed": ("ddp", {"packed": True}),
-    "ddp-lora-packed": ("ddp", {"packed": True, "lora": True}),
-    "fsdp2-trimmed": ("fsdp2", {}),
-    "fsdp2-packed": ("fsdp2", {"packed": True}),
-    "fsdp2-iterations": ("fsdp2", {"packed": True, "num_iterations": 2}),
-    "fsdp2-checkpointing": ("fsdp2", {"packed": True, "gradient_checkpointing": True}),
-    "zero3-packed": ("zero3", {"packed": True}),
-    "ddp-parts": ("ddp", {"update_batch_tokens": 58}),
-    "fsdp2-parts": ("fsdp2", {"packed": True, "update_batch_tokens": 58}),
-}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", UNPADDED)
+@pytest.mark.parametrize("name", TABLES["unpadded"])
 def test_processes_without_padding_equal_processes_with_it(tmp_path, name):
     """Ranks with completions of other lengths, accumulated over four micro-batches, half without a teacher."""
-    wrapper, options = UNPADDED[name]
+    wrapper, options = TABLES["unpadded"][name]
     needs(wrapper)
     steps = 3 if name == "fsdp2-packed" else 8
     common = {"wrapper": wrapper, "optim": "sgd", "learning_rate": 0.02, "max_steps": steps, "batch": 4}

@@ -1,7 +1,5 @@
 """Sharded runs: precision under FSDP2 and ZeRO, buffers, evaluation, and resumption."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

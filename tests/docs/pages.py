@@ -1,7 +1,5 @@
 """Code blocks of the documentation, found by Sybil, and the files that its pages name."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,7 +1,5 @@
 """The reference implementation on the page "Life of a batch" equals `credit_loss`."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from pages import ROOT, blocks_of

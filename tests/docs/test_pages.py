@@ -1,7 +1,5 @@
 """Blocks of the documentation run: Python as it stands with a tiny model, commands as far as their checks."""
 
-from __future__ import annotations
-
 import importlib
 import re
 from argparse import ArgumentParser

@@ -1,7 +1,5 @@
 """The documentation site: strict build, no external resources, no dead links, complete tables."""
 
-from __future__ import annotations
-
 import html
 import os
 import re

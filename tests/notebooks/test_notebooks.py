@@ -3,8 +3,6 @@
 The slow tests run every notebook (`make notebooks`); the fast ones run the first with fewer steps.
 """
 
-from __future__ import annotations
-
 import re
 import runpy
 from pathlib import Path

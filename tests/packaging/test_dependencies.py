@@ -1,7 +1,5 @@
 """Imports of the package are declared dependencies, or packages that these bring."""
 
-from __future__ import annotations
-
 import ast
 import re
 import sys

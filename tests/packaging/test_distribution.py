@@ -4,8 +4,6 @@ The environment contains only the wheel. A path to this environment's packages, 
 dependencies, so that torch is not installed again. The tests assert that `credit_trl` comes from the wheel.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -72,16 +70,8 @@ def test_wheel_contains_the_package_and_its_recipes(in_wheel):
     assert {name for name in in_wheel if ".dist-info/" not in name} == own
     recipe = "livecodebench_qwen3_8b.yaml"
     assert in_wheel[f"credit_trl/recipes/{recipe}"] == (ROOT / "examples" / "recipes" / recipe).read_bytes()
-    for name in (
-        "credit_trl/py.typed",
-        "credit_trl/tasks/examples/problems.jsonl",
-        "credit_trl/tasks/examples/solutions.jsonl",
-        "credit_trl/tasks/quickstart_model/plain/model.safetensors",
-        "credit_trl/tasks/quickstart_model/plain/tokenizer.json",
-        "credit_trl/lab/report/page/report.js",
-        "credit_trl/cli/starter/run.yaml",
-    ):
-        assert in_wheel[name] == (ROOT / "src" / name).read_bytes()
+    for name in tracked("src/credit_trl"):
+        assert in_wheel[name.removeprefix("src/")] == (ROOT / name).read_bytes(), name
 
 
 def test_wheel_metadata_has_commands_license_requirements(in_wheel):

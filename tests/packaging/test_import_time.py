@@ -1,7 +1,5 @@
 """What `import credit_trl` loads, and what a run of a script prints."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

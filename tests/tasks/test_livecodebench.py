@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import base64
 import json
 import pickle
@@ -20,6 +18,9 @@ from credit_trl.rollout.verdict import FAILED, VerifierPolicy
 from credit_trl.sandbox import Outcome, Program, Sandbox, open_sandbox
 from credit_trl.tasks import livecodebench, load_task
 from credit_trl.tasks.lcb_feedback import CUT_OFF, WRONG_FORMAT
+from tables import tables_of
+
+TABLES = tables_of(__file__)
 
 
 def hub_row(number: int = 0, private: int = 6, **changes) -> dict:
@@ -139,27 +140,7 @@ def test_invalid_build_arguments_raise(monkeypatch, arguments, message):
         livecodebench.build(**arguments)
 
 
-def with_tests(*tests: dict, functional: bool = False) -> dict:
-    return (FUNCTIONAL if functional else {}) | {"private_test_cases": json.dumps(tests)}
-
-
-TEST = {"input": "1", "output": "1", "testtype": "stdin"}
-CALL = TEST | {"testtype": "functional"}
-MALFORMED = {  # reason: (fields of a row, the field that the message names)
-    "a date that is none": ({"contest_date": "soon"}, "contest_date"),
-    "an id twice": ({"question_id": "q0"}, "question_id"),
-    "metadata not JSON": ({"metadata": "{"}, "private_test_cases"),
-    "functional without a function's name": (FUNCTIONAL | {"metadata": "{}"}, "private_test_cases"),
-    "private tests missing": ({"private_test_cases": None}, "private_test_cases"),
-    "no private tests": (with_tests(), "private_test_cases"),
-    "a pickle with a call": ({"private_test_cases": packed(print)}, "private_test_cases"),
-    "a test without an output": (with_tests({"input": "1", "testtype": "stdin"}), "private_test_cases"),
-    "tests of two types": (with_tests(TEST, CALL, functional=True), "private_test_cases"),
-    "a functional test that is no JSON": (with_tests(CALL | {"input": "x"}, functional=True), "private_test_cases"),
-}
-
-
-@pytest.mark.parametrize(("row", "field"), MALFORMED.values(), ids=MALFORMED)
+@pytest.mark.parametrize(("row", "field"), TABLES["malformed"].values(), ids=TABLES["malformed"])
 def test_malformed_row_raises_with_file_row_and_field(write_jsonl, row, field):
     path = write_jsonl([hub_row(0), hub_row(1) | row], "problems.jsonl")
     with pytest.raises(ValueError, match=rf"problems\.jsonl, row 2, field '{field}'"):
@@ -233,15 +214,7 @@ def test_feedback_shows_a_wrong_answer_and_an_error_of_different_tests(sandbox):
     assert verdict.metrics == {"pass_fraction": 1 / 3, "answer_format": 1.0}
 
 
-SLOW = {  # a program that ends at no test, or at the first one only
-    "computes": "while True:\n    pass",
-    "sleeps": "import time\ntime.sleep(100)",
-    "starts a thread": "import threading\nthreading.Thread(target=lambda: [None for _ in iter(int, 1)]).start()",
-    "ends at the first test only": "n = int(input())\nprint(2 * n)\nwhile n > 3:\n    pass",
-}
-
-
-@pytest.mark.parametrize("code", SLOW.values(), ids=SLOW)
+@pytest.mark.parametrize("code", TABLES["slow"].values(), ids=TABLES["slow"])
 def test_time_out_is_shown_with_its_limit_and_ends_the_program(sandbox, code):
     answer = stdin_answer(("3\n", "6\n"), ("10\n", "20\n"), ("11\n", "22\n"), time_limit=0.1)
     start = time.monotonic()
@@ -262,17 +235,9 @@ def test_time_out_leaves_the_other_rollouts_of_the_batch_alone(sandbox):
     assert "Wrong Answer" in verdicts[3].feedback
 
 
-UNLIMITED = [  # (program, its tests)
-    ("print('6' * 100_000)", DOUBLE),
-    ("import sys\nwhile True:\n    print('x' * 9999, file=sys.stderr)", DOUBLE),
-    ("def turn(xs):\n    return 'x' * 100_000", TURN),
-    ("def turn(xs):\n    while True:\n        print('x' * 9999)", TURN),
-]
-
-
-@pytest.mark.parametrize(("code", "answer"), UNLIMITED, ids=["script", "standard error", "value", "function's lines"])
-def test_answers_and_debug_output_have_separate_limits(sandbox, code, answer):
-    assert "Output Limit Exceeded" in livecodebench.verify(fenced(code), answer, sandbox=sandbox).feedback
+@pytest.mark.parametrize(("code", "tests"), TABLES["unlimited"].values(), ids=TABLES["unlimited"])
+def test_answers_and_debug_output_have_separate_limits(sandbox, code, tests):
+    assert "Output Limit Exceeded" in livecodebench.verify(fenced(code), TESTS[tests], sandbox=sandbox).feedback
 
 
 @pytest.mark.parametrize("response", ["I think that", f"<think>\n{fenced(RIGHT)}\nWait"])
@@ -378,19 +343,10 @@ def test_the_deadline_of_the_reward_function_call_applies(seconds):
     assert limit - 5 < box.options["deadline"] <= limit
 
 
-OUTCOMES = [  # (outcomes of the tests, reward)
-    ([ok("6"), Outcome("deadline")], None),
-    ([Outcome("deadline"), Outcome("deadline")], None),
-    ([ok("7"), Outcome("deadline")], 0.0),
-    ([Outcome("timeout"), Outcome("skipped")], 0.0),
-    ([Outcome("memory"), ok("20")], 0.0),
-    ([ok("6"), ok("20")], 1.0),
-]
-
-
-@pytest.mark.parametrize(("outcomes", "reward"), OUTCOMES)
+@pytest.mark.parametrize(("outcomes", "reward"), TABLES["outcomes"])
 def test_undecided_response_has_no_reward(outcomes, reward):
-    verdict = livecodebench.verify(fenced("print(1)"), DOUBLE, sandbox=RecordingSandbox(*outcomes))
+    box = RecordingSandbox(*(Outcome(**outcome) for outcome in outcomes))
+    verdict = livecodebench.verify(fenced("print(1)"), DOUBLE, sandbox=box)
     assert verdict.reward == reward
     assert ("undecided" in verdict.metrics) == (reward is None)
 

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import itertools
@@ -14,6 +12,9 @@ from credit_trl import Verdict
 from credit_trl.rollout.deadline import deadline_in
 from credit_trl.tasks import load_task, math_answers
 from credit_trl.tasks import math as math_task
+from tables import tables_of
+
+TABLES = tables_of(__file__)
 
 needs_math_verify = pytest.mark.skipif(
     importlib.util.find_spec("math_verify") is None or importlib.util.find_spec("pebble") is None,
@@ -65,22 +66,7 @@ def test_at_most_five_percent_of_equal_answers_are_missed():
     assert len(missed) <= 0.05 * len(pairs), missed
 
 
-BOXES = [
-    (r"so \boxed{7}.", "7"),
-    (r"\boxed{1} or \boxed{2}", "2"),
-    (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
-    (r"\boxed{a \boxed{b} c}", "b"),
-    (r"\boxed {7}", "7"),
-    (r"so $\boxed 19$.", "19"),
-    (r"\boxed{\begin{pmatrix}1\\{2}\end{pmatrix}}", r"\begin{pmatrix}1\\{2}\end{pmatrix}"),
-    (r"\boxed{}", ""),
-    (r"\boxed{7", None),
-    (r"\boxed{1} and \boxed{2", None),
-    ("7", None),
-]
-
-
-@pytest.mark.parametrize(("text", "box"), BOXES)
+@pytest.mark.parametrize(("text", "box"), TABLES["boxes"])
 def test_last_box_is_found_with_balanced_braces(text, box):
     assert math_task.last_boxed(text) == box
 
@@ -162,31 +148,14 @@ def test_gold_answer_that_is_no_text_raises(answer):
         math_task.verify(r"\boxed{7}", answer)
 
 
-@pytest.mark.parametrize(
-    ("row", "answer"),
-    [
-        ({"problem": "1+1?", "answer": "2"}, "2"),
-        ({"question": "1+1?", "answer": "One and one is two.\n#### 2"}, "2"),
-        ({"problem": "1+1?", "solution": "We add: $\\boxed{2}$."}, "2"),
-        ({"prompt": [{"role": "user", "content": "1+1?"}], "solution": "2"}, "2"),
-        ({"problem": "1+1?", "answer": 2}, "2"),
-    ],
-)
+@pytest.mark.parametrize(("row", "answer"), TABLES["records"])
 def test_common_record_forms_are_read(write_jsonl, row, answer):
     built = load_task("math").build("train", write_jsonl([row]))[0]
     assert built["prompt"] == [{"role": "user", "content": f"1+1?\n\n{math_task.INSTRUCTION}"}]
     assert (built["answer"], built["task"], built["id"]) == (answer, "math", "math-1")
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        {"answer": "2"},
-        {"problem": "q"},
-        {"prompt": [{"role": "assistant", "content": "a"}], "answer": "2"},
-        {"problem": "q", "solution": "We add.\n\nThen we are done."},
-    ],
-)
+@pytest.mark.parametrize("row", TABLES["malformed"])
 def test_malformed_row_raises_with_file_and_row(write_jsonl, row):
     with pytest.raises(ValueError, match=r"rows\.jsonl, row 1, field"):
         load_task("math").build("train", write_jsonl([row]))

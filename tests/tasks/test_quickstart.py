@@ -1,7 +1,5 @@
 """Data sets and verifier of the embedded task."""
 
-from __future__ import annotations
-
 import json
 import re
 
@@ -9,15 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from credit_trl.tasks.quickstart import (
-    CITIES,
-    GROUPS,
-    SHORTCUT_THOUGHT,
-    TOPIC_OF,
-    TOPICS,
-    build,
-    verify,
-)
+from credit_trl.tasks.quickstart import CITIES, GROUPS, SHORTCUT_THOUGHT, TOPIC_OF, TOPICS, build, verify
+from tables import tables_of
+
+TABLES = tables_of(__file__)
 
 ANSWER = json.dumps({"option": "C", "tool": "music_api", "city": "Oslo"})
 GOLD = 'Thought: guitar is about music.\nAction: music_api\nAction Input: {"city": "Oslo"}'
@@ -76,20 +69,7 @@ def test_answer_of_another_task_raises(answer):
         verify(GOLD, answer)
 
 
-@pytest.mark.parametrize(
-    ("response", "reward", "in_format"),
-    [
-        (GOLD, 1.0, 1.0),
-        (f"\n {GOLD}\n", 1.0, 1.0),
-        (GOLD.replace("music_api", "food_api"), 0.0, 1.0),
-        (GOLD.replace("Oslo", "Rome"), 0.0, 1.0),
-        (GOLD.replace("Thought: ", ""), 0.0, 0.0),
-        (GOLD.replace('"}', ""), 0.0, 0.0),
-        (GOLD + " And more.", 0.0, 0.0),
-        (GOLD.replace("\nAction:", " Action:"), 0.0, 0.0),
-        ("", 0.0, 0.0),
-    ],
-)
+@pytest.mark.parametrize(("response", "reward", "in_format"), TABLES["responses"])
 def test_reward_needs_tool_city_and_format(response, reward, in_format):
     verdict = verify(response, ANSWER)
     assert (verdict.reward, verdict.metrics["format"]) == (reward, in_format)

@@ -1,7 +1,5 @@
 """Shipped base of the embedded task: tokenizer, template, loading, and bases in the cache directory."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 

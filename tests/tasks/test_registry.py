@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import subprocess
 import sys
 import textwrap
@@ -10,24 +8,11 @@ from credit_trl import Verdict
 from credit_trl.tasks import load_task
 from credit_trl.tasks.registry import BUILT_IN
 from credit_trl.testing import check_task
+from tables import tables_of
 
-OWN_TASK = '''\
-from datasets import Dataset
-from credit_trl import Verdict
+TABLES = tables_of(__file__)
 
-
-class Sums:
-    """A task of one's own: fifteen lines."""
-
-    def build(self, split, path=None):
-        questions = [{"role": "user", "content": f"What is {n} + {n}?"} for n in range(20)]
-        rows = [{"prompt": [turn], "answer": str(2 * n)} for n, turn in enumerate(questions)]
-        return Dataset.from_list(rows)
-
-    def verify(self, response, answer, *, truncated=False):
-        is_right = response.strip() == answer
-        return Verdict(float(is_right), None if is_right else f"It is {answer}.")
-'''
+OWN_TASK = TABLES["own_task"]
 
 
 @pytest.fixture
@@ -72,23 +57,7 @@ def test_a_class_of_fifteen_lines_is_a_task(own_package, name):
     check_task(task)
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("nothing", "livecodebench, math, quickstart, sciknoweval, toolalpaca"),
-        ("sciknowevil", "Did you mean 'sciknoweval'"),
-        ("no.such.module:Task", "package.module:attribute"),
-        ("json:NoSuchName", "json has no attribute 'NoSuchName'"),
-        ("sciknoweval:alchemy", "use one of biology, .*physics"),
-        ("math:algebra", "takes no option"),
-        ("sciknoweval:physics,toolalpaca", "use one of biology, .*physics"),
-        ("", "Known tasks"),
-        ("sums_env", "Known tasks"),
-        ("json:JSONDecoder.nothing", "json has no attribute"),
-        (None, "Known tasks"),
-        (".relative:Task", "Unknown task"),
-    ],
-)
+@pytest.mark.parametrize(("name", "message"), TABLES["unknown"])
 def test_unknown_names_raise_and_list_known_tasks(name, message):
     with pytest.raises(ValueError, match=message):
         load_task(name)

@@ -1,7 +1,5 @@
 """check_model and check_logits: unsupported families are refused, others pass, and the model is unchanged."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import transformers
@@ -9,11 +7,9 @@ from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from credit_trl import CreditTrainer
 from credit_trl.lab.analysis.checkpoints import Checkpoint
 from credit_trl.training import check_model
 from families import FAMILIES
-from tiny import length_verdicts
 
 
 @pytest.fixture
@@ -25,30 +21,18 @@ def accelerator():
 def with_prediction_head(tokenizer):
     """A model with a dense layer, an activation and a norm between backbone and output embeddings."""
     torch.manual_seed(0)
-    return transformers.ModernBertDecoderForCausalLM(
-        transformers.ModernBertDecoderConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            pad_token_id=tokenizer.pad_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-            bos_token_id=tokenizer.eos_token_id,
-            cls_token_id=tokenizer.eos_token_id,
-            sep_token_id=tokenizer.eos_token_id,
-        )
-    )
+    ids = {f"{name}_token_id": tokenizer.eos_token_id for name in ("pad", "eos", "bos", "cls", "sep")}
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.ModernBertDecoderConfig(vocab_size=len(tokenizer), **sizes, **ids)
+    return transformers.ModernBertDecoderForCausalLM(config)
 
 
 REFUSED = r"logits of `ModernBertDecoderForCausalLM` are not the product.*`GRPOTrainer`, or open an issue"
 
 
-def test_prediction_head_is_refused_by_trainer_and_analysis(
-    with_prediction_head, make_config, tokenizer, dataset, tmp_path
-):
+def test_prediction_head_is_refused_by_trainer_and_analysis(with_prediction_head, make_trainer, tokenizer, tmp_path):
     with pytest.raises(ValueError, match=REFUSED):
-        CreditTrainer(with_prediction_head, length_verdicts, make_config(), dataset, processing_class=tokenizer)
+        make_trainer(model=with_prediction_head)
     for part in (with_prediction_head, tokenizer):
         part.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=REFUSED):

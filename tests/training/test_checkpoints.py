@@ -1,7 +1,5 @@
 """Atomic checkpoints: complete or absent, and earlier ones survive a full disk."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """Checks of data and machine: an error that names the fix, before any rollout."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

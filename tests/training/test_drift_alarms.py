@@ -1,7 +1,5 @@
 """Fidelity of the teacher, and alarms for its drift, for lengths and for rewards."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from types import SimpleNamespace
@@ -15,6 +13,9 @@ from hypothesis import strategies as st
 from credit_trl.rollout.batch import GenerationBatch
 from credit_trl.training.drift import WINDOW, DriftAlarms
 from credit_trl.training.metrics import Alarms, CreditWarning, teacher_success_weights
+from tables import tables_of
+
+TABLES = tables_of(__file__)
 
 FIDELITY = "credit/teacher_fidelity"
 LENGTH = "completions/mean_length"
@@ -63,24 +64,7 @@ def observe(*, frozen_teacher=False, **series):
     return {cause.removeprefix("drift_") for cause in drift.alarms.raised}
 
 
-@pytest.mark.parametrize(
-    ("name", "first", "last", "cause"),
-    [
-        (FIDELITY, 2.0, 0.9, "fidelity"),
-        (FIDELITY, 2.0, -1.0, "fidelity"),
-        (FIDELITY, 2.0, 1.1, None),
-        (FIDELITY, -1.0, -2.0, None),
-        (LENGTH, 100.0, 151.0, "length"),
-        (LENGTH, 100.0, 149.0, None),
-        (LENGTH, 100.0, 20.0, None),
-        (TRUNCATED, 0.0, 0.16, "length"),
-        (TRUNCATED, 0.0, 0.14, None),
-        (TRUNCATED, 0.4, 0.61, "length"),
-        (REWARD, 0.8, 0.39, "collapse"),
-        (REWARD, 0.8, 0.41, None),
-        (REWARD, 0.0, 0.0, None),
-    ],
-)
+@pytest.mark.parametrize(("name", "first", "last", "cause"), TABLES["windows"])
 def test_alarm_compares_the_latest_with_the_first_window(name, first, last, cause):
     assert observe(**{name: [first] * WINDOW + [last] * WINDOW}) == ({cause} if cause else set())
     assert observe(**{name: [first] * WINDOW + [last] * (WINDOW - 1)}) == set()

@@ -1,7 +1,5 @@
 """A damaged checkpoint is never resumed from: `latest` takes an older one, and a path is refused with the file."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 
@@ -11,7 +9,7 @@ from datasets import Dataset
 from credit_trl import CreditConfig, CreditTrainer
 from credit_trl.training.checkpoints import checkpoint_to_resume
 from credit_trl.training.manifest import find_damage, hash_files, write_manifest
-from tiny import build_model, build_tokenizer, length_verdicts
+from tiny import QUIET, build_model, build_tokenizer, length_verdicts
 
 
 @pytest.fixture(scope="module")
@@ -22,36 +20,18 @@ def run(tmp_path_factory) -> Path:
     rows = Dataset.from_list(
         [{"prompt": [{"role": "user", "content": f"{i}+1="}], "answer": str(i + 1)} for i in range(8)]
     )
-    config = CreditConfig(
-        str(folder),
-        use_cpu=True,
-        bf16=False,
-        per_device_train_batch_size=4,
-        steps_per_generation=2,
-        num_generations=4,
-        max_completion_length=4,
-        max_steps=3,
-        save_steps=1,
-        report_to="none",
-        gradient_checkpointing=False,
-        disable_tqdm=True,
-    )
+    sizes = {"per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 4}
+    saving = {"save_strategy": "steps", "save_steps": 1}
+    config = CreditConfig(str(folder), **{**QUIET, **sizes, **saving}, steps_per_generation=2, max_steps=3)
     CreditTrainer(build_model(tokenizer), length_verdicts, config, rows, processing_class=tokenizer).train()
     shutil.rmtree(folder / "checkpoint-2")
     return folder
 
 
-FILES = (
-    *(
-        "model.safetensors",
-        "teacher.safetensors",
-        "optimizer.pt",
-        "scheduler.pt",
-        "rng_state.pth",
-        "trainer_state.json",
-    ),
-    *("credit_state.json", "rollouts_0.pt", "config.json", "tokenizer.json", "training_args.bin", "manifest.json"),
-)
+FILES = """
+model.safetensors teacher.safetensors optimizer.pt scheduler.pt rng_state.pth trainer_state.json credit_state.json
+rollouts_0.pt config.json tokenizer.json training_args.bin manifest.json
+""".split()
 
 
 def flip(path: Path) -> None:

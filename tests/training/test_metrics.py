@@ -1,9 +1,8 @@
 """Logged metrics and one-time warnings."""
 
-from __future__ import annotations
-
 import math
 import warnings
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,24 +12,18 @@ import torch
 from credit_trl import Verdict
 from credit_trl.contexts.tokens import PrivilegedContext, TokenContexts
 from credit_trl.loss.terms import CreditLoss, MicroBatchLoss, joined
-from credit_trl.training.metrics import (
-    GENERIC_LOGS,
-    Alarms,
-    CreditWarning,
-    TokenMetrics,
-    context_metrics,
-)
+from credit_trl.training.metrics import Alarms, CreditWarning, TokenMetrics, context_metrics
+from tables import tables_of
 from tiny import length_verdicts
+
+TABLES = tables_of(__file__)
 
 ZERO = torch.tensor(0.0)
 
 
 def terms(n, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    names = (
-        "token_loss token_logps entropy kl_to_target student_mass teacher_mass "
-        "teacher_token_logps generic_token_logps teacher_entropy kl_to_teacher advantages ratio policy_logps"
-    ).split()
+    names = [field.name for field in fields(CreditLoss) if field.name != "loss"]
     return CreditLoss(loss=torch.zeros(()), **{name: torch.randn(n, generator=generator) for name in names})
 
 
@@ -147,15 +140,6 @@ def run(make_trainer, dataset):
     return start
 
 
-EVERY_STEP = (
-    "credit/s_mean credit/s_std credit/delta_v_mean credit/generic_mean credit/advantage_mean credit/advantage_std "
-    "credit/kl_to_target credit/support_mass_student credit/support_mass_teacher credit/frac_with_demonstration "
-    "credit/frac_with_feedback credit/frac_without_teacher credit/frac_without_contrast "
-    "credit/kl_to_teacher entropy "
-    "completions/mean_length reward"
-).split()
-
-
 @pytest.mark.parametrize("weight", [0.5, 1.0])
 def test_every_metric_is_logged_at_every_step(run, weight):
     trainer, _ = run(
@@ -169,11 +153,11 @@ def test_every_metric_is_logged_at_every_step(run, weight):
     evaluation = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
     assert len(train) == len(evaluation) == 2
     for entry in train:
-        assert all(math.isfinite(entry[name]) for name in [*EVERY_STEP, "credit/teacher_drift"])
+        assert all(math.isfinite(entry[name]) for name in [*TABLES["every_step"], "credit/teacher_drift"])
         assert entry["credit/frac_lost_gradient"] == 0.0
         assert all(entry[f"credit/seconds_{s}"] > 0 for s in "rollout verdict contexts scores update".split())
     for entry in evaluation:
-        assert all(math.isfinite(entry[f"eval_{name}"]) for name in EVERY_STEP)
+        assert all(math.isfinite(entry[f"eval_{name}"]) for name in TABLES["every_step"])
     table = (Path(__file__).parents[2] / "docs" / "options.md").read_text()
     named = {name for name in train[0] if name.startswith("credit/") and "seconds" not in name}
     assert not {name for name in named if f"| `{name}`" not in table and f", `{name}`" not in table}
@@ -182,14 +166,8 @@ def test_every_metric_is_logged_at_every_step(run, weight):
             Verdict(0.0, None, {name: 1.0})
 
 
-# Options of a run -> a part of the warning that it raises once.
-WARNED = {
-    "ignored feedback": ({"include_environment_feedback": False}, "`include_environment_feedback=False`"),
-    "low support mass": ({"distillation_topk": 2}, "Increase `distillation_topk`"),
-    "uniform teacher": ({"distillation_topk": 200, "weights": {"initializer_range": 0.01}}, "nearly uniform"),
-    "positions": ({"weights": {"max_position_embeddings": 120}}, "`max_position_embeddings=120`"),
-    "masked": ({"mask_truncated_completions": True}, "No token of this generation batch"),
-    "no teacher": ({"reward_funcs": lambda completions, **_: [0.0] * len(completions)}, "batch has a teacher"),
+WARNED = TABLES["warned"] | {
+    "no teacher": ({"reward_funcs": lambda completions, **_: [0.0] * len(completions)}, "batch has a teacher")
 }
 
 
@@ -212,17 +190,7 @@ def test_samples_without_a_teacher_hide_no_missing_contrast():
         Alarms().check_contexts(shares)
 
 
-@pytest.mark.parametrize(
-    ("specific", "delta_v", "logs", "warns"),
-    [
-        (0.05, (-0.2, 2.0), GENERIC_LOGS, True),
-        (0.05, (-0.2, 2.0), GENERIC_LOGS - 1, False),
-        (0.39, (-0.2, 2.5), 20, True),  # SmolLM2, feedback that states the call
-        (6.05, (-0.2, 2.5), 20, False),  # SmolLM2, feedback that names a letter
-        (0.0, (0.0, 0.05), 20, False),
-        (math.nan, (-0.2, 2.0), 20, False),  # no token is contrasted
-    ],
-)
+@pytest.mark.parametrize(("specific", "delta_v", "logs", "warns"), TABLES["generic"])
 def test_credit_that_is_not_input_specific_warns(specific, delta_v, logs, warns):
     alarms = Alarms()
     names = ("credit/s_accepted", "credit/delta_v_mean", "credit/delta_v_std")
@@ -245,18 +213,7 @@ def test_lost_gradient_warns_once_and_is_counted(run, make_model, max_grad_norm)
     assert all(e["loss"] != 0.0 for e in entries)
 
 
-@pytest.mark.parametrize(
-    ("grad_norm", "loss", "mean", "std", "lost"),
-    [
-        (0.0, 0.3, 0.0, 0.2, 1.0),
-        (0.0, 0.3, -0.1, 0.0, 1.0),  # one token
-        (1e-30, 0.3, 0.1, 0.2, 0.0),
-        (0.0, 0.3, 0.0, 0.0, 0.0),  # the student is its target
-        (0.0, 0.0, 0.1, 0.2, math.nan),
-        (0.0, 0.3, math.nan, math.nan, math.nan),  # no teacher
-        (None, 0.3, 0.1, 0.2, math.nan),
-    ],
-)
+@pytest.mark.parametrize(("grad_norm", "loss", "mean", "std", "lost"), TABLES["gradients"])
 def test_gradient_is_lost_where_only_it_is_zero(grad_norm, loss, mean, std, lost):
     last = {"credit/advantage_mean": mean, "credit/advantage_std": std}
     found = Alarms(enabled=False).check_gradient({"grad_norm": grad_norm, "loss": loss}, last)

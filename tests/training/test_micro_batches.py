@@ -1,10 +1,10 @@
 """Training without padding equals training with it, and reads no more tokens than it says."""
 
-from __future__ import annotations
-
 import hashlib
 import sys
+from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,17 +16,13 @@ from trl.generation import vllm_generation
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from padded import padding_kept
 
-from credit_trl import CreditTrainer
 from credit_trl.teacher.packing import PACKED_SDPA, attention_of
-from credit_trl.training.micro_batches import (
-    cut_rows,
-    even_groups,
-    exchanged_count,
-)
-from tiny import length_verdicts
+from credit_trl.training.micro_batches import cut_rows, even_groups, exchanged_count
+from tables import tables_of
 
-ACCUMULATED = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "steps_per_generation": 4}
-MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+TABLES = tables_of(__file__)
+
+ACCUMULATED = TABLES["accumulated"]
 
 
 def ragged_rollouts(prompts, trainer):
@@ -48,37 +44,25 @@ def ragged_rollouts(prompts, trainer):
     return {"prompt_ids": prompt_ids, "completion_ids": completion_ids, "logprobs": logprobs}
 
 
-class Engine:
-    """Stand-in for vLLM's engine, which `ragged_rollouts` does not use."""
-
-    def __init__(self, **options) -> None:
-        pass
-
-    def sleep(self, level: int) -> None:
-        pass
-
-
 @pytest.fixture
-def make_trainer(make_model, make_config, tokenizer, dataset, tmp_path, monkeypatch):
+def make_trainer(make_trainer, dataset, monkeypatch):
+    """`make_trainer` with ragged rollouts, and with a stand-in for vLLM's engine, which these do not use."""
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "0")  # TRL sets them; monkeypatch restores them
         monkeypatch.delenv(name)
+    engine = SimpleNamespace(sleep=lambda level: None)
     monkeypatch.setattr(vllm_generation, "is_vllm_available", lambda: True)
-    monkeypatch.setattr(vllm_generation, "LLM", Engine, raising=False)
+    monkeypatch.setattr(vllm_generation, "LLM", lambda **options: engine, raising=False)
 
     def make(lora=False, vllm=False, **options):
-        engine = {"use_vllm": True, "vllm_mode": "colocate"} if vllm else {}
-        config = make_config(**{"max_completion_length": 48, "max_steps": 8, **engine, **options})
-        trainer = CreditTrainer(
-            make_model(),
-            length_verdicts,
-            config,
-            dataset,
-            dataset.select(range(2)) if "eval_strategy" in options else None,
-            processing_class=tokenizer,
-            rollout_func=ragged_rollouts,
-            peft_config=LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False) if lora else None,
-        )
+        given = {"max_completion_length": 48, "max_steps": 8, "rollout_func": ragged_rollouts}
+        if vllm:
+            given |= {"use_vllm": True, "vllm_mode": "colocate"}
+        if lora:
+            given["peft_config"] = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+        if "eval_strategy" in options:
+            given["eval_rows"] = dataset.select(range(2))
+        trainer = make_trainer(**given | options)
         if vllm:
             trainer.vllm_generation.sync_weights = lambda: None
         return trainer
@@ -86,27 +70,22 @@ def make_trainer(make_model, make_config, tokenizer, dataset, tmp_path, monkeypa
     return make
 
 
-class Reads:
-    """Tokens that enter the student's embedding, with gradient and without; generation is not counted."""
+def count_reads(trainer):
+    """Counts of tokens that enter the student's embedding with gradient (True) and without, except for generation."""
+    reads, generate = Counter(), trainer.rollout_func
 
-    def __init__(self, trainer):
-        self.update = self.no_grad = 0
-        trainer.model.get_input_embeddings().register_forward_hook(self._count)
-        generate = trainer.rollout_func
+    def count(module, args, output):
+        reads[torch.is_grad_enabled()] += args[0].numel()
 
-        def uncounted(*args):
-            before = self.no_grad
-            generated = generate(*args)
-            self.no_grad = before
-            return generated
+    def uncounted(*args):
+        before = reads[False]
+        generated = generate(*args)
+        reads[False] = before
+        return generated
 
-        trainer.rollout_func = uncounted
-
-    def _count(self, module, args, output):
-        if torch.is_grad_enabled():
-            self.update += args[0].numel()
-        else:
-            self.no_grad += args[0].numel()
+    trainer.model.get_input_embeddings().register_forward_hook(count)
+    trainer.rollout_func = uncounted
+    return reads
 
 
 def trained(trainer, **arguments):
@@ -125,28 +104,14 @@ def assert_equal_runs(first, second, rtol=1e-6):
         assert (weight - second[1][name]).abs().max() <= 1e-6, name
 
 
-CASES = {
-    "full": {},
-    "packed": {"packed": True},
-    "lora": {"lora": True},
-    "accumulated": ACCUMULATED,
-    "accumulated-packed": ACCUMULATED | {"packed": True, "loss_type": "grpo"},
-    "two-steps-a-batch": {"per_device_train_batch_size": 4, "steps_per_generation": 2},
-    "iterations": {"num_iterations": 2, "packed": True},
-    "whole-vocabulary": {"distillation_topk": None, "lora": True, "packed": True},
-    "mixed": ACCUMULATED | {"distillation_weight": 0.5},
-    **{f"engine-{mode}": {"vllm": True, "vllm_importance_sampling_mode": mode} for mode in MODES},
-    "engine-renormalize": ACCUMULATED | {"vllm": True, "distillation_tail": "renormalize", "packed": True},
-    "engine-two-steps": {"vllm": True, "per_device_train_batch_size": 4, "steps_per_generation": 2},
-}
 FAST = ("packed", "accumulated", "engine-token_mask", "engine-sequence_mask")
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in CASES]
+    "name", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in TABLES["unpadded"]]
 )
 def test_run_equals_the_padded_run(make_trainer, name):
-    options = {"optim": "sgd", "learning_rate": 0.02, **CASES[name]}
+    options = {"optim": "sgd", "learning_rate": 0.02, **TABLES["unpadded"][name]}
     if name.startswith("engine"):
         options |= {"vllm_importance_sampling_clip_max": 1.2, "vllm_importance_sampling_clip_min": 0.8}
     steps = 3 if name in FAST else 8
@@ -161,21 +126,9 @@ def test_run_equals_the_padded_run(make_trainer, name):
         assert max(abs(a[0] - b[0]) for a, b in zip(uncorrected[0], expected[0], strict=True)) > 1e-4
 
 
-PARTS = {
-    "padded": {},
-    "packed": {"packed": True, "loss_type": "grpo"},
-    "lora": {"lora": True, "per_device_eval_batch_size": 8, "eval_strategy": "steps", "eval_steps": 1},
-    "renormalize": {"distillation_tail": "renormalize", "packed": True},
-    "iterations": {"num_iterations": 2, "log_completions": True},
-    "engine": {"vllm": True, "vllm_importance_sampling_mode": "token_mask", "packed": True},
-    "one-row-each": {"update_batch_tokens": 1},
-    "accumulated": ACCUMULATED | {"update_batch_tokens": 100},
-}
-
-
-@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize("name", TABLES["parts"])
 def test_run_in_parts_equals_the_run_in_one(make_trainer, name):
-    options = {"optim": "sgd", "learning_rate": 0.02, "max_steps": 3, **PARTS[name]}
+    options = {"optim": "sgd", "learning_rate": 0.02, "max_steps": 3, **TABLES["parts"][name]}
     budget = options.pop("update_batch_tokens", 150)
     whole, parts = make_trainer(**options), make_trainer(**options, update_batch_tokens=budget)
     sizes = []
@@ -221,7 +174,7 @@ def prompts_once(batch):
 def test_student_reads_what_the_lengths_say(make_trainer, packed, vllm):
     options = {"lora": False, "gradient_checkpointing": False, "max_steps": 2}
     trainer = make_trainer(vllm=vllm, packed=packed, **ACCUMULATED, **options)
-    reads, batches = Reads(trainer), []
+    reads, batches = count_reads(trainer), []
     compute = trainer._compute_loss
     trainer._compute_loss = lambda model, inputs: batches.append(inputs) or compute(model, inputs)
     trainer.train()
@@ -229,13 +182,13 @@ def test_student_reads_what_the_lengths_say(make_trainer, packed, vllm):
     valid = sum(map(sum, lengths))
     assert len(lengths) == 8
     if packed:
-        assert reads.update <= sum(map(prompts_once, batches)) <= valid
+        assert reads[True] <= sum(map(prompts_once, batches)) <= valid
     else:
-        assert reads.update == sum(len(of_batch) * max(of_batch) for of_batch in lengths)
-        assert valid < reads.update < 1.3 * valid
-    assert reads.no_grad == 0  # a generation batch is one step
+        assert reads[True] == sum(len(of_batch) * max(of_batch) for of_batch in lengths)
+        assert valid < reads[True] < 1.3 * valid
+    assert reads[False] == 0  # a generation batch is one step
     factors = [row["credit/padding_factor"] for row in trainer.state.log_history if "loss" in row]
-    assert sum(factors) / 2 == pytest.approx(reads.update / valid, rel=0.05)
+    assert sum(factors) / 2 == pytest.approx(reads[True] / valid, rel=0.05)
 
 
 @pytest.mark.parametrize("kind", ["ema", "live"])
@@ -287,17 +240,6 @@ def test_parts_are_consecutive_and_within_the_budget(lengths, budget, count):
         assert padded(list(range(len(lengths)))) > budget
 
 
-@pytest.mark.parametrize(
-    ("options", "count"),
-    [
-        (ACCUMULATED, 4),
-        (ACCUMULATED | {"gradient_accumulation_steps": 2}, 2),
-        (ACCUMULATED | {"loss_type": "bnpo"}, 1),  # divides by the tokens of a micro-batch
-        (ACCUMULATED | {"distillation_weight": 0.5}, 4),
-        (ACCUMULATED | {"distillation_weight": 0.5, "entropy_coef": 0.01}, 1),  # its mean is that of a micro-batch
-        (ACCUMULATED | {"distillation_weight": 0.5, "top_entropy_quantile": 0.5}, 1),
-        (ACCUMULATED | {"steps_per_generation": 8, "gradient_accumulation_steps": 3}, 1),
-    ],
-)
+@pytest.mark.parametrize(("options", "count"), TABLES["exchanged"])
 def test_samples_are_exchanged_between_the_micro_batches_of_one_step(make_config, options, count):
     assert exchanged_count(make_config(**options), router_loss=False) == count

@@ -1,7 +1,5 @@
 """Handling of SIGTERM in one process; `tests/faults` sends it to whole runs."""
 
-from __future__ import annotations
-
 import os
 import signal
 from types import SimpleNamespace

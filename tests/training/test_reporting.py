@@ -1,7 +1,5 @@
 """One line a log on the console, seconds of the stages with a fake clock, the columns of the table of completions."""
 
-from __future__ import annotations
-
 import math
 import re
 from pathlib import Path
@@ -10,34 +8,12 @@ import pytest
 from datasets import Dataset
 
 from credit_trl.training.reporting import StageClock, log_line
+from tables import tables_of
 
-LOGS = {
-    "loss": 0.1,
-    "reward": 0.4375,
-    "completions/mean_length": 21.25,
-    "credit/s_mean": 0.8461,
-    "credit/delta_v_mean": -0.1871,
-    "credit/generic_mean": -12.02,
-    "credit/kl_to_target": 0.0512,
-    "credit/seconds_rollout": 3.14,
-    "credit/seconds_update": 4.0,
-    "credit/teacher_drift": 0.1,
-    "epoch": 0.5,
-}
+TABLES = tables_of(__file__)
 
 
-@pytest.mark.parametrize(
-    ("logs", "line"),
-    [
-        (
-            LOGS,
-            "step   7/100  reward   0.438  length  21.250  s   0.846  ΔV  -0.187  generic -12.020  kl   0.051"
-            "  seconds rollout 3.1 update 4.0",
-        ),
-        ({"reward": 1.0}, "step   7/100  reward   1.000"),
-        ({"eval_avg@4": 0.25, "epoch": 1.0, "text": "x"}, "eval at step   7/100  avg@4 0.25"),
-    ],
-)
+@pytest.mark.parametrize(("logs", "line"), TABLES["lines"])
 def test_line_of_a_log_has_its_metrics_and_stages(logs, line):
     assert log_line(logs, 7, 100) == line
 

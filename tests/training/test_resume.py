@@ -1,7 +1,5 @@
 """A resumed run equals an uninterrupted run bit for bit."""
 
-from __future__ import annotations
-
 import json
 import shutil
 
@@ -10,11 +8,12 @@ import torch
 from peft import LoraConfig
 from transformers import TrainerCallback
 
-from credit_trl import CreditTrainer
 from credit_trl.training.checkpoints import load_progress, save_progress
 from credit_trl.training.metrics import CreditWarning
 from credit_trl.training.step import CreditStep
-from tiny import length_verdicts
+from tables import tables_of
+
+TABLES = tables_of(__file__)
 
 
 def adapter(**options):
@@ -44,21 +43,13 @@ def assert_same_weights(trainer, other):
 
 
 @pytest.fixture
-def train(make_model, make_config, tokenizer, dataset, tmp_path):
+def train(make_trainer, tmp_path):
     """A function that trains in a folder, or resumes there, and returns the trainer."""
 
-    def run(output_dir=tmp_path, resume=None, lora=False, changes="refuse", rows=dataset, **options):
-        config = make_config(
-            output_dir=str(output_dir), save_strategy="steps", teacher_update_rate=0.2, temperature=0.9, **options
-        )
-        trainer = CreditTrainer(
-            make_model(),
-            length_verdicts,
-            config,
-            rows,
-            processing_class=tokenizer,
-            peft_config=adapter(**lora) if isinstance(lora, dict) else adapter() if lora else None,
-        )
+    def run(output_dir=tmp_path, resume=None, lora=False, changes="refuse", **options):
+        fixed = {"save_strategy": "steps", "teacher_update_rate": 0.2, "temperature": 0.9}
+        peft = adapter(**lora) if isinstance(lora, dict) else adapter() if lora else None
+        trainer = make_trainer(output_dir=str(output_dir), peft_config=peft, **fixed, **options)
         trainer.initial = {name: value.detach().clone() for name, value in weights(trainer).items()}
         trainer.add_callback(begun := Begun(trainer))
         trainer.train(resume_from_checkpoint=resume, resume_changes=changes)
@@ -68,20 +59,8 @@ def train(make_model, make_config, tokenizer, dataset, tmp_path):
     return run
 
 
-# Twelve prompts, two per generation batch: six generation batches per epoch.
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
-@pytest.mark.parametrize(
-    ("stop", "last", "options"),
-    [
-        pytest.param(2, 5, {}, id="first_epoch"),
-        pytest.param(8, 11, {}, id="second_epoch"),
-        pytest.param(6, 8, {}, id="between_epochs"),
-        pytest.param(
-            3, 6, {"per_device_train_batch_size": 4, "steps_per_generation": 2}, id="inside_a_generation_batch"
-        ),
-        pytest.param(3, 6, {"num_iterations": 2}, id="between_iterations"),
-    ],
-)
+@pytest.mark.parametrize(("stop", "last", "options"), TABLES["stops"].values(), ids=TABLES["stops"])
 def test_resumed_run_equals_uninterrupted_run_bitwise(train, tmp_path, lora, stop, last, options):
     options = {"max_steps": last, "save_steps": stop, **options}
     whole = train(tmp_path / "whole", lora=lora, **options)
@@ -155,15 +134,7 @@ def test_changed_objective_is_refused_with_its_list_unless_allowed(train, tmp_pa
     assert [(one["step"], one["options"]["contrastive_coef"]) for one in segments] == [(0, 0.1), (1, 0.3)]
 
 
-@pytest.mark.parametrize(
-    ("saved", "own", "message"),
-    [
-        (True, False, "`peft_config.peft_type`: 'LORA' -> None"),
-        (False, True, "`peft_config.peft_type`: None -> 'LORA'"),
-        (True, {"r": 8}, "`peft_config.r`: 4 -> 8"),
-        (True, {"target_modules": ["q_proj"]}, r"target_modules`: \['q_proj', 'v_proj'\] -> \['q_proj'\]"),
-    ],
-)
+@pytest.mark.parametrize(("saved", "own", "message"), TABLES["methods"])
 def test_another_fine_tuning_method_is_refused_with_its_fix(train, tmp_path, saved, own, message):
     train(lora=saved, max_steps=1, save_steps=1)
     with pytest.raises(ValueError, match=f"{message}.*Resume with those of the checkpoint"):

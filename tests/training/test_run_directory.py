@@ -1,7 +1,5 @@
 """Files of the run directory: unfinished lines, atomic writes."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """One trainer in a run directory: a second one is refused with the name of the first, a dead lock is taken over."""
 
-from __future__ import annotations
-
 import errno
 import os
 import socket

@@ -1,7 +1,5 @@
 """`run.json` and `log.jsonl` of a run without evaluations."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """TRL's methods that this package overrides, and its attributes that it uses, are there."""
 
-from __future__ import annotations
-
 import ast
 import dis
 import inspect

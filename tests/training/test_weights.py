@@ -1,7 +1,5 @@
 """NaN and infinities never reach weights, teacher or checkpoints; updates that the dtype rounds away are an alarm."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from functools import partial

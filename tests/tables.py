@@ -1,0 +1,13 @@
+"""Tables of cases, which lie in data files beside their tests."""
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+
+def tables_of(test: str) -> dict[str, Any]:
+    """Tables of the file `test_NAME.py`, given by its `__file__`: what `cases/NAME.yaml` beside it contains."""
+    path = Path(test)
+    file = path.parent / "cases" / f"{path.stem.removeprefix('test_')}.yaml"
+    return yaml.safe_load(file.read_text("utf-8"))
