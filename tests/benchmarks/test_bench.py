@@ -1,7 +1,5 @@
 """The guard of counts and ratios."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The benchmarks on a CPU: plan and search of the GPU preset, trials, and a full run at tiny shapes."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """Peak memory of one update beside TRL's SDPO, measured from outside the process."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Prompts of the teacher and the contrasts: the templates' wording, the student's tokens, and control tokens in z."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Contrasts: the registry of sources, and draws that are uniform, never x, and independent of the processes."""
 
-from __future__ import annotations
-
 import itertools
 import random
 import sys

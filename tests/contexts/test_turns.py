@@ -1,7 +1,5 @@
 """Feedback on single turns: its place in the teacher's context, its budget, and the loss that results."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Training on a GPU that does not exist: no operation mixes devices, and nothing waits or masks without need."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 
 import pytest

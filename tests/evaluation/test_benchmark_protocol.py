@@ -1,7 +1,5 @@
 """`evaluate`: scores against direct computation, and resumed evaluations."""
 
-from __future__ import annotations
-
 import json
 import math
 import multiprocessing

@@ -1,7 +1,5 @@
 """`EvaluationCallback` and the run log: unchanged training, best model, resumed runs."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from types import SimpleNamespace

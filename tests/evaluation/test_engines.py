@@ -1,7 +1,5 @@
 """Sampling engines: distribution, seeds, unchanged model and random state."""
 
-from __future__ import annotations
-
 import sys
 import types
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Statistics: coverage of intervals, closed forms, level and power of the paired test."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

@@ -1,7 +1,5 @@
 """Fixtures of the tests of `examples/`: modules of its folders, imported as the scripts import them."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`examples/credit_in_one_file.py` against TRL's SDPO and against this package."""
 
-from __future__ import annotations
-
 import runpy
 from pathlib import Path
 

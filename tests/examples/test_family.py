@@ -1,7 +1,5 @@
 """Methods of `examples/family`: weights against the papers' formulas in numpy, first-step losses in fp64."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from pathlib import Path
 

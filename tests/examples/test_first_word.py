@@ -1,7 +1,5 @@
 """`examples/smollm/first_word.py` on a tiny random model."""
 
-from __future__ import annotations
-
 import csv
 import sys
 

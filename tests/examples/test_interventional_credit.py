@@ -1,7 +1,5 @@
 """`examples/interventional_credit.py` and `examples/compatibility.py` at a small size."""
 
-from __future__ import annotations
-
 import json
 import runpy
 import sys

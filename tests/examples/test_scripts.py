@@ -1,7 +1,5 @@
 """The scripts of `examples/` run from their command line on a tiny model and local rows."""
 
-from __future__ import annotations
-
 import json
 import re
 import runpy

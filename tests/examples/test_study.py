@@ -1,7 +1,5 @@
 """The scripts of `examples/study` on the shipped base."""
 
-from __future__ import annotations
-
 import csv
 import random
 import shutil

@@ -1,7 +1,5 @@
 """The fork server of the runs, and the results of undisturbed runs."""
 
-from __future__ import annotations
-
 import pytest
 
 from faults import launching

@@ -3,8 +3,6 @@
 The process is forked from a server that has imported all modules, so that a run only costs its steps.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Start runs of `faulty_run`, wait for them, and end remaining processes."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

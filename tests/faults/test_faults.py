@@ -4,8 +4,6 @@ The controls are the uninterrupted run, and the killed run before its restart, w
 runs all faults, the fast tests four of them.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -4,8 +4,6 @@ A fault that cannot be survived is refused with a sentence that names the file a
 `FAULT_SEED=7 make test-faults` draws other faults; the seed is part of the name of each test.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import re

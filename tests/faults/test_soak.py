@@ -1,7 +1,5 @@
 """A long run with evaluations, and hashing beside writing: memory, descriptors and time do not grow."""
 
-from __future__ import annotations
-
 import gc
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Maps of random numbers, and hostile texts."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every causal language model of transformers trains alike in each layout of its passes, or is refused."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -4,8 +4,6 @@ The policy is a table of logits: an identity head makes hidden states the logits
 teacher are those of the policy plus δ on A; under the contrast prompt B loses s as well.
 """
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """Scores, loss and gradients against a dense reference with all logits, in fp64 and by autograd."""
 
-from __future__ import annotations
-
 from dataclasses import fields, replace
 
 import pytest

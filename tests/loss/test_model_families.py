@@ -1,7 +1,5 @@
 """Model families with different heads and layers: scored log-probabilities and training."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

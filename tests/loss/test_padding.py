@@ -1,7 +1,5 @@
 """What stands under the padding of TRL's batches changes nothing: soft-capped models, packed and padded passes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from trl import GRPOTrainer

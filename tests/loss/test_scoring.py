@@ -1,7 +1,5 @@
 """The scoring phase against one forward pass per prompt, for any batching."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from functools import partial
 

@@ -4,8 +4,6 @@
 thinking, and a vision-language model with text-only prompts. One family of each way is fast, the others are slow.
 """
 
-from __future__ import annotations
-
 import copy
 
 import pytest

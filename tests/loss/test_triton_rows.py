@@ -3,8 +3,6 @@
 `make test-slow` runs them in the interpreter, in an environment that has the package. With a GPU, plain pytest does.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

@@ -1,7 +1,5 @@
 """Mistakes are one clear error, or warning, with the value and the remedy; the table is `mistakes.yaml`."""
 
-from __future__ import annotations
-
 import json
 import re
 import warnings

@@ -1,7 +1,5 @@
 """Reward functions that a thread limit cannot end, imported by name in a process of their own."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import re

@@ -1,7 +1,5 @@
 """Reward functions in processes of their own: what a thread limit cannot end, is ended; everything else passes."""
 
-from __future__ import annotations
-
 import functools
 import signal
 import subprocess

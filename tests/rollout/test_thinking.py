@@ -1,7 +1,5 @@
 """Thinking and answer of a response, by the marks of the model's chat template."""
 
-from __future__ import annotations
-
 import time
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Verdict: validation and representation. VerdictLog: rewards for TRL, collected feedback."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from functools import partial

@@ -1,7 +1,5 @@
 """Error and timeout policy for reward functions, in VerifierPolicy, VerdictLog and the trainer."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import threading

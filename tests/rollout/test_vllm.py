@@ -1,7 +1,5 @@
 """vLLM: weights and seeds of an engine, a server that is dead, hangs or refuses, and the ratio in the loss."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import json

@@ -1,7 +1,5 @@
 """Sandboxes of each tier for the tests, and the bait of the escape suite."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterator

@@ -6,8 +6,6 @@ descriptors and processes whose names `PRELUDE` defines. An attempt must have no
 changed, no socket reached, no other process touched, nothing left running, and the next programs get right outcomes.
 """
 
-from __future__ import annotations
-
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Helpers of the tests: the outcome of one program, and whether a process has ended."""
 
-from __future__ import annotations
-
 import shutil
 import textwrap
 import time

@@ -1,7 +1,5 @@
 """A local service in the style of Sandbox Fusion that runs programs and can misbehave."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Control groups: available cores by a container's quota, and the memory of a program's processes."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

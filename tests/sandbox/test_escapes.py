@@ -1,7 +1,5 @@
 """The escape suite: in every tier no program escapes, and the outcomes of later programs are right."""
 
-from __future__ import annotations
-
 import platform
 
 import pytest

@@ -1,7 +1,5 @@
 """Memory, sockets and pipes of a process as the server counts them."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

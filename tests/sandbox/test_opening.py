@@ -1,7 +1,5 @@
 """Opening a sandbox: the probe, the choice of a tier, its errors, users and interpreters."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Local sandboxes: input, output, return values, errors and limits of programs."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

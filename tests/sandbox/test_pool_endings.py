@@ -1,7 +1,5 @@
 """Local sandboxes: deadlines, groups, restarts, leftover processes, and memory."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """Programs, limits, outcomes, batches and messages."""
 
-from __future__ import annotations
-
 import dataclasses
 import socket
 from dataclasses import replace

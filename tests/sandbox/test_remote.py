@@ -1,7 +1,5 @@
 """The remote sandbox, against a local service in the style of Sandbox Fusion that can misbehave."""
 
-from __future__ import annotations
-
 import base64
 import math
 import signal

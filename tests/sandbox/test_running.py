@@ -1,7 +1,5 @@
 """Times of a running program: processor time, and waits for processors that others used."""
 
-from __future__ import annotations
-
 import pytest
 
 from credit_trl.sandbox.observe import ProcessorTimes

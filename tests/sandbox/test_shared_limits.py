@@ -1,7 +1,5 @@
 """Limits of processor and wall-clock time of programs with several processes or threads."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """Backbone of a model, and the dtype of the LM head's product."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Another model as the teacher: TRL's on-policy distillation, its own dtype, adapter and vocabulary, resuming."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

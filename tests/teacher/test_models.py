@@ -1,7 +1,5 @@
 """Weights of the teacher: initial values, updates, checkpoints and isolation from the student."""
 
-from __future__ import annotations
-
 import weakref
 
 import pytest

@@ -1,7 +1,5 @@
 """The attention of packed rows against dense attention of each sequence, and the masks that it forms."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """run_in_wrapped_forward under FSDP2: precision of inputs and results, and gradients."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

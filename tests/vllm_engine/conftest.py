@@ -1,7 +1,5 @@
 """Trainers with a real vLLM engine. `make test-vllm` runs the tests in a separate environment; elsewhere they skip."""
 
-from __future__ import annotations
-
 import gc
 import os
 

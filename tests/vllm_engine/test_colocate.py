@@ -1,7 +1,5 @@
 """`vllm_mode="colocate"` with a real engine: weights of sampling and of scoring."""
 
-from __future__ import annotations
-
 import copy
 from contextlib import contextmanager
 

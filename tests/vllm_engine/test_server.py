@@ -1,7 +1,5 @@
 """`vllm_mode="server"` with a real server on loopback, which the tests share in this order."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Models and responses whose maps are measured."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -4,8 +4,6 @@ A joint P(y, z | x) is a table over inputs x, feedbacks z and responses of T tok
 over the table, computed here without any of the code under test.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from types import SimpleNamespace
 

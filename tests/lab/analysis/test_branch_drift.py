@@ -1,7 +1,5 @@
 """Branches of token maps, λ_c and λ_hold, and the finite-time law against a tabular simulation."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """`CreditMapCallback` on several processes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """R_t of the analysis against a formula written in probabilities, and in maps of a configuration."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

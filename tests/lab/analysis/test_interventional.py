@@ -1,7 +1,5 @@
 """Proposition 4 and Corollary 5 on joints with an outcome, and the Monte-Carlo estimate against exact values."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

@@ -1,7 +1,5 @@
 """`CreditMapCallback` in training runs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

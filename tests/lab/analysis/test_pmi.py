@@ -1,7 +1,5 @@
 """The paper's identities on enumerable joints, and cases in which they fail."""
 
-from __future__ import annotations
-
 import itertools
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Values of token maps against `objective.py`, and their storage."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, replace
 

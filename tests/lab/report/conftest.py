@@ -1,7 +1,5 @@
 """A browser that shows pages."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The report of run directories: curves, comparison, rollouts, names of arms, files beside the page."""
 
-from __future__ import annotations
-
 import html
 import json
 import re
