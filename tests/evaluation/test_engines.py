@@ -2,11 +2,13 @@
 
 import sys
 import types
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+import yaml
 from scipy import stats
 from trl.chat_template_utils import parse_response
 
@@ -217,18 +219,10 @@ def test_vllm_requests_have_ids_settings_and_seeds(vllm, tokenizer):
     assert [r.length for r in responses] == [3] * 4
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"temperature": -1.0}, "`temperature` must be at least 0"),
-        ({"top_p": 0.0}, "`top_p` must be in"),
-        ({"top_k": -1}, "`top_k`"),
-        ({"max_completion_length": 0}, "`max_completion_length`"),
-        ({"k": 0}, "`k` must be at least 1"),
-        ({"batch_size": 0}, "`batch_size`"),
-        ({"engine": "sglang"}, "'transformers' or 'vllm'"),
-    ],
-)
+OUT_OF_RANGE = yaml.safe_load(Path(__file__).with_name("out_of_range.yaml").read_text("utf-8"))
+
+
+@pytest.mark.parametrize(("options", "message"), OUT_OF_RANGE)
 def test_values_out_of_range_name_their_option(options, message):
     with pytest.raises(ValueError, match=message):
         EvaluationConfig(**options)
