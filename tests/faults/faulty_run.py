@@ -192,36 +192,17 @@ def run(folder: str, variant: str, fault: Fault | None, rank: int, processes: in
 def make_trainer(out: Path, variant: str, processes: int) -> CreditTrainer:
     """Twelve prompts, two per generation batch; half of the checkpoints lie inside a generation batch."""
     tokenizer = tiny.build_tokenizer()
-    rows = [
-        {"prompt": [{"role": "user", "content": f"{a}+{b}="}], "answer": str(a + b)}
-        for a in range(3)
-        for b in range(4)
-    ]
+    questions = [f"{a}+{b}=" for a in range(3) for b in range(4)]
+    rows = [{"prompt": [{"role": "user", "content": q}], "answer": str(int(q[0]) + int(q[2]))} for q in questions]
     config = CreditConfig(
         output_dir=str(out),
-        use_cpu=True,
-        bf16=False,
         per_device_train_batch_size=4 // processes,
-        steps_per_generation=2,
-        num_generations=4,
-        max_completion_length=5,
         max_steps=STEPS,
-        learning_rate=1e-3,
-        teacher_update_rate=0.2,
-        teacher_sync_steps=1,
-        temperature=0.9,
-        scoring_batch_tokens=256,  # several passes
-        logging_steps=1,
-        save_strategy="steps",
         save_steps=100 if "rarely" in variant else 1,
         save_total_limit=3 if "keeps" in variant else 1,
-        report_to="none",
-        gradient_checkpointing=False,
-        disable_tqdm=True,
-        optim="adamw_torch",
-        seed=1,
-        ddp_find_unused_parameters=False,
+        **FAULTS["options"],
     )
+    adapter = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     torch.manual_seed(0)
     return CreditTrainer(
         tiny.build_model(tokenizer),
@@ -229,9 +210,7 @@ def make_trainer(out: Path, variant: str, processes: int) -> CreditTrainer:
         config,
         Dataset.from_list(rows),
         processing_class=tokenizer,
-        peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-        if "lora" in variant
-        else None,
+        peft_config=adapter if "lora" in variant else None,
     )
 
 

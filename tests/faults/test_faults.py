@@ -42,24 +42,16 @@ def test_killed_run_resumes_bitwise(context, uninterrupted, tmp_path, variant, p
     assert launching.result(tmp_path) == expected
 
 
-# Faults of the surroundings: each ends the run with an error that names it.
-ENDINGS = {
-    "disk": ("", Fault("checkpoint, before", 3, kind="disk"), "Step 3 could not be saved"),
-    "service": ("service", Fault("verdict, inside", 2, kind="service"), "Connection refused"),
-    "engine": ("", Fault("rollout, before", 2, kind="engine"), "VLLMServerError"),
-}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ENDINGS)
-def test_run_whose_surroundings_fail_resumes_bitwise(context, uninterrupted, tmp_path, kind):
-    variant, fault, reason = ENDINGS[kind]
-    codes = launching.launch(context, tmp_path, variant, fault)
+@pytest.mark.parametrize("row", FAULTS["surroundings"], ids=lambda row: row["kind"])
+def test_run_whose_surroundings_fail_resumes_bitwise(context, uninterrupted, tmp_path, row):
+    fault = Fault(row["point"], row["step"], kind=row["kind"])
+    codes = launching.launch(context, tmp_path, row["variant"], fault)
     assert codes == [1]
-    assert reason in launching.log(tmp_path)
+    assert row["says"] in launching.log(tmp_path)
     assert Path(get_last_checkpoint(str(tmp_path))).name == "checkpoint-2"
     assert not (tmp_path / "unfinished").exists()
-    codes = launching.launch(context, tmp_path, variant)
+    codes = launching.launch(context, tmp_path, row["variant"])
     assert codes == [0], launching.log(tmp_path)
     assert launching.result(tmp_path) == uninterrupted("", 1)
 

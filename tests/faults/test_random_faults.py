@@ -21,18 +21,7 @@ from faults.faulty_run import FAULTS, STEPS, Fault
 SEED = int(os.environ.get("FAULT_SEED", "0"))
 RUNS, FAULTS_A_RUN = 20, 5
 
-# Kind -> exit codes of the run that it hits, and what its log says. A run whose fault comes too late ends with 0.
-KINDS = {
-    "kill": ((-9,), ""),
-    "terminate": ((REQUEUE, 0), r"SIGTERM: .*resume_from_checkpoint='latest'.*checkpoint-\d+ in"),
-    "interrupt": ((1,), "KeyboardInterrupt"),
-    "nan gradient": ((1,), r"Step \d is not finite.*the gradient.*(The last checkpoint is|There is no checkpoint)"),
-    "nan loss": ((1, 0), r"Step \d is not finite.*the loss.*(The last checkpoint is|There is no checkpoint)"),
-    "nan teacher": ((1,), r"not finite.*(The last checkpoint is|There is no checkpoint)"),
-    "disk": ((1, 0), r"Step \d could not be saved.*(last checkpoint is|There is no checkpoint).*Make space"),
-    "service": ((1, 0), "Connection refused"),
-    "second": ((0,), r"is used by another trainer: process \d+ on .*set another `output_dir`"),
-}
+KINDS = FAULTS["endings"]
 DAMAGES = ("flipped bit", "truncated file")
 BEFORE_BACKWARD = ("rollout", "verdict", "contexts", "contrast", "scores, before", "update, before")
 
@@ -136,7 +125,7 @@ class FaultyRun:
             threading.Thread(target=self.start_second, daemon=True).start()
         code, said = self.resume(fault, "service" if kind == "service" else "")
         codes, reason = KINDS[kind]
-        assert code in codes, (self.history, said[-3000:])
+        assert code in (REQUEUE if known == "requeue" else known for known in codes), (self.history, said[-3000:])
         if code or kind == "second":
             assert re.search(reason, said, re.DOTALL), (self.history, said[-3000:])
         assert code == -9 or not (self.folder / "unfinished").exists(), self.history

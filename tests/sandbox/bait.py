@@ -133,21 +133,12 @@ class Bait:
         return names
 
 
-def program(escape: Escape, sandbox: PoolSandbox, bait: Bait) -> Program:
-    return Program(
-        escape.source,
-        stdin=escape.stdin,
-        fn_name=escape.call,
-        prelude=bait.prelude(sandbox),
-        limits=escape.limits,
-    )
-
-
 def judge(sandbox: PoolSandbox, bait: Bait, escape: Escape) -> tuple[str, list[str]]:
     """Run one escape. Returns its status and the list of faults, empty if it failed to escape."""
     before, server = bait.state(), sandbox.server_pid
     started = time.monotonic()
-    attempt = program(escape, sandbox, bait)
+    given = {"stdin": escape.stdin, "fn_name": escape.call, "limits": escape.limits}
+    attempt = Program(escape.source, prelude=bait.prelude(sandbox), **given)
     outcome, *others = sandbox.run([attempt, attempt, DEMANDING] if escape.beside else [attempt], deadline=60)
     took = outcome.seconds if escape.beside else time.monotonic() - started
     faults = [f"changed the outcome beside it: {other}" for other in others[1:] if other.stdout != "42\n"]

@@ -14,20 +14,8 @@ from typing import Any
 
 from credit_trl.sandbox import Limits
 
-MIB = 1024 * 1024
-
-# Small, so that a program that is not isolated does no harm and the suite is fast.
-LIMITS = Limits(
-    cpu_seconds=3,
-    wall_seconds=6,
-    memory_bytes=256 * MIB,
-    processes=12,
-    file_bytes=4 * MIB,
-    open_files=64,
-    output_bytes=1 * MIB,
-)
-
 DATA = tomllib.loads(Path(__file__).with_name("escapes.toml").read_text("utf-8"))
+LIMITS = Limits(**DATA["limits"])
 PRELUDE: str = DATA["prelude"] + DATA["multiply"]
 
 

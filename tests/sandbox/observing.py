@@ -6,16 +6,26 @@ import time
 import tomllib
 from pathlib import Path
 
+import pytest
+
 from credit_trl.sandbox import Limits, Outcome, Program, Sandbox
 
 # Without bubblewrap its tests are not collected, and the summary has one line on it.
 PROTECTED = [tier for tier in ("bubblewrap", "landlock") if tier != "bubblewrap" or shutil.which("bwrap")]
 PROGRAMS = tomllib.loads(Path(__file__).with_name("programs.toml").read_text("utf-8"))["program"]
+CASES = tomllib.loads(Path(__file__).with_name("cases.toml").read_text("utf-8"))
+SOURCES = CASES["sources"]
 
 
 def run_one(sandbox: Sandbox, source: str, **fields: object) -> Outcome:
     [outcome] = sandbox.run([Program(textwrap.dedent(source), **fields)], deadline=60)
     return outcome
+
+
+def parametrize(names: str, table: str) -> pytest.MarkDecorator:
+    """Parametrize a test with the rows of a table of `cases.toml`, which begin with the name of the case."""
+    rows = CASES[table]
+    return pytest.mark.parametrize(names.split(), [row[1:] for row in rows], ids=[row[0] for row in rows])
 
 
 def check_outcome(sandbox: Sandbox, row: dict) -> None:

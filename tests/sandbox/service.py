@@ -36,11 +36,9 @@ class Handler(BaseHTTPRequestHandler):
             return
         self.answer(200, run_code(body))
 
-    def answer(self, status: int, body: dict, headers: dict[str, str] | None = None) -> None:
+    def answer(self, status: int, body: dict) -> None:
         payload = json.dumps(body).encode()
         self.send_response(status)
-        for name, value in (headers or {}).items():
-            self.send_header(name, value)
         self.send_header("Content-Length", str(len(payload)))
         self.end_headers()
         self.wfile.write(payload)

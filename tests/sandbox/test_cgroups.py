@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-from observing import run_one
+from observing import SOURCES, parametrize, run_one
 
 from credit_trl.sandbox import Limits, Program, cgroups, pool
 from credit_trl.sandbox.pool import PoolSandbox
@@ -32,22 +32,7 @@ def put(folder: Path, files: dict[str, str], own: str, monkeypatch: pytest.Monke
     return folder / "groups"
 
 
-@pytest.mark.parametrize(
-    ("own", "files", "expected"),
-    [
-        ("0::/", {}, 12),
-        ("0::/", {"cpu.max": "max 100000"}, 12),
-        ("0::/", {"cpu.max": "250000 100000"}, 3),
-        ("0::/", {"cpu.max": "50000 100000"}, 1),
-        ("0::/", {"cpu.max": "6400000 100000"}, 12),
-        ("0::/a/b", {"a/b/cpu.max": "max 100000", "a/cpu.max": "400000 100000", "cpu.max": "500000 100000"}, 4),
-        ("0::/a", {"other/cpu.max": "100000 100000"}, 12),
-        ("3:cpu,cpuacct:/a", {"a/cpu.max": "100000 100000"}, 12),
-        ("0::/", {"cpu.max": "no numbers here"}, 12),
-    ],
-    ids=["no file", "no quota", "rounded up", "half a core", "more than there are", "of a parent", "of another group",
-         "version 1", "damaged"],
-)  # fmt: skip
+@parametrize("own files expected", "quotas")
 def test_available_cores_respects_container_quota(twelve_cores, tmp_path, monkeypatch, own, files, expected) -> None:
     put(tmp_path, files, own, monkeypatch)
     assert cgroups.available_cores() == expected
@@ -66,24 +51,10 @@ def test_worker_count_divides_cores_by_local_world_size(twelve_cores, monkeypatc
     assert cgroups.worker_count() == 1
 
 
-@pytest.mark.parametrize(
-    ("own", "files", "expected"),
-    [
-        ("0::/a/b", {"a/cgroup.subtree_control": "cpu memory", "a/cgroup.procs": ""}, "a"),
-        (
-            "0::/a",
-            {"a/cgroup.subtree_control": "memory", "a/cgroup.procs": "", "cgroup.subtree_control": "memory"},
-            "a",
-        ),
-        ("0::/a/b", {"a/cgroup.subtree_control": "cpu pids", "a/cgroup.procs": ""}, None),
-        ("0::/a/b", {"a/cgroup.subtree_control": "memory"}, None),  # no process can be moved
-        ("4:memory:/a", {"a/cgroup.subtree_control": "memory", "a/cgroup.procs": ""}, None),
-    ],
-    ids=["of the parent", "its own", "without memory", "not delegated", "version 1"],
-)
+@parametrize("own files expected", "delegations")
 def test_group_is_delegated_where_it_limits_memory_and_can_be_written(tmp_path, monkeypatch, own, files, expected):
     groups = put(tmp_path, files, own, monkeypatch)
-    assert cgroups.delegated_group() == (expected and groups / expected)
+    assert cgroups.delegated_group() == (groups / expected if expected else None)
 
 
 @pytest.fixture
@@ -137,16 +108,7 @@ def test_groups_of_a_server_are_removed_with_it(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(cgroups.delegated_group() is None, reason="no control group is delegated to this process")
 def test_real_group_holds_the_memory_of_all_processes(sandbox) -> None:
-    """Eight processes of 40 MiB each, at once, and gone before a sample of the server's could count them."""
-    source = """
-    import os
-    for _ in range(8):
-        if os.fork() == 0:
-            held = bytearray(b"x") * (40 << 20)
-            os.write(1, b".")
-            os._exit(0)
-    """
     if sandbox.tier == "landlock":
         pytest.skip("programs have one process there")
-    assert run_one(sandbox, source, limits=Limits(memory_bytes=192 * MIB)).status == "memory"
+    assert run_one(sandbox, SOURCES["eight_processes"], limits=Limits(memory_bytes=192 * MIB)).status == "memory"
     assert not list(cgroups.delegated_group().glob(f"credit-trl-{sandbox.server_pid}-*"))

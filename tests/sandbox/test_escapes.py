@@ -4,23 +4,9 @@ import platform
 
 import pytest
 from bait import Bait, judge
-from escape import ESCAPES, Escape
+from escape import DATA, ESCAPES, Escape
 
 from credit_trl.sandbox import open_sandbox
-
-# These succeed without isolation. The suite runs them unprotected to test its detection.
-NOTICED_UNPROTECTED = (
-    "list directories outside",
-    "connect to a local port",
-    "connect to Unix sockets",
-    "create a file outside",
-    "listen",
-    "execute other programs",
-    "memory outside the process's count",
-    "hide sockets in sockets",
-    "memory in pipes",
-    "read extended attributes outside",
-)
 
 
 @pytest.mark.parametrize("escape", ESCAPES, ids=lambda escape: escape.name.replace(" ", "_"))
@@ -40,6 +26,6 @@ def test_suite_detects_unprotected_escapes() -> None:
     by_name = {escape.name: escape for escape in ESCAPES}
     sandbox = open_sandbox("unprotected", workers=2)
     with sandbox, Bait() as bait:
-        for name in NOTICED_UNPROTECTED:
+        for name in DATA["noticed_unprotected"]:
             _, faults = judge(sandbox, bait, by_name[name])
             assert faults, f"{name} escaped undetected"

@@ -9,18 +9,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+from observing import SOURCES
 
 from credit_trl.sandbox import observe
 
 MIB = 1024 * 1024
-# The first thread ends with the system call `exit`, which leaves the other threads of the process.
-_WITHOUT_FIRST_THREAD = """
-import ctypes, platform, socket, threading, time
-held, pairs = bytearray(b"x" * 100 * 1024 * 1024), [socket.socketpair() for _ in range(10)]
-threading.Thread(target=time.sleep, args=(60,)).start()
-print("ready", flush=True)
-ctypes.CDLL(None).syscall({"x86_64": 60, "aarch64": 93}[platform.machine()], 0)
-"""
 
 
 @contextmanager
@@ -35,7 +28,7 @@ def running(source: str) -> Iterator[int]:
 
 
 def test_process_whose_first_thread_ended_is_counted() -> None:
-    with running(_WITHOUT_FIRST_THREAD) as pid:
+    with running(SOURCES["without_first_thread"]) as pid:
         give_up = time.monotonic() + 10
         while observe._resident(f"/proc/{pid}") and time.monotonic() < give_up:
             time.sleep(0.01)

@@ -13,13 +13,16 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from observing import PROTECTED
+from observing import CASES, PROTECTED, SOURCES
 
 from credit_trl import sandbox as package
 from credit_trl.sandbox import bubblewrap, choose_sandbox, interpreter, landlock, launch, open_sandbox, pool
 from credit_trl.sandbox.pool import PoolSandbox
 from credit_trl.sandbox.probe import probe
 from credit_trl.sandbox.protocol import Program, SandboxError
+
+TIERS = (*PROTECTED, "unprotected")
+UNISOLATED = {name: row for name, row in CASES["unisolated"].items() if row["tier"] in TIERS}
 
 
 @pytest.fixture
@@ -150,56 +153,23 @@ def test_probe_opens_its_bait_to_others_when_it_is_complete(monkeypatch: pytest.
     assert opened == [{"secret": 0o666, "removable": 0o666}]
 
 
-ALLOW_ALL = (
-    "from credit_trl.sandbox import seccomp\n"
-    "seccomp._assemble = lambda *_: __import__('struct').pack('<HBBI', 6, 0, 0, 0x7fff0000)"
-)
-NO_PROCESS_NAMESPACE = (
-    "from credit_trl.sandbox import bubblewrap; made = bubblewrap._namespaces\n"
-    "bubblewrap._namespaces = lambda: [part for part in made() if part != '--unshare-pid']"
-)
-UNFILTERED = ("made a network socket", "made uncounted shared memory", "made a memory file")
-
-
-UNISOLATED = {
-    "nothing": (
-        *("unprotected", ""),
-        ("read a file outside", "wrote a file outside", "connected to a local port", *UNFILTERED),
-    ),
-    "bubblewrap without filter": ("bubblewrap", ALLOW_ALL, UNFILTERED),
-    "Landlock without filter": ("landlock", ALLOW_ALL, UNFILTERED),
-    "no process namespace": ("bubblewrap", NO_PROCESS_NAMESPACE, ("no process namespace of its own",)),
-}
-
-
-@pytest.mark.parametrize("name", [name for name, row in UNISOLATED.items() if row[0] in (*PROTECTED, "unprotected")])
-def test_probe_rejects_missing_isolation(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    tier, change, escapes = UNISOLATED[name]
-    require(tier)
+@pytest.mark.parametrize("row", UNISOLATED.values(), ids=UNISOLATED)
+def test_probe_rejects_missing_isolation(monkeypatch: pytest.MonkeyPatch, row: dict) -> None:
+    require(row["tier"])
     main = "from credit_trl.sandbox.server"
-    monkeypatch.setattr(pool, "_BOOT", pool._BOOT.replace(main, f"{change}\n{main}"))
-    with PoolSandbox(tier, 1) as bare, pytest.raises(SandboxError) as caught:
+    monkeypatch.setattr(pool, "_BOOT", pool._BOOT.replace(main, f"{row['change']}\n{main}"))
+    with PoolSandbox(row["tier"], 1) as bare, pytest.raises(SandboxError) as caught:
         probe(bare)
-    for escape in escapes:
+    for escape in row["escapes"]:
         assert escape in str(caught.value)
 
 
 @pytest.mark.parametrize("descriptors", [10, 20, 60, 160])
 def test_lack_of_descriptors_is_no_fault_of_a_tier(descriptors: int) -> None:
     """Nor does it lead to a run without protection, in the trainer, in the server, or in a program of the probe."""
-    source = f"""
-from credit_trl.sandbox import ResourcesExhausted, open_sandbox, pool, probe, remote
-import resource
-resource.setrlimit(resource.RLIMIT_NOFILE, ({descriptors}, {descriptors}))
-try:
-    print("opened", open_sandbox(workers=1).tier)
-except ResourcesExhausted as error:
-    print("exhausted", error)
-"""
     environment = {**os.environ, package.CHOICE: "", package.UNPROTECTED: "1"}
-    ended = subprocess.run(
-        [sys.executable, "-c", source], env=environment, capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, "-c", SOURCES["few_descriptors"], str(descriptors)]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert re.search(r"^exhausted .*Too many open files", ended.stdout, re.DOTALL), ended.stdout + ended.stderr
     assert "does not isolate" not in ended.stdout
 
@@ -317,23 +287,8 @@ def test_installed_packages_are_inaccessible(tier: str, relocated: Path, monkeyp
     require(tier)
     [executable] = (relocated / "bin").glob("python*")
     monkeypatch.setattr(sys, "executable", str(executable))
-    source = """
-import os, string, xml.dom, _json, sys
-packages = [os.path.join(os.path.dirname(os.__file__), kind) for kind in ("site-packages", "dist-packages")]
-def attempt(action):
-    try:
-        return repr(action())
-    except OSError:
-        return "refused"
-def wrote(path):
-    with open(path, "w") as file:
-        return file.write("x")
-print(os.__file__)
-print([attempt(lambda: open(p + "/planted/tests.jsonl").read()) for p in packages])
-print([attempt(lambda: wrote(p + "/new")) for p in packages])
-"""
     with PoolSandbox(tier, 1) as opened:
-        [outcome] = opened.run([Program(source)])
+        [outcome] = opened.run([Program(SOURCES["installed_packages"])])
     home, read, written = outcome.stdout.splitlines()
     assert home.startswith(str(relocated))
     assert read == written == "['refused', 'refused']"

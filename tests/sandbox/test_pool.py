@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from observing import PROGRAMS, check_outcome, run_one
+from observing import PROGRAMS, SOURCES, check_outcome, run_one
 
 from credit_trl.sandbox import Outcome, Program
 
@@ -73,13 +73,7 @@ def test_large_input_and_output(sandbox) -> None:
 
 
 def test_traceback_is_short_without_paths(sandbox) -> None:
-    source = """\
-    import json
-    def inner(text):
-        return json.loads(text)
-    inner("{")
-    """
-    error = run_one(sandbox, source, prelude="a = 1\n" * 50).error
+    error = run_one(sandbox, SOURCES["traceback"], prelude="a = 1\n" * 50).error
     assert 'File "program.py", line 3, in inner' in error
     assert "JSONDecodeError" in error.splitlines()[-1]
     assert "/" not in error

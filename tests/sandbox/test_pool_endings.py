@@ -6,12 +6,11 @@ import signal
 import subprocess
 import sys
 import tempfile
-import textwrap
 import threading
 import time
 
 import pytest
-from observing import gone, run_one
+from observing import SOURCES, gone, run_one
 
 from credit_trl.sandbox import Limits, Program, SandboxError, observe
 from credit_trl.sandbox.pool import PoolSandbox
@@ -47,15 +46,8 @@ def test_dead_server_is_replaced_and_programs_rerun(sandbox) -> None:
 
 def test_killed_server_leaves_no_process() -> None:
     """Nor one that the kernel does not end with its parent, as a child that bubblewrap is about to confine."""
-    source = """
-        import os, time
-        if os.fork() == 0:
-            os.setsid()
-            os.fork()
-        time.sleep(60)
-    """
     with PoolSandbox("unprotected", 1) as opened:
-        batch = threading.Thread(target=lambda: opened.run([Program(textwrap.dedent(source))], deadline=3.0))
+        batch = threading.Thread(target=lambda: opened.run([Program(SOURCES["orphans"])], deadline=3.0))
         batch.start()
         server = opened.server_pid
         give_up = time.monotonic() + 20
@@ -157,17 +149,8 @@ def test_interrupt_kills_programs(sandbox, interruptible) -> None:
 
 
 def test_programs_and_server_end_with_the_trainer(sandbox) -> None:
-    script = f"""
-    import os, sys, threading
-    from credit_trl.sandbox import Program
-    from credit_trl.sandbox.pool import PoolSandbox
-    sandbox = PoolSandbox({sandbox.tier!r}, 2)
-    threading.Thread(target=sandbox.run, args=([Program("while True: pass")] * 2,), daemon=True).start()
-    import time; time.sleep(0.5)
-    print(sandbox.server_pid, flush=True)
-    time.sleep(60)
-    """
-    trainer = subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-c", SOURCES["trainer"], sandbox.tier]
+    trainer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     server = int(trainer.stdout.readline())
     family = list(observe.descendants(server))
     assert len(family) >= 3

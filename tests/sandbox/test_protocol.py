@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from observing import CASES
 
 from credit_trl.sandbox import STATUSES, Limits, Outcome, Program
 from credit_trl.sandbox.batch import Batch
@@ -27,27 +28,13 @@ def test_limits_out_of_range_raise(field: str, value: float) -> None:
         Limits(**{field: value})
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"arguments": "[1]"}, "needs Program.fn_name"),
-        ({"fn_name": "f", "stdin": "x"}, "no standard input"),
-        ({"fn_name": "f", "arguments": "1"}, r"JSON text of an array.*json\.dumps"),
-    ],
-)
+@pytest.mark.parametrize(("fields", "message"), CASES["invalid_programs"])
 def test_invalid_programs_raise(fields: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Program("pass", **fields)
 
 
-@pytest.mark.parametrize(
-    ("limits", "message"),
-    [
-        ({"memory_bytes": (64 << 20) - 1, "processes": 1}, "and 67108864 with Limits.processes=1"),
-        ({"memory_bytes": 128 << 20, "processes": 2}, "at least 201326592 with several processes"),
-        ({"open_files": 3}, "at least 16"),
-    ],
-)
+@pytest.mark.parametrize(("limits", "message"), CASES["small_limits"])
 def test_limits_too_small_for_interpreter_raise(limits: dict, message: str) -> None:
     Limits(memory_bytes=64 << 20, processes=1)
     with pytest.raises(ValueError, match=message):

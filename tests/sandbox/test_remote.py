@@ -1,13 +1,14 @@
 """The remote sandbox, against a local service in the style of Sandbox Fusion that can misbehave."""
 
 import base64
+import json
 import math
 import signal
 import time
 from collections.abc import Iterator
 
 import pytest
-from observing import PROGRAMS, check_outcome
+from observing import CASES, PROGRAMS, check_outcome, parametrize
 from service import Handler, Service, run_code, running_service
 
 from credit_trl.sandbox import Limits, Program, SandboxError, choose_sandbox, open_sandbox, remote
@@ -121,19 +122,7 @@ def test_credentials_are_sent_and_never_shown(service: Service, no_wait: None, c
         assert not {"s3cr", token, "\x1b"} & {part for part in ("s3cr", token, "\x1b") if part in text}
 
 
-@pytest.mark.parametrize(
-    "url",
-    [
-        "http://user:s3cret@",
-        "http://user:s3cret@host:port",
-        "http://user:s3/cret@host",
-        "ftp://user:s3cret@host",
-        "user:s3cret@host",
-        "http://host/?key=s3cret",
-        "https://host/#s3cret",
-        "http://",
-    ],
-)
+@pytest.mark.parametrize("url", CASES["addresses"])
 def test_invalid_address_is_shown_without_credentials(url: str) -> None:
     for action in (RemoteSandbox, open_sandbox, choose_sandbox):
         with pytest.raises(ValueError, match="http://") as caught:
@@ -168,19 +157,9 @@ def test_endless_response_is_an_output_limit(service: Service) -> None:
     assert outcome.status == "output_limit"
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        (500, {"detail": "broken"}),
-        (429, {}),
-        (400, {"detail": "unknown field"}),
-        (200, {"status": "SandboxError", "message": "no container", "run_result": None}),
-        (200, {"unexpected": True}),
-        (200, []),
-    ],
-)
-def test_failing_service_is_asked_twice(service: Service, no_wait: None, answer: tuple[int, object]) -> None:
-    service.misbehave = lambda handler, body: handler.answer(*answer)
+@parametrize("status body", "failing_answers")
+def test_failing_service_is_asked_twice(service: Service, no_wait: None, status: int, body: str) -> None:
+    service.misbehave = lambda handler, _: handler.answer(status, json.loads(body))
     with RemoteSandbox(service.url) as sandbox, pytest.raises(SandboxError, match="could not run program 0, twice"):
         sandbox.run([Program("print(1)")])
     assert sum("print(1)" in request["code"] for request in service.requests) == 2
@@ -213,13 +192,10 @@ def test_report_with_wrong_mark_is_ignored() -> None:
     assert outcome.status == "runtime_error"
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"status": "Error"},
-        *({"execution_time": seconds} for seconds in (math.nan, math.inf, -1.0, 10**400, "soon", [1])),
-    ],
-)
+BAD_SECONDS = (math.nan, math.inf, -1.0, 10**400, "soon", [1])
+
+
+@pytest.mark.parametrize("change", [{"status": "Error"}, *({"execution_time": seconds} for seconds in BAD_SECONDS)])
 def test_malformed_response_is_an_error_of_the_service(change: dict) -> None:
     run = {"status": "Finished", "return_code": 0, "stdout": "", "stderr": "", "execution_time": 0.1}
     assert outcome_of(Program(""), {"status": "Success", "run_result": run}, mark="secret").status == "ok"

@@ -1,6 +1,7 @@
 """Times of a running program: processor time, and waits for processors that others used."""
 
 import pytest
+from observing import parametrize
 
 from credit_trl.sandbox.observe import ProcessorTimes
 from credit_trl.sandbox.protocol import Program
@@ -11,18 +12,7 @@ def running_program() -> RunningProgram:
     return RunningProgram(0, Program("pass"), pid=1, pipes=(2, 3, 4), user=None, group=None, started_at=0.0)
 
 
-@pytest.mark.parametrize(
-    ("total", "ran", "waited", "delayed"),
-    [
-        (0.25, {"a": 0.25}, {"a": 0.75}, 0.75),  # one thread beside other programs
-        (1.0, {"a": 1.0}, {"a": 0.0}, 0.0),  # alone
-        (0.0, {"a": 0.0}, {"a": 0.0}, 0.0),  # asleep
-        (1.0, {"a": 0.25, "b": 0.75}, {"a": 0.75, "b": 0.25}, 0.0),  # two threads, one processor
-        (2.0, {"a": 0.5, "b": 0.5, "c": 1.0}, {"a": 0.5, "b": 0.5, "c": 0.0}, 0.0),  # three threads, two processors
-        (0.5, {"a": 0.25, "b": 0.25}, {"a": 0.75, "b": 0.75}, 0.5),  # both beside other programs
-        (1.0, {"a": 0.25}, {"a": 0.75}, 0.0),  # the other processes have ended
-    ],
-)
+@parametrize("total ran waited delayed", "waits")
 def test_waits_for_own_threads_are_no_delay(total: float, ran: dict, waited: dict, delayed: float) -> None:
     run = running_program()
     run.add_times(ProcessorTimes(5.0, dict.fromkeys(ran, 2.0)), now=0.0)
