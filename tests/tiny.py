@@ -1,11 +1,13 @@
 """Tiny random models, a tokenizer with a chat template, and a verifier that random models can satisfy."""
 
+import json
 import os
 
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -108,3 +110,8 @@ def length_verdicts(completions, answer, **kwargs) -> list[Verdict]:
         Verdict(float(len(c[-1]["content"]) % 2), f"The answer is {a}.")
         for c, a in zip(completions, answer, strict=True)
     ]
+
+
+def read_cases(test_file: str, name: str) -> list[Any]:
+    """Rows of `cases/NAME.jsonl` beside a test file."""
+    return [json.loads(line) for line in (Path(test_file).parent / "cases" / f"{name}.jsonl").open(encoding="utf-8")]

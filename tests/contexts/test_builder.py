@@ -15,7 +15,7 @@ from credit_trl.contexts.contrast import Contrast
 from credit_trl.contexts.prompts import chat_renderer
 from credit_trl.contexts.tokens import PrivilegedContext, demonstration_text
 from credit_trl.rollout.batch import GenerationBatch, is_successful, total_rewards
-from tiny import build_tokenizer, context_ids
+from tiny import build_tokenizer, context_ids, read_cases
 
 PROMPT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}]
 SPECIAL = ["<|im_end|>", "<|im_start|>", "<|endoftext|>"]
@@ -185,23 +185,7 @@ def test_a_student_prompt_as_context_has_no_z(tokenizer, make_config):
     assert not built.cut
 
 
-THOUGHT = "<think>two</think>4<think>and two</think>"
-
-
-@pytest.mark.parametrize(
-    ("kept", "text", "opened", "expected"),
-    [
-        ("solution", THOUGHT, None, "4"),
-        ("think", THOUGHT, None, "two\nand two"),
-        ("think+solution", THOUGHT, None, THOUGHT),
-        *((kept, THOUGHT + "<think>hm", None, None) for kept in ("solution", "think", "think+solution")),  # unclosed
-        ("solution", "two", True, None),
-        ("solution", "", None, None),
-        ("solution", " plain\n", None, " plain\n"),
-        ("solution", "two and two\n</think>\n\n4", None, "4"),
-        ("think", "plain", None, None),
-    ],
-)
+@pytest.mark.parametrize(("kept", "text", "opened", "expected"), read_cases(__file__, "demonstrations"))
 def test_demonstration_is_the_chosen_part_of_a_rollout(kept, text, opened, expected):
     assert demonstration_text(text, kept, opened=opened) == expected
 

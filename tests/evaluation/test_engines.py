@@ -2,13 +2,11 @@
 
 import sys
 import types
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-import yaml
 from scipy import stats
 from trl.chat_template_utils import parse_response
 
@@ -16,6 +14,7 @@ from credit_trl.evaluation import EvaluationConfig, SamplingConfig
 from credit_trl.evaluation.engines import Request, TransformersEngine, VLLMEngine, weight_fingerprint
 from credit_trl.evaluation.generation import encode_prompt, generate_ids, read_responses
 from credit_trl.evaluation.protocol import make_engine
+from tiny import read_cases
 
 PROMPT = [{"role": "user", "content": "2+2="}]
 
@@ -128,16 +127,7 @@ def completion_ids(tokenizer, text, end=True):
     return tokenizer(text, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id] * end
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        THOUGHT,
-        "weather(Oslo)",
-        "<think>\nhotels(Os",
-        '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>',
-        '<tool_call>\n{"name": "weather"</tool_call>',
-    ],
-)
+@pytest.mark.parametrize("text", read_cases(__file__, "responses"))
 @pytest.mark.parametrize("end", [True, False])
 def test_responses_to_conversations_are_parsed_as_trl_does(parsing, text, end):
     ids, prefix = completion_ids(parsing, text, end), encode_prompt(parsing, PROMPT)
@@ -219,10 +209,7 @@ def test_vllm_requests_have_ids_settings_and_seeds(vllm, tokenizer):
     assert [r.length for r in responses] == [3] * 4
 
 
-OUT_OF_RANGE = yaml.safe_load(Path(__file__).with_name("out_of_range.yaml").read_text("utf-8"))
-
-
-@pytest.mark.parametrize(("options", "message"), OUT_OF_RANGE)
+@pytest.mark.parametrize(("options", "message"), read_cases(__file__, "options_out_of_range"))
 def test_values_out_of_range_name_their_option(options, message):
     with pytest.raises(ValueError, match=message):
         EvaluationConfig(**options)

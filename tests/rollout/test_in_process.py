@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 import stubborn
-import torch
 
-from credit_trl import CreditTrainer, Verdict, in_process
+from credit_trl import in_process
 from credit_trl.cli.data import import_function
 from credit_trl.rollout.verdict import FAILED, VerdictLog, VerifierPolicy, VerifierTimeout
 
@@ -150,16 +149,7 @@ def test_module_that_fails_to_import_is_an_error_of_each_call(tmp_path, monkeypa
             fickle_verifier.check(completions=["x"])
 
 
-ORPHAN = """
-import os, signal, sys, threading
-sys.path[:] = {path!r}
-import stubborn
-from credit_trl.rollout.deadline import deadline_in
-with deadline_in({seconds}):
-    threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGKILL)).start()
-    stubborn.does([{deed!r}])
-    signal.pause()
-"""
+ORPHAN = (Path(__file__).parent / "cases" / "orphan.txt").read_text()
 
 
 @pytest.mark.parametrize(("deed", "seconds"), [("regular expression", 2.0), ("fine", None)], ids=["busy", "idle"])
@@ -170,19 +160,3 @@ def test_process_of_a_killed_trainer_ends_at_the_deadline_or_at_once(deed, secon
     ended = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=False, timeout=30)
     assert ended.returncode == -9, ended.stderr
     assert all(map(has_ended, ended.stdout.split()))
-
-
-def test_run_goes_on_by_on_verifier_error(make_model, make_config, tokenizer, dataset):
-    """A response that hangs the verifier in one step of three costs that step, and no more."""
-    deeds = iter(["fine", "regular expression", "fine"])
-
-    def rewards(completions, **columns):
-        return [Verdict(reward, "Count.") for reward in stubborn.does([next(deeds)]) * len(completions)]
-
-    stubborn.does(["fine"])
-    config = make_config(max_steps=3, on_verifier_error="skip", verifier_timeout=2.0)
-    trainer = CreditTrainer(make_model(), rewards, config, dataset, processing_class=tokenizer)
-    trainer.train()
-    logged = [row for row in trainer.state.log_history if "loss" in row]
-    assert [row["credit/frac_verifier_skipped"] for row in logged] == [0.0, 1.0, 0.0]
-    assert all(torch.isfinite(p).all() for p in trainer.model.parameters())

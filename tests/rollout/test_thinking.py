@@ -6,31 +6,12 @@ from types import SimpleNamespace
 import pytest
 
 from credit_trl.rollout.thinking import COMMON_MARKS, answer_part, mark_thinking, split_thinking, thinking_marks
-from tiny import build_tokenizer
+from tiny import build_tokenizer, read_cases
 
 THINK = COMMON_MARKS[:1]
 
 
-@pytest.mark.parametrize(
-    ("text", "answer"),
-    [
-        ("", ""),
-        ("answer", "answer"),
-        ("<think>draft</think>answer", "answer"),
-        ("draft</think>answer", "answer"),  # the generation prompt opened the block
-        ("<think>one</think>two<think>three</think>\nanswer", "two\nanswer"),
-        ("<think>draft", None),
-        ("before<think>draft", None),
-        ("<think>one</think>two<think>three", None),
-        ("<think>draft</think>", ""),
-        ("<think>draft</think>Close it with </think>.", "Close it with </think>."),
-        ("<think>Is `</think>` the tag?</think>Yes.", "Yes."),
-        ("Write '<think>' and `</think>`.", "Write '<think>' and `</think>`."),
-        ("[THINK]draft[/THINK]answer", "answer"),
-        ("<|channel|>analysis<|message|>draft<|end|><|channel|>final<|message|>answer", "answer"),
-        ("<|channel|>analysis<|message|>draft", None),
-    ],
-)
+@pytest.mark.parametrize(("text", "answer"), read_cases(__file__, "answers"))
 def test_answer_is_what_follows_the_thinking(text, answer):
     assert answer_part(text) == answer
 
@@ -43,36 +24,17 @@ def test_a_million_characters_of_marks_are_split_in_a_second_of_processor_time(u
     assert time.process_time() - start < 2.0
 
 
-@pytest.mark.parametrize(
-    ("text", "opened", "expected"),
-    [
-        ("draft", True, ("draft", None)),
-        ("draft</think>answer", True, ("draft", "answer")),
-        ("\n<think>draft</think>answer", True, ("draft", "answer")),  # the response repeats the mark
-        ("Close it with </think>.", False, ("", "Close it with </think>.")),
-        ("<think>one</think>two<think> three </think>", False, ("one\nthree", "two")),
-    ],
-)
+@pytest.mark.parametrize(("text", "opened", "expected"), read_cases(__file__, "opened_thinking"))
 def test_the_generation_prompt_decides_where_thinking_begins(text, opened, expected):
-    assert split_thinking(text, THINK, opened=opened) == expected
+    assert split_thinking(text, THINK, opened=opened) == tuple(expected)
 
 
-@pytest.mark.parametrize(
-    ("template", "tokens", "marks"),
-    [
-        (None, [], THINK),
-        ("{{ '<think>' }}{{ '</think>' }}", [], THINK),
-        ("[THINK] and [/THINK]", [], COMMON_MARKS[1:2]),
-        (None, ["<seed:think>", "</seed:think>"], (("<seed:think>", "</seed:think>"),)),
-        (None, ["<|START_THINKING|>", "<|END_THINKING|>"], (("<|START_THINKING|>", "<|END_THINKING|>"),)),
-        (None, ["<|begin_of_thought|>", "<|end_of_thought|>"], (("<|begin_of_thought|>", "<|end_of_thought|>"),)),
-        (None, ["◁think▷", "◁/think▷"], (("◁think▷", "◁/think▷"),)),
-        ("Answer in <reasoning> tags.", [], THINK),  # never closed: no mark
-    ],
-)
+@pytest.mark.parametrize(("template", "tokens", "marks"), read_cases(__file__, "marks"))
 def test_marks_are_those_that_template_or_tokenizer_declare(template, tokens, marks):
     added = {i: SimpleNamespace(content=token) for i, token in enumerate(tokens)}
-    assert thinking_marks(SimpleNamespace(added_tokens_decoder=added, chat_template=template)) == marks
+    assert thinking_marks(SimpleNamespace(added_tokens_decoder=added, chat_template=template)) == tuple(
+        map(tuple, marks)
+    )
 
 
 def marked(tokenizer, text, prompt, as_message):
@@ -84,21 +46,8 @@ def marked(tokenizer, text, prompt, as_message):
     return graded[0]["content"] if as_message else graded
 
 
-DRAFT = "Perhaps ```python\nprint(1)\n```"
-
-
 @pytest.mark.parametrize("as_message", [True, False])
-@pytest.mark.parametrize(
-    ("prompt", "text", "expected"),
-    [
-        ("assistant\n<think>\n", DRAFT, f"<think>{DRAFT}"),
-        ("assistant\n<think>", "", "<think>"),
-        ("assistant\n<think>\n", f"{DRAFT}</think>done", f"{DRAFT}</think>done"),
-        ("assistant\n<think>\n\n</think>\n\n", DRAFT, DRAFT),
-        ("assistant\n", DRAFT, DRAFT),
-        ("Think in <think> tags.\nassistant\n", DRAFT, DRAFT),
-    ],
-)
+@pytest.mark.parametrize(("prompt", "text", "expected"), read_cases(__file__, "unclosed_thinking"))
 def test_unclosed_thinking_of_the_prompt_is_marked(tokenizer, prompt, text, expected, as_message):
     assert marked(tokenizer, text, prompt, as_message) == expected
 

@@ -4,7 +4,6 @@ import errno
 import os
 import re
 import struct
-import tomllib
 from pathlib import Path
 
 import pytest

@@ -5,7 +5,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from credit_trl.lab.analysis.tokentext import token_texts, visible
-from tiny import build_tokenizer
+from tiny import build_tokenizer, read_cases
 
 quick = settings(max_examples=60, deadline=None)
 
@@ -15,23 +15,7 @@ def shown(tokenizer, text: str) -> str:
     return "".join(token.text for token in token_texts(tokenizer, ids))
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("a\u202eb", "a⟨U+202E⟩b"),
-        ("\u2066x\u2069", "⟨U+2066⟩x⟨U+2069⟩"),
-        ("\x1b[31m", "⟨U+001B⟩[31m"),
-        ("one\u2028two", "one⟨U+2028⟩two"),
-        ("zero\u200bwidth", "zero⟨U+200B⟩width"),
-        ("\ud800", "⟨U+D800⟩"),
-        ("\tx", "⇥   x"),
-        ("\u200d", "⟨U+200D⟩"),
-        ("👩\u200d🔬", "👩\u200d🔬"),
-        ("❤\ufe0f", "❤\ufe0f"),
-        ("\ufe0f", "⟨U+FE0F⟩"),
-        ("a\U000e0141b\u3164\u034f", "a⟨U+E0141⟩b⟨U+3164⟩⟨U+034F⟩"),
-    ],
-)
+@pytest.mark.parametrize(("text", "expected"), read_cases(__file__, "hidden_characters"))
 def test_hidden_characters_are_spelled_out(text, expected):
     assert visible(text) == expected
 
