@@ -2,9 +2,11 @@
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
+from tqdm import tqdm
 
 from credit_trl import cli
 from credit_trl.cli import errors, training
@@ -104,3 +106,10 @@ def test_yaml_within_the_limits_equals_safe_load():
     expected = {"b": 1, "c": [1, 2.5, None]}
     assert load_yaml(text) == {"a": expected, "d": {**expected, "e": "text"}, "f": expected}
     assert load_yaml("") is None
+
+
+def test_an_error_begins_on_its_own_line_under_a_progress_bar(capsys):
+    bar = tqdm(total=3, file=sys.stderr)
+    bar.update()
+    assert errors.report_user_error("trl credit", ValueError("the value is wrong")) == 1
+    assert "trl credit: error: the value is wrong" in capsys.readouterr().err.split("\n")
