@@ -3,8 +3,8 @@
     python benchmarks/gpu_step.py --output benchmarks/results/gpu_step.json
     python benchmarks/gpu_step.py --check full      # `CreditTrainer.check` at the shape of Qwen3-8B; also `lora`
 
-A step generates with transformers, scores, and updates with AdamW. Every completion has the length asked for. The
-trainers have processes of their own, which take turns step by step. `training` is a step without its rollout.
+A step is everything but generation, whose place random completions take: contexts, scores, loss, backward pass and
+AdamW. The trainers have processes of their own, which take turns step by step.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ import argparse
 import json
 import statistics
 import tempfile
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,8 @@ import torch
 from bench import counted_tokens
 from gpu import SHAPES
 from measure import Results, Sample, in_turns, trials
-from step import FEEDBACK, WARM_UP, in_training
+from step import FEEDBACK, in_training
+from torch import Tensor
 from workload import QUESTIONS, Workload, make_tokenizer, provenance
 
 TRIALS = {
@@ -40,21 +40,26 @@ ROLLOUTS = 64
 def build(name: str, workload: Workload) -> Callable[[int], Sample]:
     """Start training in the child process; return a function that measures a step of a given completion length.
 
-    The sample's stages are `rollout` and `training`, its tokens those that models read in training.
+    The sample's tokens are those that models read, and those that are trained.
     """
     options = common_options(workload)
     trainer = (_ours if name.startswith("credit") else _trl)(name, workload, options | TRIALS[name])
+    trainer.model.generate = partial(_random_completions, trainer.generation_config)
     measure = in_training(trainer, workload.device)
 
     def answer(completion: int) -> Sample:
-        with counted_tokens() as tokens, timed_generation(trainer, tokens, workload.device) as seconds:
+        with counted_tokens() as tokens:
             sample = measure(completion)
-        rollout = sum(seconds)
-        sample.stages = {"rollout": rollout, "training": sample.seconds - rollout}
         sample.tokens = tokens | {"trained": ROLLOUTS * completion}
         return sample
 
     return answer
+
+
+def _random_completions(config: Any, input_ids: Tensor, **kwargs: Any) -> Tensor:
+    """Prompts with random completions of the length that the configuration asks for, in place of generation."""
+    shape = (len(input_ids), config.max_new_tokens)
+    return torch.cat([input_ids, torch.randint(3, 259, shape, device=input_ids.device)], dim=1)
 
 
 def common_options(workload: Workload) -> dict[str, Any]:
@@ -122,53 +127,30 @@ def _trl(name: str, workload: Workload, options: dict[str, Any]) -> Any:
     return SDPOTrainer(folder, _rewards, config, rows, processing_class=make_tokenizer())
 
 
-@contextmanager
-def timed_generation(trainer: Any, tokens: dict[str, int], device: str) -> Iterator[list[float]]:
-    """Seconds of each call of the trainer's `_generate` in the block, whose tokens are not counted."""
-    seconds: list[float] = []
-    generate = trainer._generate
-
-    def timed(*args: Any, **kwargs: Any) -> Any:
-        counted, started = dict(tokens), time.perf_counter()
-        result = generate(*args, **kwargs)
-        if device == "cuda":
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - started)
-        tokens.update(counted)
-        return result
-
-    trainer._generate = timed
-    try:
-        yield seconds
-    finally:
-        trainer._generate = generate
-
-
 def measure(workload: Workload, names: list[str], rounds: int, results: Results) -> dict[str, Any]:
     """Medians of seconds, trained tokens a second and MFU of each trainer; samples are written as they are measured.
 
     MFU counts 2 FLOP a parameter and token in a forward pass and 4 in a backward pass, without recomputation and
-    attention, over the seconds of `training`.
+    attention.
     """
     parameters = sum(p.numel() for p in workload.with_(device="meta").make_model().parameters())
     with trials(build, {name: (name, workload) for name in names}) as running:
-        in_turns(running, 1, WARM_UP)
+        in_turns(running, 2, workload.completion)  # warm up
         samples = in_turns(running, rounds, workload.completion, results=results)
     return {"workload": vars(workload), "steps": {name: _summary(of, parameters) for name, of in samples.items()}}
 
 
 def _summary(samples: list[Sample], parameters: int) -> dict[str, Any]:
     """Medians over the steps of a trainer."""
-    training = statistics.median(s.stages["training"] for s in samples)
+    seconds = statistics.median(s.seconds for s in samples)
     tokens = samples[0].tokens
     flops = 2 * parameters * (3 * tokens["with gradient"] + tokens["without"])
     return {
-        "step_seconds": statistics.median(s.seconds for s in samples),
-        "training_seconds": training,
-        "trained_tokens_a_second": statistics.median(s.tokens["trained"] / s.seconds for s in samples),
-        "trained_tokens_a_second_of_training": tokens["trained"] / training,
+        "seconds": seconds,
+        "stages": samples[-1].stages,
         "tokens": tokens,
-        "mfu_of_training": flops / training / DENSE_BF16,
+        "trained_tokens_a_second": tokens["trained"] / seconds,
+        "mfu": flops / seconds / DENSE_BF16,
         "peak_mb": max(s.peak_mb for s in samples),
     }
 
