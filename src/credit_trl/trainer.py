@@ -42,12 +42,12 @@ from credit_trl.teacher.external import build_teacher
 from credit_trl.teacher.models import TeacherUpdate
 from credit_trl.teacher.packing import cannot_pack
 from credit_trl.training import checks, micro_batches, reporting
+from credit_trl.training.alarms import Alarms
 from credit_trl.training.check_model import check_logits, check_model
 from credit_trl.training.check_run import check_run
 from credit_trl.training.checkpoints import ResumableTrainer
-from credit_trl.training.drift import DriftAlarms
 from credit_trl.training.gradient_reduction import reduce_gradients_in_fp32
-from credit_trl.training.metrics import Alarms, TokenMetrics, context_metrics, drop_undefined, teacher_success_weights
+from credit_trl.training.metrics import TokenMetrics, context_metrics, drop_undefined, teacher_success_weights
 from credit_trl.training.run_data import describe_data
 from credit_trl.training.step import CreditStep
 from credit_trl.training.weights import WeightChange
@@ -170,8 +170,7 @@ class CreditTrainer(ResumableTrainer):
     def _init_reports(self) -> None:
         self.alarms = Alarms(self.accelerator.is_main_process)
         self._token_metrics = TokenMetrics(self.args, self._sum_over_processes)
-        self.drift_alarms = DriftAlarms(self.alarms, frozen_teacher=self.args.teacher_is_frozen)
-        self.run_log = reporting.RunLog(self.drift_alarms, self.clock)
+        self.run_log = reporting.RunLog(self.alarms)
         self.add_callback(self.run_log)
         self.add_callback(WeightChange(self.alarms, self.model))
         reporting.print_lines(self.callback_handler)
@@ -194,12 +193,7 @@ class CreditTrainer(ResumableTrainer):
             reduce=self._sum_over_processes,
             token_weight=token_weight,
         )
-        if reason is not None:
-            self.alarms.raise_once(
-                "not_packed",
-                f"`packed=True` has no effect: {reason}. Micro-batches are padded to their longest sample "
-                "(`credit/padding_factor`).",
-            )
+        self.alarms.raise_if(reason is not None, "not_packed", reason=reason)
         if self.credit_step.engine_role == "correction":
             self.vllm_importance_sampling_correction = False  # TRL's, which costs a forward pass
         if args.teacher_model_kind == "ema":
@@ -400,23 +394,20 @@ class CreditTrainer(ResumableTrainer):
         return loss
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        metrics, last = self._token_metrics.read(self._mode)
-        self._metrics[self._mode].update({name: [value] for name, value in metrics.items()})
-        self.alarms.check_engine(self._metrics[self._mode])
-        if metrics:
-            self.alarms.check_tokens(metrics, self.teacher.vocabulary_size)
+        metrics = self._metrics[self._mode]
+        metrics.update({name: [value] for name, value in self._token_metrics.read(self._mode).items()})
+        self.alarms.check_log(metrics, logs, self.model.config.get_text_config().vocab_size)
         if self.model.training:
-            self.drift_alarms.observe(self._metrics["train"])
-            step_times = self._metrics["train"].get("step_time")
+            step_times = metrics.get("step_time")
             if step_times:  # what no other stage takes
                 self.clock.seconds["update"] = sum(step_times) - sum(self.clock.seconds.values())
-            self._log_values(self.clock.report(self.state.global_step))
+                self._log_values(self.clock.report(len(step_times)))
             if self.credit_step is not None:
-                lost = self.alarms.check_gradient(logs, last)
-                self._log_values({"credit/frac_lost_gradient": lost, "credit/teacher_drift": self.teacher.drift()})
+                self._log_values({"credit/teacher_drift": self.teacher.drift()})
         self._eval_batches = 0  # so that every evaluation draws the same contrast prompts
-        drop_undefined(self._metrics[self._mode])
+        drop_undefined(metrics)
         super().log(logs, start_time)
+        self.alarms.check_drift(self.state.log_history, frozen_teacher=self.args.teacher_is_frozen)
         if self.log_completions and self.accelerator.is_main_process and "train_runtime" not in logs:
             reporting.print_completions(self._logs, self.state.global_step, self.args.num_completions_to_print)
 

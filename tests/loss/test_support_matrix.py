@@ -120,7 +120,7 @@ def test_an_adapter_trains_on_a_base_of_four_bits(four_bits, family):
     adapter, answers = adapter_of(trainer), answers_of_base(trainer)
     trainer.train()
     assert_distilled(trainer)
-    assert trainer.state.log_history[0]["credit/frac_lost_gradient"] == 0.0
+    assert trainer.state.log_history[0]["grad_norm"] > 0.0
     assert not any(torch.equal(value, adapter[name]) for name, value in adapter_of(trainer).items())
     torch.testing.assert_close(answers_of_base(trainer), answers, rtol=1e-5, atol=1e-5)
 

@@ -32,9 +32,9 @@ from trl.trainer.utils import RepeatSampler
 
 from credit_trl.teacher.models import Teacher
 from credit_trl.teacher.sharding import full_tensor
+from credit_trl.training.alarms import Alarms
 from credit_trl.training.checks import check_enough_rows
 from credit_trl.training.manifest import find_damage, hash_files, write_manifest
-from credit_trl.training.metrics import Alarms
 from credit_trl.training.resuming import configured_optimizer, stored_options
 from credit_trl.training.run_directory import read_json, remove_scratch_files, run_lock, step_of
 from credit_trl.training.trl_compat import check_trl

@@ -21,7 +21,7 @@ from credit_trl.contexts.tokens import TokenContexts
 from credit_trl.rollout.batch import GenerationBatch, loss_mask
 from credit_trl.teacher.sharding import full_shape
 from credit_trl.training import run_directory as files
-from credit_trl.training.drift import DriftAlarms
+from credit_trl.training.alarms import Alarms
 from credit_trl.training.resuming import stored_options
 from credit_trl.training.run_data import store_rows
 
@@ -37,11 +37,6 @@ class StageClock:
     def __init__(self, counts: Callable[[], bool] = lambda: True) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
         self._counts = counts
-        self._step = 0
-
-    def start(self, step: int) -> None:
-        """Count steps from this one, at which a run begins or resumes."""
-        self._step = step
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -54,12 +49,10 @@ class StageClock:
                 inside = sum(self.seconds.values()) - before
                 self.seconds[name] += time.perf_counter() - started - inside
 
-    def report(self, step: int) -> dict[str, float]:
-        """Return `credit/seconds_<stage>`, means per optimizer step since the last report, and reset the clock."""
-        steps = max(step - self._step, 1)
+    def report(self, steps: int) -> dict[str, float]:
+        """Return `credit/seconds_<stage>`, means over the `steps` since the last report, and reset the clock."""
         means = {f"credit/seconds_{name}": seconds / steps for name, seconds in self.seconds.items()}
         self.seconds.clear()
-        self._step = step
         return means
 
 
@@ -69,26 +62,18 @@ class RunLog(TrainerCallback):
     Every `CreditTrainer` has one, `trainer.run_log`. A resumed run first removes the lines after the step of its
     checkpoint and sets later checkpoints aside; a run that starts from the beginning first sets aside an earlier one.
     `segments` in `run.json` has an entry for each step from which the run went on with other options of the objective.
-    `facts` are further fields of `run.json`, such as the task; `rows` are data sets for `store_rows`. Alarms and clock
-    go on from what the run has logged.
+    `facts` are further fields of `run.json`, such as the task; `rows` are data sets for `store_rows`.
     """
 
-    def __init__(self, drift: DriftAlarms, clock: StageClock) -> None:
-        self.drift = drift
-        self.clock = clock
+    def __init__(self, alarms: Alarms) -> None:
+        self.alarms = alarms
         self.facts: dict[str, Any] = {}
         self.rows: dict[str, Any] = {}
         self._unwritten: list[dict[str, Any]] = []
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.drift.restore(state.log_history)
-        self.clock.start(state.global_step)
-        if state.global_step >= state.max_steps:
-            self.drift.alarms.raise_once(
-                "nothing_to_do",
-                f"The checkpoint is of step {state.global_step}, and this run ends after step {state.max_steps}, so "
-                "there is nothing to do. Raise `max_steps` or `num_train_epochs`.",
-            )
+        is_over = state.global_step >= state.max_steps
+        self.alarms.raise_if(is_over, "nothing_to_do", step=state.global_step, last=state.max_steps)
         if not state.is_world_process_zero:
             return
         folder = Path(args.output_dir)

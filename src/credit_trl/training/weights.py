@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
-from credit_trl.training.metrics import Alarms
+from credit_trl.training.alarms import Alarms
 
 # Stored scores of the teacher, of which a NaN is not always a NaN of the loss.
 _SCORES = ("teacher_token_logps", "generic_token_logps")
