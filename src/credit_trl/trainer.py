@@ -36,7 +36,7 @@ from credit_trl.rollout.batch import (
 )
 from credit_trl.rollout.thinking import mark_thinking
 from credit_trl.rollout.verdict import VerdictLog, VerifierPolicy
-from credit_trl.rollout.vllm import PolicyGeneration, await_engine
+from credit_trl.rollout.vllm import PolicyGeneration
 from credit_trl.teacher import causal_lm
 from credit_trl.teacher.external import build_teacher
 from credit_trl.teacher.models import TeacherUpdate
@@ -136,7 +136,6 @@ class CreditTrainer(ResumableTrainer):
         checks.check_teacher(args)
         if isinstance(train_dataset, Dataset):
             fit_batch(args, len(train_dataset))
-        await_engine(args)
         super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, **kwargs)
         self._set_signature_columns_if_needed()
         self._signature_columns = list(dict.fromkeys([*self._signature_columns, "privileged_context", "task"]))

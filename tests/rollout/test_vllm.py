@@ -24,7 +24,6 @@ from credit_trl.rollout.vllm import (
     PolicyGeneration,
     VLLMServerError,
     WatchedClient,
-    await_engine,
     merged_weights,
     seeded,
 )
@@ -257,29 +256,6 @@ def test_refused_weight_update_ends_blocked_broadcast(server, client, monkeypatc
     finally:
         finished.set()
     assert "failed at /update_weights" in message
-
-
-@pytest.fixture
-def configured(server, monkeypatch):
-    """The configuration of a run with the server, by its timeout."""
-    monkeypatch.setattr(vllm, "is_vllm_available", lambda: True)
-    address = {"vllm_server_base_url": f"{server.url}/", "process_index": 0}
-    return lambda timeout: SimpleNamespace(use_vllm=True, vllm_mode="server", vllm_server_timeout=timeout, **address)
-
-
-def test_await_engine_waits_until_healthy(server, configured):
-    server.answers["/health"] = (503, {})
-    threading.Timer(0.4, server.answers.update, [{"/health": (200, {})}]).start()
-    started = time.monotonic()
-    await_engine(configured(10.0))
-    assert time.monotonic() - started > 0.3
-
-
-@pytest.mark.parametrize("health", [30.0, (503, {})])
-def test_await_engine_names_the_start_command(server, configured, health):
-    server.answers["/health"] = health
-    with pytest.raises(VLLMServerError, match=rf"{server.url} did not answer within 0.5 s.*vllm serve"):
-        await_engine(configured(0.5))
 
 
 # ------------------------------------------------------------------ an engine with noise, in the trainer
