@@ -90,13 +90,13 @@ def quickstart_trainer(config: CreditConfig) -> CreditTrainer:
     from credit_trl.tasks import quickstart
     from credit_trl.tasks.registry import load_task
     from credit_trl.trainer import CreditTrainer
-    from credit_trl.training.reporting import LogLines
+    from credit_trl.training.reporting import print_lines
     from credit_trl.training.run_data import describe_data
 
     model, tokenizer = quickstart.load_model()
     task = load_task(quickstart.TASK)
     trainer = CreditTrainer(model, task.reward, config, task.build("train"), processing_class=tokenizer)
-    trainer.remove_callback(LogLines)
+    print_lines(trainer.callback_handler, write=lambda line: None)
     evaluation = EvaluationCallback(
         trainer,
         task,

@@ -171,28 +171,16 @@ def print_completions(logs: Mapping[str, Any], step: int, count: int | None) -> 
         tqdm.write(f"--- {title}\n{text_block({name: row[name] for name in row if name not in numbers})}\n---")
 
 
-class LogLines(PrinterCallback):
-    """Prints one line a log, above a progress bar if there is one, in place of transformers' dictionaries."""
+def print_lines(handler: CallbackHandler, write: Callable[[str], Any] = tqdm.write) -> None:
+    """Let transformers' callbacks write lines instead of dictionaries. The progress table of notebooks stays."""
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+    def on_log(args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if state.is_world_process_zero and logs:
-            tqdm.write(log_line(logs, state.global_step, state.max_steps))
+            write(log_line(logs, state.global_step, state.max_steps))
 
-
-class _SilentProgress(ProgressCallback):
-    """transformers' progress bar, which prints no logs."""
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        pass
-
-
-def print_lines(handler: CallbackHandler) -> None:
-    """Replace transformers' callbacks that print dictionaries. The progress table of notebooks stays."""
-    printed = [handler.pop_callback(kind) for kind in (PrinterCallback, ProgressCallback)]
-    if any(printed):
-        handler.add_callback(LogLines)
-    if printed[1]:
-        handler.add_callback(_SilentProgress)
+    for callback in handler.callbacks:
+        if type(callback) in (PrinterCallback, ProgressCallback):
+            callback.on_log = on_log
 
 
 def add_completion_columns(
