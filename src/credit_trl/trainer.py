@@ -46,11 +46,10 @@ from credit_trl.training.alarms import Alarms
 from credit_trl.training.check_model import check_logits, check_model
 from credit_trl.training.check_run import check_run
 from credit_trl.training.checkpoints import ResumableTrainer
-from credit_trl.training.gradient_reduction import reduce_gradients_in_fp32
 from credit_trl.training.metrics import TokenMetrics, context_metrics, drop_undefined, teacher_success_weights
 from credit_trl.training.run_data import describe_data
 from credit_trl.training.step import CreditStep
-from credit_trl.training.weights import WeightChange
+from credit_trl.training.weights import WeightChange, reduce_gradients_in_fp32
 
 # Model of the alias `quickstart`, as on the command line; `credit_trl.tasks` is not part of the core.
 _SHIPPED = str(files("credit_trl.tasks.quickstart_model") / "plain")
@@ -153,7 +152,7 @@ class CreditTrainer(ResumableTrainer):
         self._init_reports()
         self.run_log.facts["data"] = describe_data(reward_funcs or [], args.reward_weights)
         self.run_log.rows = {"train": train_dataset, "test": eval_dataset}
-        checks.check_ends(self._tokenizer, self.eos_token_ids, self.alarms.raise_once)
+        checks.check_ends(self._tokenizer, self.eos_token_ids, self.alarms)
         if not has_environments and kwargs.get("rollout_func") is None:
             encode = None if self._is_vlm else self.context_builder.student_text
             checks.check_prompts(
@@ -161,7 +160,7 @@ class CreditTrainer(ResumableTrainer):
                 datasets,
                 lambda prompt: (encode and encode(prompt), self._tokenize_prompts([prompt])[0][0]),
                 self.eos_token_ids,
-                self.alarms.raise_once,
+                self.alarms,
             )
         if args.distillation_weight > 0.0 or token_weight is not None:
             self._init_credit(token_weight)
@@ -285,7 +284,7 @@ class CreditTrainer(ResumableTrainer):
         metrics = self._metrics[self._mode]
         if self.model.training:
             marks = self._tokenizer, self.context_builder.render, self.eos_token_ids
-            checks.check_truncated(metrics["completions/clipped_ratio"][-1], *marks, self.alarms.raise_once)
+            checks.check_truncated(metrics["completions/clipped_ratio"][-1], *marks, self.alarms)
         if "importance_sampling_ratio" in output:  # TRL's, of which it logs the other moments
             ratio = output["importance_sampling_ratio"].expand_as(output["completion_mask"])
             median = self.accelerator.gather(ratio[loss_mask(output)].median())

@@ -41,6 +41,10 @@ _GREW = (
     "under any prompt is rewarded by self-distillation; a larger `contrastive_coef` subtracts it. Otherwise raise "
     "`max_completion_length`."
 )
+_FIX = (
+    "Load the model in fp32 (`dtype=torch.float32`) and keep `bf16=True`, which computes in bf16 and keeps fp32 "
+    "weights, or raise `learning_rate`."
+)
 # Cause of a warning -> its message.
 _MESSAGES = {
     "no_teacher": "No sample of this generation batch has a teacher, so its loss is 0: no rollout reached "
@@ -60,6 +64,16 @@ _MESSAGES = {
     "lost_turns": "`Verdict.turn_feedback` has feedback on turn {turn} of a rollout with fewer turns; it is ignored. "
     "Turns count from 0, one for each answer of the model. An environment with the attribute `current_turn` is given "
     "the number while its tools run.",
+    "low_precision": f"The trained weights are {{names}}, which rounds small updates away. {_FIX}",
+    "weights_unchanged": "The first update changed {share:.1%} of the trained weights that have a gradient: the "
+    f"others were rounded back. {_FIX}",
+    "prompt_ends": "The first prompt of `{name}` ends in the token {last}, at which generation ends, so that "
+    "completions begin after the end of a text. Set the tokenizer's `add_eos_token=False`, or use a chat template "
+    "with a generation prompt.",
+    "ordinary_end": "Generation ends at {text!r}, which is ordinary text. Set a special token: the `eos_token` of "
+    "the tokenizer and the `eos_token_id` of the model's `generation_config`.",
+    "truncated": "{share:.0%} of the completions of a generation batch were cut at `max_completion_length`.{unknown} "
+    "Increase `max_completion_length`, or ask for shorter answers.",
     "not_packed": "`packed=True` has no effect: {reason}. Micro-batches are padded to their longest sample "
     "(`credit/padding_factor`).",
     "nothing_to_do": "The checkpoint is of step {step}, and this run ends after step {last}, so there is nothing to "
@@ -116,17 +130,14 @@ class Alarms:
         self.raised: set[str] = set()
         self._in_a_row: dict[str, int] = {}  # by cause
 
-    def raise_once(self, cause: str, message: str) -> None:
-        if self.enabled and cause not in self.raised:
-            self.raised.add(cause)
-            warnings.warn_explicit(message, CreditWarning, "credit_trl", 0)  # no source line in the output
-
     def raise_if(self, holds: bool, cause: str, times: int = 1, **values: Any) -> None:
         """Raise the warning of a cause of `_MESSAGES`, with the values that it names, if it holds `times` in a row."""
         count = self._in_a_row.get(cause, 0) + 1 if holds else 0
         self._in_a_row = {**self._in_a_row, cause: count}
-        if count >= times:
-            self.raise_once(cause, _MESSAGES[cause].format(count=count, **values))
+        if count >= times and self.enabled and cause not in self.raised:
+            self.raised.add(cause)
+            message = _MESSAGES[cause].format(count=count, **values)
+            warnings.warn_explicit(message, CreditWarning, "credit_trl", 0)  # no source line in the output
 
     def check_contexts(self, share: dict[str, float], frac_skipped: float = 0.0) -> None:
         """Warn where no sample has a teacher, none has a contrast prompt, or all feedback is dropped.
