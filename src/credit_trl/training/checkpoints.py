@@ -376,14 +376,9 @@ class ResumableTrainer(GRPOTrainer):
 
     def _get_train_sampler(self, dataset: Dataset | None = None) -> EpochRepeatSampler:
         check_enough_rows(self.args, self.train_dataset if dataset is None else dataset)
-        return EpochRepeatSampler(
-            data_source=self.train_dataset if dataset is None else dataset,
-            mini_repeat_count=self.num_generations,
-            batch_size=self.args.generation_batch_size // self.num_generations,
-            repeat_count=self.num_iterations * self.args.steps_per_generation,
-            shuffle=self.shuffle_dataset,
-            seed=self.args.seed,
-        )
+        sampler = EpochRepeatSampler.__new__(EpochRepeatSampler)
+        vars(sampler).update(vars(super()._get_train_sampler(dataset)))
+        return sampler
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         """Skip what the run that is resumed has done.
