@@ -171,7 +171,6 @@ class CreditTrainer(ResumableTrainer):
         self.run_log = reporting.RunLog(self.alarms)
         self.add_callback(self.run_log)
         self.add_callback(WeightChange(self.alarms, self.model))
-        reporting.print_lines(self.callback_handler)
         self.num_completions_to_print = 0  # of TRL's table, see `print_completions`
 
     def _init_credit(self, token_weight: TokenWeight | None) -> None:
@@ -239,7 +238,7 @@ class CreditTrainer(ResumableTrainer):
                 )
             rewards_per_func = super()._calculate_rewards(inputs, prompts, graded, completion_ids_list)
         if self.args.on_verifier_error == "skip":
-            share = mask_skipped_rewards(rewards_per_func, self._verdicts.skipped(len(prompts)), self.accelerator)
+            share = mask_skipped_rewards(rewards_per_func, self._verdicts.has_failed, self.accelerator)
             self._log_values({"credit/frac_verifier_skipped": share})
         index, dataset = self._stream_position()
         self._rollouts = GenerationBatch(
@@ -278,7 +277,7 @@ class CreditTrainer(ResumableTrainer):
         with self.clock.stage("rollout"):
             output = super()._generate_and_score_completions(inputs)
         if self.args.on_verifier_error == "skip":
-            mask_skipped_tokens(output, self._verdicts.skipped(len(inputs)), self.accelerator)
+            mask_skipped_tokens(output, self._verdicts.has_failed, self.accelerator)
         batch = self._rollouts.with_turns(loss_mask(output))
         self._generation_batch = batch
         metrics = self._metrics[self._mode]

@@ -191,7 +191,7 @@ class VerdictLog:
     def clear(self) -> None:
         """Remove the feedback of the last generation batch."""
         self._verdicts: dict[int, list[Verdict]] = {}  # by position of the reward function
-        self._has_failed = False
+        self.has_failed = False  # whether a reward function did, which grades all local samples in one call
 
     def wrap(self, reward_func: Callable[..., Any], position: int) -> Callable[..., Any]:
         """Wrap the reward function at `position` of the trainer's list. A coroutine function stays one."""
@@ -209,7 +209,7 @@ class VerdictLog:
 
         def record(output: Any, arguments: dict[str, Any], held: list[Callable[[], None]]) -> list[float | None]:
             if output is FAILED:
-                self._has_failed = True
+                self.has_failed = True
                 return [0.0] * len(arguments["completions"])  # placeholders, replaced in `mask_skipped_rewards`
             for log in held:
                 log()
@@ -229,10 +229,6 @@ class VerdictLog:
             return record(self.policy.call(name, reward_func, accepted(kwargs, held)), kwargs, held)
 
         return wrapped_async if is_async_callable(reward_func) else wrapped
-
-    def skipped(self, num_samples: int) -> list[bool]:
-        """For each local sample, whether a reward function failed. Each call grades all local samples."""
-        return [self._has_failed] * num_samples
 
     def _of_samples(self, num_samples: int) -> list[list[Verdict]]:
         """Verdicts of each local sample, in the order of the reward functions."""

@@ -1,4 +1,4 @@
-"""What a run leaves: `run.json`, `log.jsonl`, a console line a log, seconds of its stages, its completions."""
+"""What a run leaves: `run.json`, `log.jsonl`, seconds of its stages, its completions."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from typing import Any
 from accelerate.utils import gather_object
 from torch import Tensor
 from tqdm.auto import tqdm
-from transformers import PrinterCallback, ProgressCallback, TrainerCallback
-from transformers.trainer_callback import CallbackHandler
+from transformers import TrainerCallback
 
 from credit_trl.contexts.tokens import TokenContexts
 from credit_trl.rollout.batch import GenerationBatch, loss_mask
@@ -113,35 +112,6 @@ class RunLog(TrainerCallback):
             )
 
 
-# Names in the log -> columns of the console line.
-COLUMNS = {
-    "reward": "reward",
-    "completions/mean_length": "length",
-    "credit/s_mean": "s",
-    "credit/delta_v_mean": "ΔV",
-    "credit/generic_mean": "generic",
-    "credit/kl_to_target": "kl",
-    "sampling/importance_sampling_ratio/median": "ratio",
-}
-_SECONDS = "credit/seconds_"
-
-
-def log_line(logs: Mapping[str, Any], step: int, last_step: int) -> str:
-    """One line for a training or evaluation log: step, the `COLUMNS` that it has, and seconds by stage.
-
-    A log without any of these columns, such as that of avg@k, is shown with all its numbers.
-    """
-    is_eval = any(name.startswith("eval_") for name in logs)
-    values = {name.removeprefix("eval_"): value for name, value in logs.items() if isinstance(value, int | float)}
-    parts = [f"{column} {values[name]:7.3f}" for name, column in COLUMNS.items() if name in values]
-    parts = parts or [f"{name} {value:.4g}" for name, value in values.items() if name not in ("epoch", "total_flos")]
-    stages = [f"{name.removeprefix(_SECONDS)} {x:.1f}" for name, x in values.items() if name.startswith(_SECONDS)]
-    if stages:
-        parts.append(f"seconds {' '.join(stages)}")
-    start = f"{'eval at ' if is_eval else ''}step {step:{len(str(last_step))}}/{last_step}"
-    return "  ".join([start, *parts])
-
-
 def text_block(parts: Mapping[str, Any]) -> str:
     """Titled texts or messages for the console, with control characters written as `⟨U+001B⟩`."""
     lines = []
@@ -169,18 +139,6 @@ def print_completions(logs: Mapping[str, Any], step: int, count: int | None) -> 
         numbers = {name: value for name, value in row.items() if isinstance(value, int | float)}
         title = "  ".join([f"step {step}", *(f"{name} {value:.3g}" for name, value in numbers.items())])
         tqdm.write(f"--- {title}\n{text_block({name: row[name] for name in row if name not in numbers})}\n---")
-
-
-def print_lines(handler: CallbackHandler, write: Callable[[str], Any] = tqdm.write) -> None:
-    """Let transformers' callbacks write lines instead of dictionaries. The progress table of notebooks stays."""
-
-    def on_log(args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        if state.is_world_process_zero and logs:
-            write(log_line(logs, state.global_step, state.max_steps))
-
-    for callback in handler.callbacks:
-        if type(callback) in (PrinterCallback, ProgressCallback):
-            callback.on_log = on_log
 
 
 def add_completion_columns(
