@@ -18,7 +18,6 @@ from peft import LoraConfig, get_peft_model
 from trl.generation import vllm_client, vllm_generation
 from trl.generation.vllm_client import VLLMClient
 
-from credit_trl import CreditTrainer
 from credit_trl.rollout import vllm
 from credit_trl.rollout.vllm import (
     PolicyGeneration,
@@ -29,7 +28,6 @@ from credit_trl.rollout.vllm import (
 )
 from credit_trl.teacher.models import make_teacher
 from dense import LENGTHS, logps, naive_token_losses, scoring_model, step_problem
-from tiny import length_verdicts
 
 ADAPTERS = {
     "lora": {"target_modules": "all-linear"},
@@ -278,7 +276,7 @@ def noisy_rollouts(prompts, trainer, spread=NOISE):
 
 
 @pytest.fixture
-def trained(make_model, make_config, tokenizer, dataset, monkeypatch):
+def trained(make_trainer, monkeypatch):
     """Trains with `noisy_rollouts` and returns the trainer."""
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "0")  # TRL sets them; monkeypatch restores them
@@ -288,10 +286,7 @@ def trained(make_model, make_config, tokenizer, dataset, monkeypatch):
 
     def train(rollouts=noisy_rollouts, **options):
         sizes = {"max_steps": 1, "per_device_train_batch_size": 32, "max_completion_length": LENGTH}
-        config = make_config(**{"use_vllm": True, **sizes, **options})
-        trainer = CreditTrainer(
-            make_model(), length_verdicts, config, dataset, processing_class=tokenizer, rollout_func=rollouts
-        )
+        trainer = make_trainer(rollout_func=rollouts, **{"use_vllm": True, **sizes, **options})
         trainer.vllm_generation.sync_weights = lambda: None
         trainer.train()
         return trainer
