@@ -75,8 +75,8 @@ class GenerationBatch:
         """
         starts = [turn_starts(row) for row in mask.tolist()]
         pairs = list(zip(self.turn_feedback, starts, strict=True))
-        kept = [{turn: text for turn, text in given.items() if turn < len(own)} for given, own in pairs]
-        missing = [turn for given, own in pairs if own for turn in given if turn >= len(own)]
+        kept = [{turn: text for turn, text in given.items() if turn in range(len(own))} for given, own in pairs]
+        missing = [turn for given, own in pairs if own for turn in given if turn not in range(len(own))]
         return replace(self, turn_feedback=kept, turn_starts=starts, missing_turns=missing)
 
     @property
