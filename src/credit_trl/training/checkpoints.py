@@ -40,7 +40,7 @@ from credit_trl.training.alarms import Alarms
 from credit_trl.training.checks import check_enough_rows
 from credit_trl.training.run_directory import read_json, remove_scratch_files, run_lock, step_of, write_atomically
 from credit_trl.training.trl_compat import check_trl
-from credit_trl.training.weights import NonFiniteError, is_finite, nonfinite_weight, poison, source_of
+from credit_trl.training.weights import NonFiniteError, guarded, nonfinite_weight, source_of
 
 check_trl()
 logger = logging.getLogger(__name__)
@@ -190,10 +190,10 @@ class ResumableTrainer(GRPOTrainer):
         loss = super().compute_loss(model, inputs, *args, **kwargs)
         if not self.model.training:
             return loss
-        finite = is_finite(loss, inputs)
+        loss, finite = guarded(loss, inputs)
         before = self._losses_are_finite
         self._losses_are_finite = finite if before is None else before & finite
-        return poison(loss, finite)
+        return loss
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """The global gradient norm, which decides on every process whether the optimizer may step.

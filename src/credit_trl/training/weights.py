@@ -27,21 +27,17 @@ class NonFiniteError(RuntimeError):
     """Loss, gradient, weights or teacher are not finite. Weights and checkpoints are those of the step before."""
 
 
-def is_finite(loss: Tensor, inputs: Mapping[str, Any]) -> Tensor:
-    """Whether a micro-batch's loss is finite and no stored score of the teacher is NaN, as a tensor on its device."""
-    found = loss.detach().isfinite().all()
+def guarded(loss: Tensor, inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """The loss of a micro-batch with a NaN gradient where it is not finite, and whether it is, on its device.
+
+    A loss is finite if no stored score of the teacher is NaN either, and then unchanged bit for bit. The reduction of
+    the gradients makes the NaN of one process the global gradient norm of all, without a collective.
+    """
+    finite = loss.detach().isfinite().all()
     for name in _SCORES:
         if isinstance(scores := inputs.get(name), Tensor):
-            found = found & ~scores.isnan().any().to(found.device)
-    return found
-
-
-def poison(loss: Tensor, finite: Tensor) -> Tensor:
-    """The loss with a NaN gradient where it is not finite, and otherwise unchanged bit for bit.
-
-    The reduction of the gradients makes the NaN of one process the global gradient norm of all, without a collective.
-    """
-    return loss * torch.where(finite, 1.0, math.nan).to(loss)
+            finite = finite & ~scores.isnan().any().to(finite.device)
+    return loss * torch.where(finite, 1.0, math.nan).to(loss), finite
 
 
 def nonfinite_weight(model: nn.Module, teacher: Mapping[str, Tensor]) -> str | None:
