@@ -85,18 +85,21 @@ def run_quickstart(output_dir: str | Path, steps: int = 130, **options: Any) -> 
 
 def quickstart_trainer(config: CreditConfig) -> CreditTrainer:
     """The trainer of the embedded base with held-out evaluations, which prints no logs."""
+    from transformers import PrinterCallback, ProgressCallback
+
     from credit_trl.evaluation import EvaluationCallback
     from credit_trl.lab.report import ReportCallback
     from credit_trl.tasks import quickstart
     from credit_trl.tasks.registry import load_task
     from credit_trl.trainer import CreditTrainer
-    from credit_trl.training.reporting import LogLines
     from credit_trl.training.run_data import describe_data
 
     model, tokenizer = quickstart.load_model()
     task = load_task(quickstart.TASK)
     trainer = CreditTrainer(model, task.reward, config, task.build("train"), processing_class=tokenizer)
-    trainer.remove_callback(LogLines)
+    for callback in trainer.callback_handler.callbacks:
+        if isinstance(callback, PrinterCallback | ProgressCallback):
+            callback.on_log = lambda *args, **kwargs: None  # a progress bar stays
     evaluation = EvaluationCallback(
         trainer,
         task,
