@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import textwrap
+from importlib.metadata import entry_points
 from importlib.resources import files
 from typing import Any, ClassVar
 
@@ -166,6 +167,9 @@ class CreditTrainer(ResumableTrainer):
             )
         if args.distillation_weight > 0.0 or token_weight is not None:
             self._init_credit(token_weight)
+        for entry in entry_points(group="credit_trl.callbacks"):  # of `lab`: token maps and the report
+            for callback in entry.load()(self):
+                self.add_callback(callback)
 
     def _init_reports(self) -> None:
         self.alarms = Alarms(self.accelerator.is_main_process)

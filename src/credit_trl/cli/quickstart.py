@@ -86,7 +86,6 @@ def run_quickstart(output_dir: str | Path, steps: int = 130, **options: Any) -> 
 def quickstart_trainer(config: CreditConfig) -> CreditTrainer:
     """The trainer of the embedded base with held-out evaluations, which prints no logs."""
     from credit_trl.evaluation import EvaluationCallback
-    from credit_trl.lab.report import ReportCallback
     from credit_trl.tasks import quickstart
     from credit_trl.tasks.registry import load_task
     from credit_trl.trainer import CreditTrainer
@@ -111,7 +110,6 @@ def quickstart_trainer(config: CreditConfig) -> CreditTrainer:
         progress=False,
     )
     trainer.add_callback(evaluation)
-    trainer.add_callback(ReportCallback(trainer))
     trainer.run_log.facts |= {"task": task.name, "data": describe_data([], task=task.name)}
     return trainer
 
