@@ -46,15 +46,13 @@ def decide(program: bytes, machine: str, number: int, *arguments: int, architect
 
 def filters(machine: str) -> dict[str, bytes]:
     return {
-        "namespace": seccomp.namespace_filter(machine),
-        "landlock": seccomp.with_process_id(seccomp.landlock_filter(machine), PID),
-        "old landlock": seccomp.with_process_id(seccomp.landlock_filter(machine, truncation_mediated=False), PID),
+        "program": seccomp.with_process_id(seccomp.program_filter(machine), PID),
+        "old landlock": seccomp.with_process_id(seccomp.program_filter(machine, truncation_mediated=False), PID),
     }
 
 
 def numbers(machine: str) -> dict[str, int]:
-    tables = (seccomp._COMMON, seccomp._PROCESSES, seccomp._SCRATCH, seccomp._CHECKED)
-    return {name: number for table in tables for name, number in seccomp.syscall_numbers(table, machine).items()}
+    return seccomp.syscall_numbers(machine)
 
 
 @pytest.mark.parametrize("machine", ARCHITECTURES)
@@ -71,12 +69,11 @@ def test_numbers_match_kernel_headers(machine: str) -> None:
 
 
 @pytest.mark.parametrize("machine", ARCHITECTURES)
-@pytest.mark.parametrize("policy", ["namespace", "landlock", "old landlock"])
+@pytest.mark.parametrize("policy", ["program", "old landlock"])
 def test_filter_follows_the_tables(machine: str, policy: str) -> None:
     program = filters(machine)[policy]
-    tables = [seccomp._COMMON] + ([seccomp._PROCESSES, seccomp._SCRATCH] if policy == "namespace" else [])
-    allowed = {n for table in tables for n in seccomp.syscall_numbers(table, machine).values()}
-    checked = set(seccomp.syscall_numbers(seccomp._CHECKED, machine).values())
+    allowed = set(numbers(machine).values())
+    checked = {numbers(machine).get(name) for name in (*seccomp._argument_checks(), "open", "openat")}
     for number in (*range(600), 0x40000000, 0x40000001, 0xFFFFFFFF):
         if number in checked:
             continue

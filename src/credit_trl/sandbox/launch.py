@@ -19,10 +19,12 @@ from importlib.resources import files
 from credit_trl.sandbox import kernel
 from credit_trl.sandbox.cgroups import MemoryGroup
 from credit_trl.sandbox.interpreter import Interpreter
-from credit_trl.sandbox.protocol import Limits, Program, SandboxError
+from credit_trl.sandbox.protocol import MIB, Limits, Program, SandboxError
 
 _USERS = range(60800, 61184)  # not allocated by Debian, Fedora or systemd
+OWN_TASKS = 1  # of an isolation: bubblewrap has a reaper, process 1 of the namespace
 DEVICES = ("/dev/null", "/dev/random", "/dev/urandom")  # /dev/zero, mapped, is uncounted shared memory
+_FILE_BYTES = 16 * MIB  # of a file that an unprotected program writes; others write none
 _SIGNALS = 256  # queued signals and timers, which hold memory of the kernel
 _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 
@@ -38,16 +40,12 @@ class Isolation:
 
     Attributes:
         description: the tier's name and version.
-        own_tasks: processes that the isolation itself adds to each program.
         counts_own_users: whether the kernel counts the processes of a program apart from all others, so that
             `RLIMIT_NPROC` limits them alone.
-        scratch: directory that a program may write to, if there is one.
     """
 
     description: str
-    own_tasks = 0
     counts_own_users = False
-    scratch: str | None = None
 
     def __init__(self, interpreter: Interpreter) -> None:
         driver = files(__package__).joinpath("driver.py").read_text(encoding="utf-8")
@@ -200,13 +198,13 @@ def resource_limits(limits: Limits, isolation: Isolation, has_own_user: bool) ->
     wanted = [
         (resource.RLIMIT_CPU, seconds, seconds + 1),  # SIGXCPU, then SIGKILL
         (resource.RLIMIT_AS, limits.memory_bytes, limits.memory_bytes),
-        (resource.RLIMIT_FSIZE, limits.file_bytes, limits.file_bytes),
+        (resource.RLIMIT_FSIZE, _FILE_BYTES, _FILE_BYTES),
         (resource.RLIMIT_NOFILE, limits.open_files, limits.open_files),
         (resource.RLIMIT_CORE, 0, 0),
         (resource.RLIMIT_SIGPENDING, _SIGNALS, _SIGNALS),
     ]
     if isolation.counts_own_users or has_own_user:
-        tasks = limits.processes + isolation.own_tasks
+        tasks = limits.processes + OWN_TASKS
         wanted.append((resource.RLIMIT_NPROC, tasks, tasks))
     bounded = []
     for kind, *values in wanted:
