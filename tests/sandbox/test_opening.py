@@ -16,7 +16,7 @@ import pytest
 from observing import CASES, PROTECTED, SOURCES
 
 from credit_trl import sandbox as package
-from credit_trl.sandbox import bubblewrap, choose_sandbox, interpreter, landlock, launch, open_sandbox, pool
+from credit_trl.sandbox import bubblewrap, choose_sandbox, interpreter, landlock, open_sandbox, pool
 from credit_trl.sandbox.pool import PoolSandbox
 from credit_trl.sandbox.probe import probe
 from credit_trl.sandbox.protocol import Program, SandboxError
@@ -211,28 +211,10 @@ def test_kernel_without_landlock_raises(monkeypatch: pytest.MonkeyPatch) -> None
         landlock.Landlock(interpreter.find_interpreter())
 
 
-def test_user_ids_are_claimed_once_until_sockets_close(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "_USERS", launch._USERS[:4])
-    first, second = launch.claim_users(2), launch.claim_users(2)
-    assert not first.keys() & second.keys()
-    for claim in (*first.values(), *second.values()):
-        claim.close()
-    again = launch.claim_users(4)
-    assert again.keys() == first.keys() | second.keys()
-    for claim in again.values():
-        claim.close()
-
-
-def test_too_few_free_user_ids_raise(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "_USERS", launch._USERS[:3])
-    with pytest.raises(SandboxError, match=r"Only 3 of 4 .* fewer workers"):
-        launch.claim_users(4)
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives programs users of their own")
-def test_user_ids_that_no_user_namespace_maps_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives programs another user")
+def test_a_user_id_that_no_user_namespace_maps_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     main = "from credit_trl.sandbox.server"
-    change = "from credit_trl.sandbox import launch; launch._USERS = range(1 << 33, (1 << 33) + 4)"
+    change = "from credit_trl.sandbox import launch; launch.USER = 1 << 33"
     monkeypatch.setattr(pool, "_BOOT", pool._BOOT.replace(main, f"{change}\n{main}"))
     with PoolSandbox("unprotected", 1) as opened, pytest.raises(SandboxError, match=r"could not run.*Error"):
         opened.run([Program("print(1)")])

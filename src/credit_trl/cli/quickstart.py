@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 from credit_trl.cli.options_file import read_options
 
 if TYPE_CHECKING:
+    from pandas import DataFrame
+
     from credit_trl.config import CreditConfig
     from credit_trl.lab.analysis.responses import Rollout
     from credit_trl.lab.analysis.tokenmap import TokenMap
-    from credit_trl.lab.analysis.tokenmap_summary import ClassShare
     from credit_trl.trainer import CreditTrainer
 
 CUE_GROUPS = ("known", "unknown", "holdout")  # of cues
@@ -78,7 +79,7 @@ def run_quickstart(output_dir: str | Path, steps: int = 130, **options: Any) -> 
     trainer.save_model(str(directory / "model"))
     trainer.accelerator.end_training()
     before, after = (read_json(directory / EVALUATIONS_FOLDER / f"step-{at:06d}" / RESULT_FILE) for at in (0, steps))
-    credit = _credit_lines(summarize_maps(maps_before).classes, summarize_maps(maps_after).classes)
+    credit = _credit_lines(summarize_maps(maps_before), summarize_maps(maps_after))
     link = f"report: {write_report([directory])} (open it in a browser)"
     return "\n".join([*_accuracy_lines(before, after), "", *credit, "", link])
 
@@ -148,13 +149,12 @@ def _accuracy_lines(before: Mapping[str, Any], after: Mapping[str, Any]) -> list
     return lines
 
 
-def _credit_lines(before: Sequence[ClassShare], after: Sequence[ClassShare]) -> list[str]:
+def _credit_lines(before: DataFrame, after: DataFrame) -> list[str]:
     """Table of the mean S_t in nats by token class."""
-    first, last = ({share.name: share for share in shares} for shares in (before, after))
     lines = ["S_t, nats a token          before -> after   share of |S| before"]
     for name in (*CLASSES, "generic"):
-        values = [f"{shares[name].mean_specific:z.2f}" if name in shares else "none" for shares in (first, last)]
-        share = f"{100 * first[name].share_of_specific:.1f} %" if name in first else ""
+        values = [f"{one['specific'][name]:z.2f}" if name in one.index else "none" for one in (before, after)]
+        share = f"{100 * before['of_specific'][name]:.1f} %" if name in before.index else ""
         title = "generic (template)" if name == "generic" else name
         lines.append(f"  {title:<20}{values[0]:>8} -> {values[1]:>5}   {share:>12}")
     return lines

@@ -36,7 +36,7 @@ from credit_trl.sandbox.cgroups import MemoryGroup, delegated_group, remove_grou
 from credit_trl.sandbox.frames import Channel
 from credit_trl.sandbox.interpreter import find_interpreter, public_copy
 from credit_trl.sandbox.landlock import Landlock
-from credit_trl.sandbox.launch import OWN_TASKS, Isolation, Unprotected, claim_users, start
+from credit_trl.sandbox.launch import OWN_TASKS, Isolation, Unprotected, start
 from credit_trl.sandbox.protocol import Limits, Program, SandboxError, Status
 from credit_trl.sandbox.running import RunningProgram
 
@@ -50,13 +50,12 @@ _OWN_DESCRIPTORS = 96  # of the server itself, and those between a fork and the 
 
 
 class Server:
-    """Runs one program for each entry of `users`, the id of the user that it runs as or `None`."""
+    """Runs the programs of a client."""
 
-    def __init__(self, channel: Channel, isolation: Isolation, users: list[int | None]) -> None:
+    def __init__(self, channel: Channel, isolation: Isolation) -> None:
         self.channel = channel
         self.isolation = isolation
         self.groups = delegated_group()  # in which it makes one for each program
-        self.free_users = users
         self.runs: dict[int, RunningProgram] = {}  # by process id
         self.by_descriptor: dict[int, RunningProgram] = {}
         self.poll = select.epoll()
@@ -88,18 +87,16 @@ class Server:
 
     def _start(self, number: int, fields: dict[str, Any]) -> None:
         program = Program(**{**fields, "limits": Limits(**fields["limits"])})
-        user = self.free_users.pop()
         group: MemoryGroup | None = None
         if self.groups is not None:
             with contextlib.suppress(OSError):  # samples limit its memory
                 group = MemoryGroup(self.groups, program.limits.memory_bytes)
         try:
-            pid, pipes = start(self.isolation, program, user, group)
+            pid, pipes = start(self.isolation, program, group)
         except OSError as error:
-            self.free_users.append(user)
             self.channel.send({"failed": number, "reason": f"{type(error).__name__}: {error}"})
             return
-        run = RunningProgram(number, program, pid, pipes, user, group, time.monotonic())
+        run = RunningProgram(number, program, pid, pipes, group, time.monotonic())
         self.runs[pid] = run
         for descriptor in pipes:
             self.by_descriptor[descriptor] = run
@@ -202,7 +199,6 @@ class Server:
             if run.group.has_killed():
                 self._kill(run, "memory", f"more than {run.program.limits.memory_bytes} bytes of memory")
             run.group.remove()
-        self.free_users.append(run.user)
         self.channel.send(run.answer(exit_code, time.monotonic()))
 
     def _kill_orphans(self) -> None:
@@ -267,7 +263,6 @@ def main(tier: str, workers: int) -> None:
         if os.geteuid() == 0:
             interpreter = public_copy(interpreter)
         isolation = ISOLATIONS[tier](interpreter)
-        claims = claim_users(workers) if os.geteuid() == 0 else {}  # until this process ends
     except (SandboxError, OSError) as error:
         channel.send({"refused": str(error)})
         channel.flush()
@@ -276,4 +271,4 @@ def main(tier: str, workers: int) -> None:
     description = f"{isolation.description}, Python {interpreter.version}"
     channel.send({"ready": {"description": description, "pid": os.getpid()}})
     channel.flush()
-    Server(channel, isolation, list(claims) or [None] * workers).serve()
+    Server(channel, isolation).serve()

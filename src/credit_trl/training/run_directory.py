@@ -5,8 +5,6 @@
     evaluations.jsonl            evaluations during training, one object per line
     evaluations/step-000005/     one evaluation: settings.json, samples.jsonl, result.json
     rows/train.parquet           rows that were a `Dataset` object, from which `credit-eval RUN` reads them
-    best.json                    step and location of the best model
-    summary.json                 best-during-training and final scores, written when training ends
 
     previous-1/                  files of an earlier run here, or of steps after a resumed one, as above
 
@@ -39,14 +37,12 @@ EVALUATIONS_FOLDER = "evaluations"
 ROWS_FOLDER = "rows"
 SETTINGS_FILE = "settings.json"
 RESULT_FILE = "result.json"
-BEST_FILE = "best.json"
-SUMMARY_FILE = "summary.json"
 LOCK_FILE = ".run_lock"
 
 # Folders that a run names by its steps, and its other records. Checkpoints come first: if moving them is interrupted,
 # no run resumes from them without their log.
 _STEPS = ("checkpoint-*", "best-step-*", f"{EVALUATIONS_FOLDER}/step-*")
-_RECORDS = (EVALUATIONS_FILE, LOG_FILE, RUN_FILE, BEST_FILE, SUMMARY_FILE)
+_RECORDS = (EVALUATIONS_FILE, LOG_FILE, RUN_FILE)
 _OUTPUTS = ("completions/*", f"{ROWS_FOLDER}/*", "credit_maps/*", "model", "adapter_*", "token_maps.html")
 
 

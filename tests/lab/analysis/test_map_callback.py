@@ -98,8 +98,6 @@ def test_pinned_rollouts_are_scored_under_later_weights(train):
         assert token_map.response == before.response
         assert token_map.checkpoint == "step-3"
         assert not torch.equal(token_map.scores.advantage, before.scores.advantage)
-    summary = (Path(trainer.args.output_dir) / "credit_maps" / "summary.md").read_text("utf-8")
-    assert "6 responses" in summary  # two at the first step, two and two at the third
 
 
 def test_resumed_run_keeps_its_pinned_rollouts(train):

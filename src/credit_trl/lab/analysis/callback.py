@@ -18,7 +18,6 @@ from credit_trl.lab.analysis.checkpoints import Checkpoint
 from credit_trl.lab.analysis.responses import Rollout, with_contrasts
 from credit_trl.lab.analysis.tokenmap import TokenMap, map_response
 from credit_trl.lab.analysis.tokenmap_json import read_maps, write_maps
-from credit_trl.lab.analysis.tokenmap_summary import format_summary, summarize_maps
 from credit_trl.lab.analysis.vocabulary_logps import RolloutContexts, vocabulary_logps
 from credit_trl.lab.optional import OptionalCallback
 from credit_trl.teacher.models import Teacher
@@ -32,8 +31,7 @@ class CreditMapCallback(OptionalCallback):
 
     At the first step, every `every` steps and the last, before the optimizer step, it scores rollouts of the current
     generation batch with the feedback and contrast prompts of their loss, and writes `step-000050.json`. The rollouts
-    of the first step are scored again each time, so that they can be compared. At the end of training, `summary.md`
-    summarizes all maps.
+    of the first step are scored again each time, so that they can be compared.
 
     Args:
         trainer: a `CreditTrainer` with a teacher.
@@ -52,7 +50,7 @@ class CreditMapCallback(OptionalCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.directory = Path(args.output_dir) / MAPS_FOLDER
-        if state.is_world_process_zero:  # the summary would include steps to come and earlier runs
+        if state.is_world_process_zero:  # the report would show steps to come and earlier runs
             for path in self.directory.glob("step-*.json"):
                 if int(path.stem.removeprefix("step-")) > state.global_step:
                     path.unlink()
@@ -71,15 +69,6 @@ class CreditMapCallback(OptionalCallback):
         if self._due and self.trainer._generation_batch is not self._evaluation_batch:
             self._due = False
             self._write(step)
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.is_world_process_zero:
-            self.attempt(self._write_summary)
-
-    def _write_summary(self) -> None:
-        maps = [m for path in sorted(self.directory.glob("step-*.json")) for m in read_maps(path)]
-        if maps:
-            (self.directory / "summary.md").write_text(format_summary(summarize_maps(maps)), encoding="utf-8")
 
     def _write(self, step: int) -> None:
         """Score the current and the pinned rollouts on all processes; the main process writes the file."""
