@@ -8,17 +8,35 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from pandas import DataFrame
+from transformers.utils.logging import disable_progress_bar
 
 from credit_trl.cli.options_file import read_options
-
-if TYPE_CHECKING:
-    from pandas import DataFrame
-
-    from credit_trl.config import CreditConfig
-    from credit_trl.lab.analysis.responses import Rollout
-    from credit_trl.lab.analysis.tokenmap import TokenMap
-    from credit_trl.trainer import CreditTrainer
+from credit_trl.config import CreditConfig
+from credit_trl.evaluation import EvaluationCallback
+from credit_trl.lab import MAPS_FOLDER
+from credit_trl.lab.analysis import (
+    Checkpoint,
+    CreditMapCallback,
+    Rollout,
+    TokenMap,
+    map_response,
+    sample_rollouts,
+    summarize_maps,
+    write_maps,
+)
+from credit_trl.lab.analysis.token_classes import task_classes
+from credit_trl.lab.report import write_report
+from credit_trl.tasks import quickstart
+from credit_trl.tasks.registry import load_task
+from credit_trl.teacher.models import Teacher
+from credit_trl.trainer import CreditTrainer
+from credit_trl.training.reporting import LogLines
+from credit_trl.training.run_data import describe_data
+from credit_trl.training.run_directory import EVALUATIONS_FOLDER, RESULT_FILE, read_json
 
 CUE_GROUPS = ("known", "unknown", "holdout")  # of cues
 CLASSES = ("cue", "topic", "tool", "city")  # of tokens, besides "generic"
@@ -43,8 +61,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from transformers.utils.logging import disable_progress_bar
-
     disable_progress_bar()  # of the libraries
     print(run_quickstart(args.output_dir, args.steps, seed=args.seed, contrastive_coef=args.contrastive_coef))
     return 0
@@ -52,28 +68,17 @@ def run(args: argparse.Namespace) -> int:
 
 def run_quickstart(output_dir: str | Path, steps: int = 130, **options: Any) -> str:
     """Train the embedded base with options of `CreditConfig`, and return the table of results before and after."""
-    import torch
-
-    from credit_trl.config import CreditConfig
-    from credit_trl.lab import MAPS_FOLDER
-    from credit_trl.lab.analysis.tokenmap_json import write_maps
-    from credit_trl.lab.analysis.tokenmap_summary import summarize_maps
-    from credit_trl.lab.report import write_report
-    from credit_trl.tasks.quickstart import TEMPLATES
-    from credit_trl.training.run_directory import EVALUATIONS_FOLDER, RESULT_FILE, read_json
-
     if steps < 1:
         raise ValueError(f"`steps` must be at least 1, got {steps}.")
     torch.set_num_threads(1)  # more gain little for this model
     directory = Path(output_dir)
-    config = CreditConfig(str(directory), **{**read_options(OPTIONS), **TEMPLATES, "max_steps": steps, **options})
-    trainer = quickstart_trainer(config)
+    options = read_options(OPTIONS) | quickstart.TEMPLATES | {"max_steps": steps} | options
+    trainer = quickstart_trainer(CreditConfig(str(directory), **options))
     maps_before = token_maps(trainer, "before")
     trainer.train()
     maps_after = token_maps(trainer, "after")
-    shown = sorted((one for one in maps_before if one.response.privileged), key=lambda one: one.response.reward)[
-        :SHOWN
-    ]
+    shown = sorted((one for one in maps_before if one.response.privileged), key=lambda one: one.response.reward)
+    shown = shown[:SHOWN]
     pairs = [*shown, *token_maps(trainer, "after", [one.response for one in shown])]
     write_maps(pairs, directory / MAPS_FOLDER / "before_and_after.json")
     trainer.save_model(str(directory / "model"))
@@ -86,17 +91,11 @@ def run_quickstart(output_dir: str | Path, steps: int = 130, **options: Any) -> 
 
 def quickstart_trainer(config: CreditConfig) -> CreditTrainer:
     """The trainer of the embedded base with held-out evaluations, which prints no logs."""
-    from credit_trl.evaluation import EvaluationCallback
-    from credit_trl.tasks import quickstart
-    from credit_trl.tasks.registry import load_task
-    from credit_trl.trainer import CreditTrainer
-    from credit_trl.training.reporting import LogLines
-    from credit_trl.training.run_data import describe_data
-
     model, tokenizer = quickstart.load_model()
     task = load_task(quickstart.TASK)
     trainer = CreditTrainer(model, task.reward, config, task.build("train"), processing_class=tokenizer)
-    trainer.remove_callback(LogLines)
+    for callback in (LogLines, CreditMapCallback):  # the page shows `token_maps`
+        trainer.remove_callback(callback)
     evaluation = EvaluationCallback(
         trainer,
         task,
@@ -117,14 +116,6 @@ def quickstart_trainer(config: CreditConfig) -> CreditTrainer:
 
 def token_maps(trainer: CreditTrainer, name: str, responses: Sequence[Rollout] | None = None) -> list[TokenMap]:
     """Token maps of responses under the current model and teacher, by default of new rollouts."""
-    from credit_trl.lab.analysis.checkpoints import Checkpoint
-    from credit_trl.lab.analysis.responses import sample_rollouts
-    from credit_trl.lab.analysis.token_classes import task_classes
-    from credit_trl.lab.analysis.tokenmap import map_response
-    from credit_trl.tasks import quickstart
-    from credit_trl.tasks.registry import load_task
-    from credit_trl.teacher.models import Teacher
-
     tokenizer = trainer.processing_class
     task = load_task(quickstart.TASK)
     checkpoint = Checkpoint(name, tokenizer, Teacher(trainer.model, trainer.accelerator), trainer.teacher)
