@@ -89,8 +89,8 @@ def run_callbacks() -> None:
 @pytest.fixture(autouse=True)
 def only_the_trainer(request, monkeypatch) -> None:
     """Trainers of a test write no page, which takes as long as two steps of a tiny model, unless it asks for it."""
-    is_whole = "run_callbacks" in request.fixturenames
-    monkeypatch.setattr("credit_trl.trainer.entry_points", declared_entry_points if is_whole else lambda group: [])
+    found = declared_entry_points if "run_callbacks" in request.fixturenames else lambda group: []
+    monkeypatch.setattr("credit_trl.training.reporting.entry_points", found)
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -208,6 +209,13 @@ def print_lines(handler: CallbackHandler) -> None:
         handler.add_callback(LogLines)
     if printed[1]:
         handler.add_callback(_SilentProgress)
+
+
+def add_run_callbacks(trainer: Any) -> None:
+    """Add the callbacks that installed packages give to every run: of this one, token maps and the report."""
+    for entry in entry_points(group="credit_trl.callbacks"):
+        for callback in entry.load()(trainer):
+            trainer.add_callback(callback)
 
 
 def add_completion_columns(

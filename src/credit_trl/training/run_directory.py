@@ -5,7 +5,6 @@
     evaluations.jsonl            evaluations during training, one object per line
     evaluations/step-000005/     one evaluation: settings.json, samples.jsonl, result.json
     rows/train.parquet           rows that were a `Dataset` object, from which `credit-eval RUN` reads them
-
     previous-1/                  files of an earlier run here, or of steps after a resumed one, as above
 
 A process killed at any moment leaves each file complete, or with an unfinished last line that readers ignore.

@@ -30,7 +30,7 @@ from credit_trl.tasks.escaping import markdown_table, table_cell
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-# A and B are chosen among the sampled token and the alternatives to which student or teacher gives this probability.
+# A and B are chosen among the alternatives to which student or teacher gives this probability.
 MIN_PROBABILITY = 0.01
 # B is the likeliest of them with S of at least the first, A the likeliest with S of at most the second, in nats.
 MIN_SPECIFIC, MAX_GENERIC = 1.0, 0.5
@@ -43,18 +43,11 @@ def find_branches(token_map: TokenMap) -> dict[str, Tensor]:
         Tensors of shape (N,): `positions` in the response; `generic_ids` and `specific_ids`, ids of A, the likeliest
         generic token, and of B; `log_odds` ℓ_0, `delta` and `s` > 0, in nats.
     """
-    own = token_map.scores
-    others = own.alternatives
-    ids, delta_v, specific, student, teacher = (
-        torch.cat([getattr(own, name).unsqueeze(-1), getattr(others, name)], dim=-1)
-        for name in ("ids", "delta_v", "specific", "student_logps", "teacher_logps")
-    )
-    is_own = torch.zeros_like(student, dtype=torch.bool)  # the sampled token among the alternatives
-    is_own[..., 1:] = others.ids == own.ids.unsqueeze(-1)
-    likelihood = torch.maximum(student, teacher).exp()
-    likelihood = likelihood.where((likelihood >= MIN_PROBABILITY) & ~is_own, 0.0)
-    generic = likelihood.where(specific <= MAX_GENERIC, 0.0)
-    particular = likelihood.where(specific >= MIN_SPECIFIC, 0.0)
+    tokens = token_map.scores.alternatives
+    likelihood = torch.maximum(tokens.student_logps, tokens.teacher_logps).exp()
+    likelihood = likelihood.where(likelihood >= MIN_PROBABILITY, 0.0)
+    generic = likelihood.where(tokens.specific <= MAX_GENERIC, 0.0)
+    particular = likelihood.where(tokens.specific >= MIN_SPECIFIC, 0.0)
     rows = (generic.any(dim=-1) & particular.any(dim=-1)).nonzero().squeeze(-1)
     a, b = (one[rows].argmax(dim=-1, keepdim=True) for one in (generic, particular))
 
@@ -63,11 +56,11 @@ def find_branches(token_map: TokenMap) -> dict[str, Tensor]:
 
     return {
         "positions": rows,
-        "generic_ids": at(ids, a),
-        "specific_ids": at(ids, b),
-        "log_odds": (at(student, a) - at(student, b)).double(),
-        "delta": at(delta_v, a).double() - at(delta_v, b).double(),
-        "s": at(specific, b).double() - at(specific, a).double(),
+        "generic_ids": at(tokens.ids, a),
+        "specific_ids": at(tokens.ids, b),
+        "log_odds": (at(tokens.student_logps, a) - at(tokens.student_logps, b)).double(),
+        "delta": at(tokens.delta_v, a).double() - at(tokens.delta_v, b).double(),
+        "s": at(tokens.specific, b).double() - at(tokens.specific, a).double(),
     }
 
 

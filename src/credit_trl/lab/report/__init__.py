@@ -6,7 +6,6 @@ write_report(["runs/sdpo", "runs/credit"], "comparison.html")  # a run writes it
 """
 
 from credit_trl.lab.report.callback import ReportCallback, run_callbacks
-from credit_trl.lab.report.token_maps import write_token_maps
-from credit_trl.lab.report.write import write_report
+from credit_trl.lab.report.write import write_report, write_token_maps
 
 __all__ = ["ReportCallback", "run_callbacks", "write_report", "write_token_maps"]

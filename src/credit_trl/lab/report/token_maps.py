@@ -20,15 +20,9 @@ from credit_trl.lab.analysis.tokenmap import QUANTITIES, TokenMap
 from credit_trl.lab.analysis.tokenmap_json import read_maps, scores_record
 from credit_trl.lab.analysis.tokenmap_summary import summarize_maps
 from credit_trl.lab.analysis.tokentext import visible
-from credit_trl.lab.report.page import write_html
 
 # Quantile of a group's magnitudes at which colours saturate. A lower one hides the change of large values in training.
 SATURATION = 0.99
-
-
-def write_token_maps(maps: Sequence[TokenMap], path: str | Path, *, title: str = "Token credit") -> None:
-    """Write a page of maps of any responses and checkpoints; those of one response are shown side by side."""
-    write_html({"title": visible(title), "maps": maps_section(maps)}, path)
 
 
 def read_run_maps(folder: Path) -> list[TokenMap]:
