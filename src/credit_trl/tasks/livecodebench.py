@@ -99,16 +99,14 @@ def build(
         first, end = date.fromisoformat(since), date.fromisoformat(until)
     except (TypeError, ValueError) as error:
         raise ValueError(f"`since` and `until` are dates such as '2025-02-01', got {since!r}, {until!r}.") from error
-    seen: set[str] = set()
-    problems = []
+    problems: dict[str, dict[str, Any]] = {}
     for row in _rows(path, release, hub):
         if first <= _contest_date(row) < end:
-            identity = row.text("question_id")
-            if identity in seen:
-                raise row.error("question_id", f"{identity!r} occurs before")
-            seen.add(identity)
-            problems.append(_problem(row, identity, split, seed))
-    return dataset_of(problems, f"livecodebench:{release} {split}")
+            problem = _problem(row, split, seed)
+            if problem["id"] in problems:
+                raise row.error("question_id", f"{row['question_id']!r} occurs before")
+            problems[problem["id"]] = problem
+    return dataset_of(problems.values(), f"livecodebench:{release} {split}")
 
 
 def verify(
@@ -141,18 +139,17 @@ def reward(
     """
     cases_of = {text: parse_answer(text) for text in {text for text in answer if isinstance(text, str)}}
     graded_by = [cases_of[gold] if isinstance(gold, str) else parse_answer(gold) for gold in answer]
-    flags = [False] * len(completions) if truncated is None else truncated
     sources = [find_program(answer_part(response_text(completion)) or "") for completion in completions]
     programs: list[Program] = []
     tests: list[tuple[Cases, int]] = []
     for group, (source, cases) in enumerate(zip(sources, graded_by, strict=True)):
         if source is not None:
             programs += _programs(source, cases, group)
-            tests += [(cases, place) for place in range(len(cases))]
+            tests += [(cases, place) for place in range(len(cases.inputs))]
     results = iter(_run(sandbox or _sandbox(os.getpid()), programs, tests) if programs else ())
     return [
-        _verdict(cases, None if source is None else list(islice(results, len(cases))), bool(flag))
-        for source, cases, flag in zip(sources, graded_by, flags, strict=True)
+        _verdict(cases, None if source is None else list(islice(results, len(cases.inputs))), bool(flag))
+        for source, cases, flag in zip(sources, graded_by, truncated or [False] * len(sources), strict=True)
     ]
 
 
@@ -163,17 +160,12 @@ def _run(box: Sandbox, programs: list[Program], tests: list[tuple[Cases, int]]) 
 
     def judge(index: int, outcome: Outcome) -> Outcome:
         progress.update()
-        results[index] = result = _result(*tests[index], outcome)
-        status = "rejected" if outcome.ok and result.status != "passed" else outcome.status
+        results[index] = _result(*tests[index], outcome)
+        status = "rejected" if outcome.ok and results[index].status != "passed" else outcome.status
         return replace(outcome, status=status, stdout="", value=None)
 
-    box.run(
-        programs,
-        deadline=remaining_seconds(BATCH_SECONDS),
-        skip_group_after=COSTLY,
-        failed_group_seconds=FAILED_SECONDS,
-        keep=judge,
-    )
+    limits = {"skip_group_after": COSTLY, "failed_group_seconds": FAILED_SECONDS}
+    box.run(programs, deadline=remaining_seconds(BATCH_SECONDS), keep=judge, **limits)
     progress.close()
     return results
 
@@ -202,17 +194,19 @@ def _programs(source: str, cases: Cases, group: int) -> list[Program]:
         output_bytes=DEBUG_BYTES + longest,
     )
     common = {"source": source, "prelude": prelude_for(source), "limits": limits, "group": group}
-    if cases.fn_name is None:
+    if not cases.is_functional:
         return [Program(stdin=given, **common) for given in cases.inputs]
-    return [Program(fn_name=cases.fn_name, arguments=arguments, **common) for arguments in cases.arguments]
+    arguments = [f"[{given.replace(chr(10), ', ')}]" for given in cases.inputs]
+    return [Program(fn_name=cases.fn_name, arguments=given, **common) for given in arguments]
 
 
 def _result(cases: Cases, place: int, outcome: Outcome) -> Result:
     if outcome.status != "ok":
         return Result.shortened(outcome.status, outcome.stdout, outcome.error)
-    given, is_same = (outcome.stdout, same_output) if cases.fn_name is None else (outcome.value, same_return_value)
+    given = outcome.value if cases.is_functional else outcome.stdout
     if given is None:
         return Result.shortened("runtime_error", outcome.stdout, "the function returned no value")
+    is_same = same_return_value if cases.is_functional else same_output
     return Result.shortened("passed" if is_same(given, cases.outputs[place]) else "wrong", given)
 
 
@@ -221,7 +215,7 @@ def _verdict(cases: Cases, results: Sequence[Result] | None, truncated: bool) ->
         metrics = {"pass_fraction": 0.0, "answer_format": 0.0}
         return Verdict(0.0, CUT_OFF if truncated else WRONG_FORMAT, metrics)
     statuses = [result.status for result in results]
-    metrics = {"pass_fraction": statuses.count("passed") / len(cases), "answer_format": 1.0}
+    metrics = {"pass_fraction": statuses.count("passed") / len(statuses), "answer_format": 1.0}
     if set(statuses) == {"passed"}:
         return Verdict(1.0, None, metrics)
     if set(statuses) <= {"passed", "deadline"}:
@@ -233,10 +227,9 @@ def _rows(path: str | Path | None, release: str, hub: str) -> Iterable[Row]:
     files = RELEASES.get(release, ())
     if path is None and files and not Path(hub).is_dir():
         return hub_rows(hub, "json", data_files=[f"hf://datasets/{hub}/{file}" for file in files], split="train")
-    folder = Path(hub if path is None else path)
-    if path is None and not files:
-        folder = EXAMPLES
-    if folder.is_dir() and (missing := set(files) - {file.name for file in folder.rglob("*.jsonl")}):
+    folder = Path(path or (hub if files else EXAMPLES))
+    missing = set(files) - {file.name for file in folder.rglob("*.jsonl")} if folder.is_dir() else None
+    if missing:
         raise FileNotFoundError(
             f"{folder} lacks {', '.join(sorted(missing))} for {release}. Add them, or pass one file."
         )
@@ -257,8 +250,9 @@ def _half(count: int, identity: str, seed: int) -> list[int]:
     return sorted(drawn[: max(1, count // 2)])
 
 
-def _problem(row: Row, identity: str, split: str, seed: int) -> dict[str, Any]:
+def _problem(row: Row, split: str, seed: int) -> dict[str, Any]:
     """The row of the data set: the problem's text with the form of its programs, and its tests."""
+    identity = row.text("question_id")
     try:
         tests = decode_cases(row.text("private_test_cases"))
         if split == "train":
