@@ -28,7 +28,7 @@ from credit_trl.tasks.lcb_cases import Cases, answer_of, decode_cases, parse_ans
 from credit_trl.tasks.lcb_feedback import CUT_OFF, WRONG_FORMAT, Result, feedback
 from credit_trl.tasks.lcb_program import find_program, prelude_for
 from credit_trl.tasks.records import Row, dataset_of, hub_rows, read_rows
-from credit_trl.tasks.task import BATCH_SECONDS, response_text
+from credit_trl.tasks.task import BATCH_SECONDS, PROMPTS, response_text
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -52,12 +52,7 @@ COSTLY = ("timeout", "output_limit", "memory")
 FAILED_SECONDS = 30.0
 DEBUG_BYTES = 8 << 20  # limit of a program's output besides its answer
 
-PROMPT = """\
-You are a coding expert. Read the problem below and write a correct Python program that passes all of its tests. Each \
-test may take {time_limit} seconds. You may think first; then give the whole program in one fenced code block that \
-starts with ```python.
-
-{problem}"""
+PROMPT = PROMPTS.joinpath("livecodebench.txt").read_text("utf-8")
 STDIN_FORM = "The program reads its input from standard input and writes its answer to standard output."
 FUNCTION_FORM = (
     "The program completes this starter code, which is then called by the tests:\n```python\n{starter}\n```"
