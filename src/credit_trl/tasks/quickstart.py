@@ -60,9 +60,11 @@ CUES = {
 }
 TOPICS = tuple(CUES)
 TOPIC_OF = {cue: topic for topic, cues in CUES.items() for cue in cues.split()}
-_CUES_OF = {"known": slice(3), "unknown": slice(3, 5), "holdout": slice(5, 6)}
+_CUES = [cues.split() for cues in CUES.values()]
 GROUPS = {
-    group: tuple(cue for cues in CUES.values() for cue in cues.split()[place]) for group, place in _CUES_OF.items()
+    "known": tuple(cue for cues in _CUES for cue in cues[:3]),
+    "unknown": tuple(cue for cues in _CUES for cue in cues[3:5]),
+    "holdout": tuple(cue for cues in _CUES for cue in cues[5:]),
 }
 SPLIT_GROUPS = {"train": ("known", "unknown"), "test": ("known", "unknown", "holdout")}
 CITIES = (
