@@ -1,8 +1,6 @@
 """Tests of a programming problem: the verifier's form, the hub's encoding, and the comparison of outputs.
 
-Outputs are compared by the rules of LiveCodeBench's own checker. Standard outputs are stripped and split into lines at
-line feeds, and the lines are stripped. They are the same if they have as many lines, and each pair is equal as text or
-token by token as decimal numbers. Return values are the same if they are equal as Python values.
+Outputs are compared by the rules of LiveCodeBench's own checker.
 """
 
 from __future__ import annotations
@@ -136,7 +134,11 @@ def _exact_integer(digits: str) -> int | tuple[str]:
 
 
 def same_output(printed: str, expected: str) -> bool:
-    """Whether a program's standard output is the expected one."""
+    """Whether a program's standard output is the expected one.
+
+    Both are stripped and split into lines at line feeds, and the lines are stripped. There are as many lines, and each
+    pair is equal as text or token by token as decimal numbers.
+    """
     ours, theirs = ([line.strip() for line in text.strip().split("\n")] for text in (printed, expected))
     return len(ours) == len(theirs) and all(map(_same_line, ours, theirs))
 

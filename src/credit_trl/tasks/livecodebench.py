@@ -81,10 +81,6 @@ def build(
         since, until: ISO dates; contests with `since <= date < until` are kept, by default the paper's 131 problems.
         seed: seed of the draw of training tests.
         hub: hub repository, or a local folder in its layout.
-
-    Raises:
-        ValueError: an unknown split or release, an invalid date, no rows left, or a malformed row, named with its
-            file and field; also private tests that are a pickle of anything but one text.
     """
     if split not in ("train", "test"):
         raise ValueError(f"LiveCodeBench has no split {split!r}; use train (half the tests) or test (all tests).")
@@ -122,18 +118,16 @@ def reward(
     """Grade a batch of responses, with all tests of all programs in one sandbox batch; for `reward_funcs`.
 
     The reward is 1 if the program passes all tests, else 0. It is `None` if no test failed but `BATCH_SECONDS`, or the
-    deadline of the call, passed before all had ended.
-
-    The metrics are `pass_fraction` (of all tests; skipped ones count as failed) and `answer_format` (whether a program
-    was found).
+    deadline of the call, passed before all had ended. The metrics are `pass_fraction` (of all tests; skipped ones
+    count as failed) and `answer_format` (whether a program was found).
 
     Args:
         answer: `{"inputs": [...], "outputs": [...], "testtype": "stdin" or "functional", "fn_name": name,
             "time_limit": seconds}`, as JSON text or as an object. Outputs stay in this process.
         sandbox: runs the programs; by default one that is opened at the first call and kept (`choose_sandbox`).
     """
-    cases_of = {text: parse_answer(text) for text in {text for text in answer if isinstance(text, str)}}
-    graded_by = [cases_of[gold] if isinstance(gold, str) else parse_answer(gold) for gold in answer]
+    parsed = {text: parse_answer(text) for text in {text for text in answer if isinstance(text, str)}}
+    graded_by = [parsed[gold] if isinstance(gold, str) else parse_answer(gold) for gold in answer]
     sources = [find_program(answer_part(response_text(completion)) or "") for completion in completions]
     programs: list[Program] = []
     tests: list[tuple[Cases, int]] = []
@@ -151,17 +145,16 @@ def reward(
 def _run(box: Sandbox, programs: list[Program], tests: list[tuple[Cases, int]]) -> list[Result]:
     """Results of the programs on their tests. Each output is compared when its program ends, and not kept."""
     results = [Result("deadline")] * len(programs)
-    progress = tqdm(total=len(programs), desc="tests", delay=5.0, leave=False)
-
-    def judge(index: int, outcome: Outcome) -> Outcome:
-        progress.update()
-        results[index] = _result(*tests[index], outcome)
-        status = "rejected" if outcome.ok and results[index].status != "passed" else outcome.status
-        return replace(outcome, status=status, stdout="", value=None)
-
     limits = {"skip_group_after": COSTLY, "failed_group_seconds": FAILED_SECONDS}
-    box.run(programs, deadline=remaining_seconds(BATCH_SECONDS), keep=judge, **limits)
-    progress.close()
+    with tqdm(total=len(programs), desc="tests", delay=5.0, leave=False) as progress:
+
+        def judge(index: int, outcome: Outcome) -> Outcome:
+            progress.update()
+            results[index] = _result(*tests[index], outcome)
+            status = "rejected" if outcome.ok and results[index].status != "passed" else outcome.status
+            return replace(outcome, status=status, stdout="", value=None)
+
+        box.run(programs, deadline=remaining_seconds(BATCH_SECONDS), keep=judge, **limits)
     return results
 
 
@@ -207,15 +200,14 @@ def _result(cases: Cases, place: int, outcome: Outcome) -> Result:
 
 def _verdict(cases: Cases, results: Sequence[Result] | None, truncated: bool) -> Verdict:
     if results is None:
-        metrics = {"pass_fraction": 0.0, "answer_format": 0.0}
-        return Verdict(0.0, CUT_OFF if truncated else WRONG_FORMAT, metrics)
+        said = CUT_OFF if truncated else WRONG_FORMAT
+        return Verdict(0.0, said, {"pass_fraction": 0.0, "answer_format": 0.0})
     statuses = [result.status for result in results]
-    metrics = {"pass_fraction": statuses.count("passed") / len(statuses), "answer_format": 1.0}
-    if set(statuses) == {"passed"}:
-        return Verdict(1.0, None, metrics)
-    if set(statuses) <= {"passed", "deadline"}:
+    passed = statuses.count("passed")
+    if passed + statuses.count("deadline") == len(statuses) != passed:
         return Verdict(None, None, {"undecided": 1.0})
-    return Verdict(0.0, feedback(cases, results, truncated), metrics)
+    metrics = {"pass_fraction": passed / len(statuses), "answer_format": 1.0}
+    return Verdict(float(passed == len(statuses)), feedback(cases, results, truncated), metrics)
 
 
 def _rows(path: str | Path | None, release: str, hub: str) -> Iterable[Row]:
@@ -232,17 +224,10 @@ def _rows(path: str | Path | None, release: str, hub: str) -> Iterable[Row]:
 
 
 def _contest_date(row: Row) -> date:
-    value = str(row.get("contest_date"))  # text, or a datetime where `datasets` found that all are ISO dates
-    try:
-        return datetime.fromisoformat(value).date()
+    try:  # a text, or a datetime where `datasets` found that all are ISO dates
+        return datetime.fromisoformat(str(row.get("contest_date"))).date()
     except ValueError as error:
         raise row.error("contest_date", str(error)) from error
-
-
-def _half(count: int, identity: str, seed: int) -> list[int]:
-    """`max(1, count // 2)` sorted indices, drawn by a hash of the arguments."""
-    drawn = sorted(range(count), key=lambda index: hashlib.sha256(f"{seed}:{identity}:{index}".encode()).digest())
-    return sorted(drawn[: max(1, count // 2)])
 
 
 def _problem(row: Row, split: str, seed: int) -> dict[str, Any]:
@@ -251,14 +236,16 @@ def _problem(row: Row, split: str, seed: int) -> dict[str, Any]:
     try:
         tests = decode_cases(row.text("private_test_cases"))
         if split == "train":
-            tests = [tests[index] for index in _half(len(tests), identity, seed)]
+            count = len(tests)
+            draws = {index: hashlib.sha256(f"{seed}:{identity}:{index}".encode()).digest() for index in range(count)}
+            half = sorted(draws, key=draws.get)[: max(1, count // 2)]
+            tests = [tests[index] for index in sorted(half)]
         metadata = json.loads(row.get("metadata") or "{}")
         answer = answer_of(tests, metadata.get("func_name") or "", TIME_LIMIT)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise row.error("private_test_cases", f"{type(error).__name__}: {error}") from error
     starter = (row.get("starter_code") or "").rstrip()
-    form = FUNCTION_FORM.replace("{starter}", starter) if starter else STDIN_FORM
-    problem = f"{row.text('question_content')}\n\n{form}"
-    content = PROMPT.replace("{time_limit}", f"{TIME_LIMIT:g}").replace("{problem}", problem)
+    form = FUNCTION_FORM.format(starter=starter) if starter else STDIN_FORM
+    content = PROMPT.format(time_limit=f"{TIME_LIMIT:g}", problem=f"{row.text('question_content')}\n\n{form}")
     turns = [{"role": "user", "content": content}]
     return {"prompt": turns, "answer": answer, "task": "livecodebench", "id": f"livecodebench-{identity}"}

@@ -42,8 +42,8 @@ def same_answer(gold: str, given: str) -> bool:
             sides = [pattern.sub(r"\g<value>", side) for side in sides]
     if sum(r"\ln" in side for side in sides) == 1:  # then a logarithm without a base is natural
         sides = [re.sub(r"\\log(?!_)", r"\\ln", side) for side in sides]
-    sides = [canonical(re.sub(r"^«([^«»]+,[^«»]+)»$", r"\1", side)) for side in sides]
-    return sides[0] == sides[1] or is_rounded(*sides) or is_rounded(*sides[::-1])
+    texts = [canonical(re.sub(r"^«([^«»]+,[^«»]+)»$", r"\1", side)) for side in sides]
+    return texts[0] == texts[1] or is_rounded(*sorted(texts, key=len))
 
 
 def clean(text: str) -> str:
@@ -136,12 +136,12 @@ def exact(number: Any) -> str:
     return real.removesuffix(".0") if imaginary == "0" else f"{real}+{imaginary}I"
 
 
-def is_rounded(text: str, other: str) -> bool:
-    """Whether a canonical number of at least six digits is another one of many digits, rounded or cut."""
-    numbers = [re.fullmatch(r"-?\d+\.(\d+)", side) for side in (text, other)]
-    if None in numbers or not 6 <= len(re.sub(r"\D", "", text).lstrip("0")) <= DIGITS // 2 <= len(numbers[1][1]):
+def is_rounded(text: str, long: str) -> bool:
+    """Whether a canonical number of at least six digits is one with many decimal places, rounded or cut."""
+    digits = re.sub(r"\D", "", text).lstrip("0")
+    if not re.fullmatch(r"-?\d+\.\d+", text) or not re.fullmatch(r"-?\d+\.\d{30,}", long) or len(digits) < 6:
         return False
-    return other.startswith(text) or str(round(Decimal(other), len(numbers[0][1]))) == text
+    return long.startswith(text) or str(round(Decimal(long), len(text.partition(".")[2]))) == text
 
 
 def compare(pairs: list[tuple[str, str]], deadline: float) -> list[str]:
