@@ -23,16 +23,25 @@ from credit_trl.objective import Form
 warnings.filterwarnings("ignore", r"`\w*gradient_checkpointing\w*` is deprecated", FutureWarning)
 
 
-def _with_help(config: type) -> type:
-    """The dataclass with the docstring's description of each option as its help on the command line."""
+def _described(config: type) -> type:
+    """The dataclass with help of its options from the docstring, and an initializer that refuses unknown options."""
     described = re.findall(r"^ {8}([a-z_, ]+) \(.+\):\n((?: {12}.+\n)+)", config.__doc__ or "", re.MULTILINE)
     for names, text in described:
         for name in names.split(", "):
             config.__dataclass_fields__[name].metadata = {"help": " ".join(text.split())}
+    initialize = config.__init__
+
+    @functools.wraps(initialize)
+    def checked(self: CreditConfig, *args: Any, **options: Any) -> None:
+        known = [one.name for one in self.__dataclass_fields__.values() if one.init]
+        refuse_unknown(type(self).__name__, "option", options, known)
+        initialize(self, *args, **options)
+
+    config.__init__ = checked
     return config
 
 
-@_with_help
+@_described
 @dataclass
 class CreditConfig(GRPOConfig):
     r"""
@@ -356,20 +365,6 @@ def refuse_unknown(owner: str, kind: str, names: Iterable[str], known: Collectio
     if advice:
         raise TypeError(f"`{owner}` has no {kind} {' '.join(advice)}")
 
-
-def _checked(init: Callable[..., None]) -> Callable[..., None]:
-    """An initializer that refuses unknown options."""
-
-    @functools.wraps(init)
-    def checked(self: CreditConfig, *args: Any, **options: Any) -> None:
-        known = [one.name for one in self.__dataclass_fields__.values() if one.init]
-        refuse_unknown(type(self).__name__, "option", options, known)
-        init(self, *args, **options)
-
-    return checked
-
-
-CreditConfig.__init__ = _checked(CreditConfig.__init__)
 
 _PLACEHOLDERS = {
     "reprompt_template": ["prompt", "solution", "feedback"],
