@@ -353,7 +353,7 @@ def test_a_run_saves_rollouts_and_maps_and_prints_the_link_last(run_callbacks, m
     assert [path.stem for path in sorted(folder.glob("credit_maps/*.json"))] == ["step-000001", "step-000003"]
 
 
-def test_a_plain_script_writes_its_page(tmp_path):
+def test_a_plain_script_writes_its_page_without_a_warning_of_dependencies(tmp_path):
     """In a process with the metadata of this checkout, which the installed one may lack."""
     metadata = tmp_path / "site" / "credit_trl-0.dist-info"
     metadata.mkdir(parents=True)
@@ -364,7 +364,8 @@ def test_a_plain_script_writes_its_page(tmp_path):
         "from credit_trl import CreditConfig, CreditTrainer, Verdict\n"
         "from credit_trl.tasks.quickstart import build, reward\n"
         "from tiny import SMALL\n"
-        "CreditTrainer('quickstart', reward, CreditConfig('run', **SMALL), build('train')).train()\n"
+        "config = CreditConfig('run', **SMALL | {'save_strategy': 'steps', 'save_steps': 1})\n"
+        "CreditTrainer('quickstart', reward, config, build('train')).train()\n"
     )
     path = os.pathsep.join([str(tmp_path / "site"), *sys.path])
     command = [sys.executable, "train.py"]
@@ -374,6 +375,8 @@ def test_a_plain_script_writes_its_page(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.splitlines()[-1] == f"Report: {(tmp_path / 'run' / 'report.html').as_uri()}"
     assert '"maps":' in (tmp_path / "run" / "report.html").read_text("utf-8")
+    assert "step 1/1  reward" in done.stdout
+    assert "FutureWarning" not in done.stderr
 
 
 def test_reports_during_training_take_little_time(tmp_path, monkeypatch):
