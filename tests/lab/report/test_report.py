@@ -333,7 +333,7 @@ def test_a_run_saves_rollouts_and_maps_and_prints_the_link_last(run_callbacks, m
     trainer = make_trainer(reward, max_steps=3)
     shown = []
     monkeypatch.setattr(callback, "is_in_notebook", lambda: True)
-    monkeypatch.setattr("IPython.display.display", lambda data, raw: shown.append(data["text/html"]))
+    monkeypatch.setattr("IPython.display.display", lambda data, **options: shown.append((data["text/html"], options)))
     trainer.train()
     folder = Path(trainer.args.output_dir)
     page = folder / "report.html"
@@ -348,7 +348,9 @@ def test_a_run_saves_rollouts_and_maps_and_prints_the_link_last(run_callbacks, m
         assert row["feedback"] == "Count again."
         assert "Count again." in row["teacher_prompt"]
         assert row["completion"][0]["role"] == "assistant"
-    assert html.unescape(re.search('srcdoc="([^"]*)"', shown[0])[1]) == page.read_text("utf-8")  # in a notebook
+    [(frame, options)] = shown  # in a notebook
+    assert html.unescape(re.search('srcdoc="([^"]*)"', frame)[1]) == page.read_text("utf-8")
+    assert options == {"raw": True, "display_id": "credit-report-0", "update": False}
     assert [row["reward"] for row in tables[2]] == [0.0, 1.0] * 4
     assert [path.stem for path in sorted(folder.glob("credit_maps/*.json"))] == ["step-000001", "step-000003"]
 
