@@ -30,11 +30,11 @@ from credit_trl.lab.analysis import (
 )
 from credit_trl.lab.analysis.token_classes import task_classes
 from credit_trl.lab.report import write_report
+from credit_trl.lab.report.log_lines import LogLines
 from credit_trl.tasks import quickstart
 from credit_trl.tasks.registry import load_task
 from credit_trl.teacher.models import Teacher
 from credit_trl.trainer import CreditTrainer
-from credit_trl.training.reporting import LogLines
 from credit_trl.training.run_data import describe_data
 from credit_trl.training.run_directory import EVALUATIONS_FOLDER, RESULT_FILE, read_json
 

@@ -15,6 +15,7 @@ from trl.trainer.utils import strip_images_from_messages
 from credit_trl.lab.analysis.callback import CreditMapCallback
 from credit_trl.lab.optional import OptionalCallback
 from credit_trl.lab.report.dashboards import send_credit, send_rollouts
+from credit_trl.lab.report.log_lines import print_lines
 from credit_trl.lab.report.runs import COMPLETIONS
 from credit_trl.lab.report.write import REPORT_FILE, write_report
 
@@ -26,7 +27,11 @@ _REST = 50
 
 
 def run_callbacks(trainer: Any) -> list[TrainerCallback]:
-    """Callbacks that a `CreditTrainer` adds to itself, by the entry point `credit_trl.callbacks` of the package."""
+    """Callbacks that a `CreditTrainer` adds to itself, by the entry point `credit_trl.callbacks` of the package.
+
+    Its logs are printed one a line.
+    """
+    print_lines(trainer.callback_handler)
     maps = [] if trainer.credit_step is None else [CreditMapCallback(trainer)]  # without a teacher there is no credit
     return [*maps, ReportCallback(trainer)]
 
