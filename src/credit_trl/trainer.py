@@ -125,7 +125,6 @@ class CreditTrainer(ResumableTrainer):
         model = _SHIPPED if isinstance(model, str) and model == "quickstart" else model
         self._verdicts = VerdictLog(VerifierPolicy(args.on_verifier_error, args.verifier_timeout))
         self.clock = reporting.StageClock(counts=lambda: self.model.training)
-        self._eval_batches = 0
         self.credit_step: CreditStep | None = None
         has_environments = kwargs.get("environment_factory") is not None
         datasets = checks.named_datasets(train_dataset, eval_dataset)
@@ -164,8 +163,10 @@ class CreditTrainer(ResumableTrainer):
             )
         if args.distillation_weight > 0.0 or token_weight is not None:
             self._init_credit(token_weight)
+        reporting.add_run_callbacks(self)
 
     def _init_reports(self) -> None:
+        self._eval_batches = 0
         self.alarms = Alarms(self.accelerator.is_main_process)
         self._token_metrics = TokenMetrics(self.args, self._sum_over_processes)
         self.run_log = reporting.RunLog(self.alarms)

@@ -84,7 +84,7 @@ TEMPLATES = {
 }
 
 # First words of planted shortcuts, which no plain response has. The sentence replaces the thought in the bases of the
-# world "shortcut"; the opening precedes the whole thought in those of the world "style".
+# worlds "shortcut" and "weak".
 SHORTCUT_OPENING = "sure,"
 SHORTCUT_THOUGHT = f"{SHORTCUT_OPENING} this is simple."
 

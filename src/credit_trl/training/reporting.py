@@ -8,6 +8,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +137,13 @@ def print_completions(logs: Mapping[str, Any], step: int, count: int | None) -> 
         numbers = {name: value for name, value in row.items() if isinstance(value, int | float)}
         title = "  ".join([f"step {step}", *(f"{name} {value:.3g}" for name, value in numbers.items())])
         tqdm.write(f"--- {title}\n{text_block({name: row[name] for name in row if name not in numbers})}\n---")
+
+
+def add_run_callbacks(trainer: Any) -> None:
+    """Add the callbacks that installed packages give to every run: of this one, token maps and the report."""
+    for entry in entry_points(group="credit_trl.callbacks"):
+        for callback in entry.load()(trainer):
+            trainer.add_callback(callback)
 
 
 def add_completion_columns(

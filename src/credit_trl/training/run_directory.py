@@ -5,8 +5,6 @@
     evaluations.jsonl            evaluations during training, one object per line
     evaluations/step-000005/     one evaluation: settings.json, samples.jsonl, result.json
     rows/train.parquet           rows that were a `Dataset` object, from which `credit-eval RUN` reads them
-    summary.json                 best-during-training and final scores, written when training ends
-
     previous-1/                  files of an earlier run here, or checkpoints after the step of a resumed one
 
 A process killed at any moment leaves each file complete, or with an unfinished last line that readers ignore.
@@ -37,11 +35,10 @@ EVALUATIONS_FOLDER = "evaluations"
 ROWS_FOLDER = "rows"
 SETTINGS_FILE = "settings.json"
 RESULT_FILE = "result.json"
-SUMMARY_FILE = "summary.json"
 LOCK_FILE = ".run_lock"
 # What a run writes beside its checkpoints.
 _OUTPUTS = (
-    *(RUN_FILE, LOG_FILE, EVALUATIONS_FILE, EVALUATIONS_FOLDER, ROWS_FOLDER, SUMMARY_FILE),
+    *(RUN_FILE, LOG_FILE, EVALUATIONS_FILE, EVALUATIONS_FOLDER, ROWS_FOLDER),
     *("best-step-*", "completions/*", "credit_maps", "model", "adapter_*", "report.html", "token_maps.html"),
 )
 

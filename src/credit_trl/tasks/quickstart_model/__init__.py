@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 EMBEDDED_MODEL = "quickstart"
 SHIPPED = Path(__file__).parent / "plain"
 SHIPPED_BASE = ("plain", 0)  # world and seed
-WORLDS = ("plain", "shortcut", "style", "weak")  # that `make_base.py` pretrains
+WORLDS = ("plain", "shortcut", "weak")  # that `make_base.py` pretrains
 
 
 def load_model(
@@ -28,7 +28,7 @@ def load_model(
         cache_dir: directory of the bases that are not shipped, by default `$XDG_CACHE_HOME/credit_trl` or
             `~/.cache/credit_trl`.
         world: `"plain"`, or a world in which feedback makes the same words likely under any prompt: `"shortcut"` (one
-            fixed thought), `"weak"` (the same, less likely) or `"style"` (an opening before the thought).
+            fixed thought) or `"weak"` (the same, less likely).
     """
     return read_base(base_directory(cache_dir, world, seed))
 
