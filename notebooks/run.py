@@ -38,7 +38,7 @@ def execute(notebook: nbformat.NotebookNode, *, timeout: int = 600) -> nbformat.
             cell.outputs, cell.execution_count = [], None
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
-    os.environ.setdefault("TQDM_DISABLE", "1")  # bars of the libraries; the trainer's table is shown
+    os.environ.setdefault("TQDM_DISABLE", "1")  # bars of the libraries; the trainer's lines are printed
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # has `credit-trl`
     os.environ.setdefault("PYTHONWARNINGS", "ignore::FutureWarning,ignore:IProgress not found")  # of the libraries
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as sockets:
