@@ -18,7 +18,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="new directory of the model (default: the user's cache)")
     args = parser.parse_args()
-    directory = args.out or cached_directory(None, args.world, args.seed)
+    directory = args.out or cached_directory(args.world, args.seed)
     make_base(args.world, args.seed, directory)
     print(directory)
 
