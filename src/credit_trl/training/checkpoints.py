@@ -435,9 +435,7 @@ def checkpoint_to_resume(requested: str, output_dir: str | Path) -> str | None:
 def hash_files(folder: Path) -> dict[str, str]:
     """`size:hash` of each file below a folder, by its path in the folder."""
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST_FILE)
-    with ThreadPoolExecutor() as threads:
-        digests = list(threads.map(_digest, files))
-    return {path.relative_to(folder).as_posix(): digest for path, digest in zip(files, digests, strict=True)}
+    return {path.relative_to(folder).as_posix(): _digest(path) for path in files}
 
 
 def write_manifest(folder: Path, hashes: dict[str, str]) -> None:
