@@ -2,8 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from credit_trl.tasks.lcb_cases import Cases
-from credit_trl.tasks.lcb_feedback import CUT_OFF, Result, feedback, short_error
+from credit_trl.tasks.lcb_cases import CUT_OFF, Cases, Result, feedback, short_error
 from tables import tables_of
 
 TABLES = tables_of(__file__)

@@ -17,7 +17,7 @@ from credit_trl.rollout.deadline import deadline_in
 from credit_trl.rollout.verdict import FAILED, VerifierPolicy
 from credit_trl.sandbox import Outcome, Program, Sandbox, open_sandbox
 from credit_trl.tasks import livecodebench, load_task
-from credit_trl.tasks.lcb_feedback import CUT_OFF, WRONG_FORMAT
+from credit_trl.tasks.lcb_cases import CUT_OFF, WRONG_FORMAT
 from tables import tables_of
 
 TABLES = tables_of(__file__)

@@ -24,8 +24,8 @@ from tqdm.auto import tqdm
 from credit_trl.rollout.deadline import remaining_seconds
 from credit_trl.rollout.thinking import answer_part
 from credit_trl.rollout.verdict import Verdict
-from credit_trl.tasks.lcb_cases import Cases, answer_of, decode_cases, parse_answer, same_output, same_return_value
-from credit_trl.tasks.lcb_feedback import CUT_OFF, WRONG_FORMAT, Result, feedback
+from credit_trl.tasks import lcb_cases
+from credit_trl.tasks.lcb_cases import CUT_OFF, WRONG_FORMAT, Cases, Result, parse_answer
 from credit_trl.tasks.lcb_program import find_program, prelude_for
 from credit_trl.tasks.records import Row, dataset_of, hub_rows, read_rows
 from credit_trl.tasks.task import BATCH_SECONDS, PROMPTS, response_text
@@ -194,7 +194,7 @@ def _result(cases: Cases, place: int, outcome: Outcome) -> Result:
     given = outcome.value if cases.is_functional else outcome.stdout
     if given is None:
         return Result.shortened("runtime_error", outcome.stdout, "the function returned no value")
-    is_same = same_return_value if cases.is_functional else same_output
+    is_same = lcb_cases.same_return_value if cases.is_functional else lcb_cases.same_output
     return Result.shortened("passed" if is_same(given, cases.outputs[place]) else "wrong", given)
 
 
@@ -207,7 +207,7 @@ def _verdict(cases: Cases, results: Sequence[Result] | None, truncated: bool) ->
     if passed + statuses.count("deadline") == len(statuses) != passed:
         return Verdict(None, None, {"undecided": 1.0})
     metrics = {"pass_fraction": passed / len(statuses), "answer_format": 1.0}
-    return Verdict(float(passed == len(statuses)), feedback(cases, results, truncated), metrics)
+    return Verdict(float(passed == len(statuses)), lcb_cases.feedback(cases, results, truncated), metrics)
 
 
 def _rows(path: str | Path | None, release: str, hub: str) -> Iterable[Row]:
@@ -234,14 +234,14 @@ def _problem(row: Row, split: str, seed: int) -> dict[str, Any]:
     """The row of the data set: the problem's text with the form of its programs, and its tests."""
     identity = row.text("question_id")
     try:
-        tests = decode_cases(row.text("private_test_cases"))
+        tests = lcb_cases.decode_cases(row.text("private_test_cases"))
         if split == "train":
             count = len(tests)
             draws = {index: hashlib.sha256(f"{seed}:{identity}:{index}".encode()).digest() for index in range(count)}
             half = sorted(draws, key=draws.get)[: max(1, count // 2)]
             tests = [tests[index] for index in sorted(half)]
         metadata = json.loads(row.get("metadata") or "{}")
-        answer = answer_of(tests, metadata.get("func_name") or "", TIME_LIMIT)
+        answer = lcb_cases.answer_of(tests, metadata.get("func_name") or "", TIME_LIMIT)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise row.error("private_test_cases", f"{type(error).__name__}: {error}") from error
     starter = (row.get("starter_code") or "").rstrip()
