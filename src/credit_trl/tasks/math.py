@@ -42,7 +42,10 @@ DIGITS = 50
 
 _NOTATION = yaml.safe_load(Path(__file__).with_name("math_notation.yaml").read_text("utf-8"))
 _SIGNS = {way: sign for sign, *ways in map(str.split, _NOTATION["signs"].splitlines()) for way in ways}
-_PATTERNS = {name: re.compile(pattern, re.VERBOSE) for name, pattern in _NOTATION["patterns"].items()}
+_PATTERNS = {
+    name: re.compile(re.sub("@(.*?)@", lambda word: _NOTATION["words"][word[1]], pattern), re.VERBOSE)
+    for name, pattern in _NOTATION["patterns"].items()
+}
 
 
 def build(split: str, path: str | Path | None = None, *, instruction: str = INSTRUCTION, hub: str = HUB) -> Dataset:
