@@ -8,7 +8,7 @@ from pathlib import Path
 from embedded_base import make_base
 from embedded_base.curriculum import WORLDS
 
-from credit_trl.tasks.quickstart_model import cached_directory, read_base
+from credit_trl.tasks.quickstart_model import cache_directory, read_base
 
 
 def main() -> None:
@@ -17,7 +17,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="new directory of the model (default: the user's cache)")
     args = parser.parse_args()
-    directory = args.out or cached_directory(args.world, args.seed)
+    directory = args.out or cache_directory() / "quickstart" / f"{args.world}-seed{args.seed}"
     make_base(args.world, args.seed, directory)
     model, tokenizer = read_base(directory)
     accuracy = WORLDS[args.world].lookup_accuracy(model, tokenizer, seed=1)

@@ -71,34 +71,27 @@ def parse_answer(answer: str | dict[str, Any]) -> Cases:
     except (ValueError, RecursionError, TypeError, KeyError) as error:
         shown = f"{', '.join(FIELDS)}, or its JSON text, got {answer!r:.100}"
         raise ValueError(f"A code answer is an object with {shown}.") from error
-    given, expected = cases.inputs, cases.outputs
-    if not _are_texts(given) or not _are_texts(expected) or len(given) != len(expected):
-        problem = "`inputs` and `outputs` are lists of texts with the same length, 1 or more"
-    elif not isinstance(cases.time_limit, int | float) or not 0 < cases.time_limit < 3600:
-        problem = f"`time_limit` is a number of seconds, got {cases.time_limit!r}"
-    elif cases.testtype not in ("stdin", "functional"):
-        problem = f"`testtype` is 'stdin' or 'functional', got {cases.testtype!r}"
-    elif cases.is_functional and not str(cases.fn_name).isidentifier():
-        problem = f"`fn_name` is the name of the function that is tested, got {cases.fn_name!r}"
-    else:
-        problem = _problem_of_json(cases) if cases.is_functional else None
-    if problem is not None:
-        raise ValueError(f"A code answer's {problem}.")
-    return cases
-
-
-def _are_texts(values: Any) -> bool:
-    return isinstance(values, list) and values != [] and all(isinstance(value, str) for value in values)
-
-
-def _problem_of_json(cases: Cases) -> str | None:
-    for index, (given, expected) in enumerate(zip(cases.inputs, cases.outputs, strict=True)):
+    lists = [cases.inputs, cases.outputs]
+    are_texts = all(isinstance(one, list) and all(isinstance(text, str) for text in one) for one in lists)
+    is_number = isinstance(cases.time_limit, int | float)
+    rules = {
+        "`inputs` and `outputs` are lists of texts": are_texts,
+        "`inputs` and `outputs` have the same length, 1 or more": are_texts and len(lists[0]) == len(lists[1]) > 0,
+        "`time_limit` is a number of seconds": is_number and 0 < cases.time_limit < 3600,
+        "`testtype` is 'stdin' or 'functional'": cases.testtype in ("stdin", "functional"),
+        "`fn_name` is the name of a function": not cases.is_functional or str(cases.fn_name).isidentifier(),
+    }
+    for rule, is_met in rules.items():
+        if not is_met:
+            raise ValueError(f"A code answer's {rule}, got {data!r:.200}.")
+    functional = zip(cases.inputs, cases.outputs, strict=True) if cases.is_functional else ()
+    for index, (given, expected) in enumerate(functional):
         try:
             for line in (*given.split("\n"), expected):
                 json.loads(line, parse_int=_exact_integer)
         except (ValueError, RecursionError) as error:
-            return f"functional test {index} is not JSON, one argument per line: {error}"
-    return None
+            raise ValueError(f"Functional test {index} is not JSON, one argument per line: {error}") from error
+    return cases
 
 
 def answer_of(cases: Sequence[dict[str, Any]], fn_name: str, time_limit: float) -> str:

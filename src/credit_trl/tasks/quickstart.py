@@ -53,8 +53,7 @@ GROUPS = {
     "holdout": tuple(cue for cues in CUES.values() for cue in cues[5:]),
 }
 SPLIT_GROUPS = {"train": ("known", "unknown"), "test": ("known", "unknown", "holdout")}
-# Number of cities that a cue is tested with; it is trained with the others. The cities differ from cue to cue.
-TEST_CITIES_PER_CUE = 6
+TEST_CITIES_PER_CUE = 6  # a cue is trained with the others; they differ from cue to cue
 
 # SDPO's wording of the teacher's turn, which the bases were pretrained to read: options of `CreditConfig`.
 TEMPLATES = {
@@ -63,8 +62,7 @@ TEMPLATES = {
     "feedback_template": "\nThe following is feedback from your unsuccessful earlier attempt:\n\n{feedback_raw}\n\n",
 }
 
-# First words of planted shortcuts, which no plain response has. The sentence replaces the thought in the bases of the
-# world "shortcut"; the opening precedes the whole thought in those of the world "style".
+# Planted shortcuts: the sentence replaces the thought (world "shortcut"), the opening precedes it (world "style").
 SHORTCUT_OPENING = "sure,"
 SHORTCUT_THOUGHT = f"{SHORTCUT_OPENING} this is simple."
 

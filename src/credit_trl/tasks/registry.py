@@ -40,9 +40,7 @@ def check_name(name: str) -> None:
 def load_task(name: str | Task) -> Task:
     """Resolve `"sciknoweval:chemistry"`, `"toolalpaca"` or `"my_package.my_task:MyTask"` to a `Task`.
 
-    Raises:
-        ValueError: unknown name or option; the message lists the known ones.
-        TypeError: the object has no `build` and `verify`.
+    The `ValueError` for an unknown name or option lists the known ones.
     """
     if isinstance(name, Task):
         return name
@@ -117,17 +115,15 @@ def _unknown_task(name: Any) -> ValueError:
 def task_of_data(data: Mapping[str, Any]) -> Task:
     """The task of `describe_data`: rows of the split that is asked for, and all reward functions as one verifier.
 
-    Raises:
-        ValueError: a function or the rows cannot be found again, or the file has changed; the message says what to
-            do.
+    A function or rows that are not found again, or a file that has changed, are a `ValueError`.
     """
     if data["folder"] not in sys.path:
         sys.path.insert(0, data["folder"])
     held_out = data["test"] or data["train"]
-    place = held_out or {}
     if data["task"] is not None:
         task = load_task(data["task"])
     else:
+        place = held_out or {}
         name = Path(place.get("path") or place.get("name") or "run").stem
         task = Task.from_dataset({}, list(map(_reward, data["reward_funcs"])), name, data["reward_weights"])
 

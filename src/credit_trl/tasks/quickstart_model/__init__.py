@@ -1,7 +1,6 @@
 """Embedded base model of the quickstart task: a Qwen3 of 0.45 million parameters with its own tokenizer.
 
-`examples/study/make_base.py` pretrains bases of other worlds and seeds, in two or three minutes on two CPU cores, and
-writes them to the user's cache directory.
+`examples/study/make_base.py` pretrains bases of other worlds and seeds in the user's cache directory.
 """
 
 from __future__ import annotations
@@ -33,11 +32,6 @@ def read_base(directory: str | Path) -> tuple[Qwen3ForCausalLM, PreTrainedTokeni
 
     model = Qwen3ForCausalLM.from_pretrained(directory, dtype=torch.float32, local_files_only=True)
     return model.eval(), AutoTokenizer.from_pretrained(directory, local_files_only=True)
-
-
-def cached_directory(world: str, seed: int = 0) -> Path:
-    """Place of a base of `make_base.py` in the cache directory, whether or not it exists."""
-    return cache_directory() / "quickstart" / f"{world}-seed{seed}"
 
 
 def cache_directory() -> Path:
