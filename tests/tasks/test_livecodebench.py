@@ -130,7 +130,7 @@ def test_release_selects_files_of_the_hub(tmp_path, write_jsonl, release, count)
     [
         ({"split": "validation"}, "train .* or test"),
         ({"split": "test", "release": "v9"}, "no release 'v9'; use one of v1, "),
-        ({"split": "test", "since": "February"}, "are dates such as"),
+        ({"split": "test", "since": "February"}, "Invalid isoformat string: 'February'"),
         ({"split": "test", "hub": "no-such-owner/no-such-data"}, "pass `path=`"),
     ],
 )

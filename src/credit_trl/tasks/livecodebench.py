@@ -86,10 +86,8 @@ def build(
         raise ValueError(f"LiveCodeBench has no split {split!r}; use train (half the tests) or test (all tests).")
     if release not in OPTION[1]:
         raise ValueError(f"LiveCodeBench has no release {release!r}; use one of {', '.join(OPTION[1])}.")
-    try:
-        first, end = date.fromisoformat(since), date.fromisoformat(until)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"`since` and `until` are dates such as '2025-02-01', got {since!r}, {until!r}.") from error
+    first = date.fromisoformat(since)
+    end = date.fromisoformat(until)
     problems: dict[str, dict[str, Any]] = {}
     for row in _rows(path, release, hub):
         if first <= _contest_date(row) < end:

@@ -203,13 +203,9 @@ def _canonical(text: str) -> str:
         return ":".join(_canonical(rf"\frac{{{part}}}{{{ratio[0]}}}") for part in ratio)
     equation = _split(text, "=")
     if len(equation) == 2 and all(map(_is_expression, equation)):
-        numbers = _values("({})-({})".format(*equation))
-        return "=" + " ".join(_exact(number / numbers[0]) for number in numbers)
+        return "=" + _values("({})-({})".format(*equation), is_equation=True)
     if _is_expression(text):
-        numbers = list(map(_exact, _values(text)))
-        # At negative points the real part of a complex number depends on the branch.
-        numbers[2:] = [re.sub(".*I", "I", number) for number in numbers[2:]]
-        return numbers[0] if len(set(numbers)) == 1 else " ".join(numbers)
+        return _values(text)
     bare = re.sub(r"\\text\{([^{}]*)\}|\{(\w)\}|(?<!\d)\s|\s(?!\d)", r"\1\2", text).strip()
     return bare.lower() if re.fullmatch("[A-Z]?[a-z]{2,}|NO|YES|TRUE|FALSE", bare) else bare
 
@@ -219,8 +215,8 @@ def _is_expression(text: str) -> bool:
     return text.strip() != "" and bool(_PATTERNS["tokens"].fullmatch(text)) and not _PATTERNS["unread"].match(text)
 
 
-def _values(text: str) -> list[Any]:
-    """An expression by SymPy at positive and negative values of its symbols; raises what the parser raises."""
+def _values(text: str, is_equation: bool = False) -> str:
+    """An expression by SymPy at positive and negative values of its symbols, of an equation up to a factor."""
     from latex2sympy2_extended.latex2sympy2 import ConversionConfig, latex2sympy
     from sympy import I, Rational, Symbol
 
@@ -233,7 +229,11 @@ def _values(text: str) -> list[Any]:
     point = {symbol: Rational(crc32(str(symbol).encode()) % 99_991, 10_007) for symbol in parsed.free_symbols}
     points = [point, {symbol: 40 * number for symbol, number in point.items()}]
     points += [point | {symbol: -point[symbol]} for symbol in sorted(point, key=str)]
-    return [parsed.subs(one) for one in points]
+    numbers = [parsed.subs(one) for one in points]
+    texts = [_exact(number / numbers[0] if is_equation else number) for number in numbers]
+    # At negative points the real part of a complex number depends on the branch.
+    texts[2:] = [re.sub(".*I", "I", text) for text in texts[2:]]
+    return texts[0] if len(set(texts)) == 1 else " ".join(texts)
 
 
 def _exact(number: Any) -> str:

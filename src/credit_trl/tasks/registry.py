@@ -67,11 +67,7 @@ def as_task(found: Any, name: str, option: str | None = None) -> Task:
     if isinstance(found, Task):
         return found
     if not callable(getattr(found, "build", None)) or not callable(getattr(found, "verify", None)):
-        what = f"the {type(found).__name__} `{getattr(found, '__name__', type(found).__name__)}`"
-        raise TypeError(
-            f"Task {name!r}: {what} lacks `build` or `verify`. A function alone is given by `--reward_funcs`, or with "
-            "its data set to `Task.from_dataset`."
-        )
+        raise TypeError(f"Task {name!r} lacks `build` or `verify`. A function alone is given by `--reward_funcs`.")
     options = {}
     if option is not None:
         keyword, values = getattr(found, "OPTION", ("option", ()))

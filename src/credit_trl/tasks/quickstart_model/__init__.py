@@ -5,9 +5,7 @@
 
 from __future__ import annotations
 
-import difflib
 import os
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,19 +38,8 @@ def cache_directory() -> Path:
 
 
 def model_path(name: str) -> str:
-    """Directory of the model for `"quickstart"`; any other path or hub name unchanged.
-
-    Raises:
-        ValueError: the name can only be a path, and there is no such folder.
-    """
-    if name == EMBEDDED_MODEL:
-        return str(SHIPPED)
-    is_hub_name = re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) and not name.startswith((".", "-"))
-    if not Path(name).is_dir() and (not is_hub_name or Path(name).exists()):
-        raise ValueError(
-            f"The model `{name}`: no such folder. Give its path, or a name of the Hub such as owner/model."
-        )
-    return name
+    """Directory of the model for `"quickstart"`; any other path or hub name unchanged."""
+    return str(SHIPPED) if name == EMBEDDED_MODEL else name
 
 
 @contextmanager
@@ -63,6 +50,4 @@ def naming_model(name: str) -> Iterator[None]:
     except OSError as error:
         if not str(error).startswith("We couldn't connect to"):
             raise
-        is_close = difflib.get_close_matches(name, [EMBEDDED_MODEL], n=1)
-        near = f"Did you mean `{EMBEDDED_MODEL}`?" if is_close else "A local model is named by its folder."
-        raise OSError(f"The model `{name}` is neither a folder nor in the cache. {near} {error}") from error
+        raise OSError(f"The model `{name}` is neither a folder nor in the cache. {error}") from error
