@@ -46,12 +46,9 @@ OPTION = ("release", (*RELEASES, "examples"))
 
 TIME_LIMIT = 6.0  # seconds a test, LiveCodeBench's own
 MEMORY_BYTES = 1 << 30
-# After one of these statuses the other tests of a program are skipped: each could cost as much again.
-COSTLY = ("timeout", "output_limit", "memory")
-# Once a program has failed a test, its other tests, which serve the feedback and `pass_fraction`, may run this long.
-FAILED_SECONDS = 30.0
+COSTLY = ("timeout", "output_limit", "memory")  # statuses after which the other tests of a program are skipped
+FAILED_SECONDS = 30.0  # for the other tests, which serve feedback and `pass_fraction`, once a program has failed one
 DEBUG_BYTES = 8 << 20  # limit of a program's output besides its answer
-
 PROMPT = PROMPTS.joinpath("livecodebench.txt").read_text("utf-8")
 STDIN_FORM = "The program reads its input from standard input and writes its answer to standard output."
 FUNCTION_FORM = (
@@ -216,7 +213,7 @@ def _rows(path: str | Path | None, release: str, hub: str) -> Iterable[Row]:
     missing = set(files) - {file.name for file in folder.rglob("*.jsonl")} if folder.is_dir() else None
     if missing:
         raise FileNotFoundError(
-            f"{folder} lacks {', '.join(sorted(missing))} for {release}. Add them, or pass one file."
+            f"{folder} lacks {', '.join(sorted(missing))} for {release}: add it, or pass one file."
         )
     return read_rows("livecodebench", release, folder, hub, [Path(file).stem for file in files])
 

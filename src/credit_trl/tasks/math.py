@@ -56,17 +56,19 @@ def build(split: str, path: str | Path | None = None, *, instruction: str = INST
     """
 
     def convert(row: Row) -> dict[str, Any]:
-        field = row.first(("problem", "question", "prompt"))
-        turns = [{"role": "user", "content": row[field]}] if isinstance(row[field], str) else row[field]
+        given = {name: value for name, value in row.items() if value is not None}
+        problem = given.get("problem", given.get("question", given.get("prompt", "")))
+        turns = [{"role": "user", "content": problem}] if isinstance(problem, str) else problem
         if turns[-1]["role"] != "user" or not turns[-1]["content"].strip():
-            raise row.error(field, "no question: neither a text nor messages that end with a user's")
+            raise row.error(
+                "problem", "neither a text nor messages that end with a user's, nor `question` or `prompt`"
+            )
         question = {"role": "user", "content": f"{turns[-1]['content']}\n\n{instruction}".rstrip()}
-        source = row.first(("answer", "final_answer", "solution"))
-        text = str(row[source])
+        text = str(given.get("answer", given.get("final_answer", given.get("solution", ""))))
         gold = (last_boxed(text) or text.rpartition("####")[2]).strip()
         if not gold or "\n\n" in gold:
-            raise row.error(source, r"no final answer: neither \boxed{...} nor ####, nor a line")
-        identity = next((row[name] for name in ("id", "idx", "unique_id") if row.get(name) is not None), row.number)
+            raise row.error("answer", r"no final answer (or `solution`): neither \boxed{...} nor ####, nor a line")
+        identity = given.get("id", given.get("idx", given.get("unique_id", row.number)))
         return {"prompt": [*turns[:-1], question], "answer": gold, "task": "math", "id": f"math-{identity}"}
 
     return dataset_of(map(convert, read_rows("math", split, path, hub)), f"math {split}")

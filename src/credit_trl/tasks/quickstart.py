@@ -56,11 +56,7 @@ SPLIT_GROUPS = {"train": ("known", "unknown"), "test": ("known", "unknown", "hol
 TEST_CITIES_PER_CUE = 6  # a cue is trained with the others; they differ from cue to cue
 
 # SDPO's wording of the teacher's turn, which the bases were pretrained to read: options of `CreditConfig`.
-TEMPLATES = {
-    "reprompt_template": "{prompt}{solution}{feedback}\n\nCorrectly solve the original question.\n",
-    "solution_template": "\nCorrect solution:\n\n{successful_previous_attempt}\n\n",
-    "feedback_template": "\nThe following is feedback from your unsuccessful earlier attempt:\n\n{feedback_raw}\n\n",
-}
+TEMPLATES: dict[str, str] = _WORDS["templates"]
 
 # Planted shortcuts: the sentence replaces the thought (world "shortcut"), the opening precedes it (world "style").
 SHORTCUT_OPENING = "sure,"

@@ -35,13 +35,6 @@ class Row(dict[str, Any]):
             raise self.error(field, f"expected a text that is not blank, got {value!r:.100}")
         return value
 
-    def first(self, names: Sequence[str]) -> str:
-        """The first of the fields that the row has."""
-        for name in names:
-            if self.get(name) is not None:
-                return name
-        raise self.error(names[0], f"missing; the row has {', '.join(self)}. Rename its column")
-
 
 def read_rows(task: str, split: str, path: str | Path | None, hub: str, names: Sequence[str] = ()) -> Iterator[Row]:
     """Rows of a file, of a folder's file for the split (`<split>.*` or its shards), or without a path of the hub.
