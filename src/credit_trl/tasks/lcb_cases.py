@@ -180,53 +180,52 @@ def _same_line(printed: str, expected: str) -> bool:
 
 @dataclass(frozen=True)
 class Result:
-    """Result of one test: `"passed"`, `"wrong"`, or a status of the sandbox, with the sandbox's traceback or message.
+    """Result of one test: `"passed"`, `"wrong"`, or a status of the sandbox.
 
-    `output` is what the program printed, or returned as JSON; `length` counts the characters of the whole output.
+    `failure` is the text that feedback shows of it; `length` counts the characters of input, output and expected
+    output.
     """
 
     status: str
-    output: str = ""
-    error: str = ""
+    failure: str = ""
     length: int = 0
 
-    @classmethod
-    def shortened(cls, status: str, output: str = "", error: str = "") -> Result:
-        """A result with as much of the output as feedback shows: a batch holds many results until its end."""
-        return cls(status, _cut(output), error, len(output))
+
+def result_of(cases: Cases, index: int, status: str, output: str = "", error: str = "") -> Result:
+    """Result of a test with what its program printed or returned, or with the sandbox's traceback or message.
+
+    Errors have a short traceback, and only wrong answers show an expected output.
+    """
+    if status not in HEADINGS:
+        return Result(status)
+    seconds = f" ({cases.time_limit:g} seconds)" if status == "timeout" else ""
+    lines = [f"Test {index + 1}: {HEADINGS[status]}{seconds}"]
+    if status in ERRORS:
+        lines.append(short_error(error))
+    lines.append(_shown("Input", cases.inputs[index]))
+    if status == "wrong":
+        lines += [_shown("Output", output), _shown("Expected", cases.outputs[index])]
+    length = len(cases.inputs[index]) + len(output) + len(cases.outputs[index])
+    return Result(status, "\n".join(filter(None, lines)), length)
 
 
-def feedback(cases: Cases, results: Sequence[Result], truncated: bool = False) -> str | None:
+def feedback(results: Sequence[Result], truncated: bool = False) -> str | None:
     """The shortest wrong answer and the first error, in the order of their tests.
 
     Where one of these kinds is missing, the first time-out is shown in its place, else the next shortest wrong answer.
-    Errors have a short traceback, and only wrong answers show an expected output. Feedback on a truncated response
-    begins with `CUT_OFF`. It has at most `TOTAL` characters, and is `None` if no test failed.
+    Feedback on a truncated response begins with `CUT_OFF`. It has at most `TOTAL` characters, and is `None` if no test
+    failed.
     """
-
-    def length(index: int) -> int:
-        return len(cases.inputs[index]) + results[index].length + len(cases.outputs[index])
 
     def with_status(*statuses: str) -> list[int]:
         return [index for index, result in enumerate(results) if result.status in statuses]
 
-    wrong = sorted(with_status("wrong"), key=length)
+    wrong = sorted(with_status("wrong"), key=lambda index: results[index].length)
     shown = [*wrong[:1], *with_status(*ERRORS)[:1], *with_status("timeout")[:1], *wrong[1:]][:SHOWN_FAILURES]
-    failures = [_failure(index, cases, results[index]) for index in sorted(shown)]
+    failures = [results[index].failure for index in sorted(shown)]
     if truncated and failures:
         failures.insert(0, CUT_OFF)
     return _cut("\n\n".join(failures), TOTAL) or None
-
-
-def _failure(index: int, cases: Cases, result: Result) -> str:
-    seconds = f" ({cases.time_limit:g} seconds)" if result.status == "timeout" else ""
-    lines = [f"Test {index + 1}: {HEADINGS[result.status]}{seconds}"]
-    if result.status in ERRORS:
-        lines.append(short_error(result.error))
-    lines.append(_shown("Input", cases.inputs[index]))
-    if result.status == "wrong":
-        lines += [_shown("Output", result.output), _shown("Expected", cases.outputs[index])]
-    return "\n".join(filter(None, lines))
 
 
 def _shown(name: str, text: str) -> str:

@@ -25,7 +25,7 @@ from credit_trl.rollout.deadline import remaining_seconds
 from credit_trl.rollout.thinking import answer_part
 from credit_trl.rollout.verdict import Verdict
 from credit_trl.tasks import lcb_cases
-from credit_trl.tasks.lcb_cases import CUT_OFF, WRONG_FORMAT, Cases, Result, parse_answer
+from credit_trl.tasks.lcb_cases import CUT_OFF, WRONG_FORMAT, Cases, Result, parse_answer, result_of
 from credit_trl.tasks.lcb_program import find_program, prelude_for
 from credit_trl.tasks.records import Row, dataset_of, hub_rows, read_rows
 from credit_trl.tasks.task import BATCH_SECONDS, PROMPTS, response_text
@@ -132,7 +132,7 @@ def reward(
             tests += [(cases, place) for place in range(len(cases.inputs))]
     results = iter(_run(sandbox or _sandbox(os.getpid()), programs, tests) if programs else ())
     return [
-        _verdict(cases, None if source is None else list(islice(results, len(cases.inputs))), bool(flag))
+        _verdict(None if source is None else list(islice(results, len(cases.inputs))), bool(flag))
         for source, cases, flag in zip(sources, graded_by, truncated or [False] * len(sources), strict=True)
     ]
 
@@ -185,15 +185,15 @@ def _programs(source: str, cases: Cases, group: int) -> list[Program]:
 
 def _result(cases: Cases, place: int, outcome: Outcome) -> Result:
     if outcome.status != "ok":
-        return Result.shortened(outcome.status, outcome.stdout, outcome.error)
+        return result_of(cases, place, outcome.status, error=outcome.error)
     given = outcome.value if cases.is_functional else outcome.stdout
     if given is None:
-        return Result.shortened("runtime_error", outcome.stdout, "the function returned no value")
+        return result_of(cases, place, "runtime_error", error="the function returned no value")
     is_same = lcb_cases.same_return_value if cases.is_functional else lcb_cases.same_output
-    return Result.shortened("passed" if is_same(given, cases.outputs[place]) else "wrong", given)
+    return result_of(cases, place, "passed" if is_same(given, cases.outputs[place]) else "wrong", given)
 
 
-def _verdict(cases: Cases, results: Sequence[Result] | None, truncated: bool) -> Verdict:
+def _verdict(results: Sequence[Result] | None, truncated: bool) -> Verdict:
     if results is None:
         said = CUT_OFF if truncated else WRONG_FORMAT
         return Verdict(0.0, said, {"pass_fraction": 0.0, "answer_format": 0.0})
@@ -202,7 +202,7 @@ def _verdict(cases: Cases, results: Sequence[Result] | None, truncated: bool) ->
     if passed + statuses.count("deadline") == len(statuses) != passed:
         return Verdict(None, None, {"undecided": 1.0})
     metrics = {"pass_fraction": passed / len(statuses), "answer_format": 1.0}
-    return Verdict(float(passed == len(statuses)), lcb_cases.feedback(cases, results, truncated), metrics)
+    return Verdict(float(passed == len(statuses)), lcb_cases.feedback(results, truncated), metrics)
 
 
 def _rows(path: str | Path | None, release: str, hub: str) -> Iterable[Row]:
@@ -212,9 +212,7 @@ def _rows(path: str | Path | None, release: str, hub: str) -> Iterable[Row]:
     folder = Path(path or (hub if files else EXAMPLES))
     missing = set(files) - {file.name for file in folder.rglob("*.jsonl")} if folder.is_dir() else None
     if missing:
-        raise FileNotFoundError(
-            f"{folder} lacks {', '.join(sorted(missing))} for {release}: add it, or pass one file."
-        )
+        raise FileNotFoundError(f"{folder} lacks {', '.join(sorted(missing))} for {release}: add it or pass a file.")
     return read_rows("livecodebench", release, folder, hub, [Path(file).stem for file in files])
 
 

@@ -60,13 +60,12 @@ def build(split: str, path: str | Path | None = None, *, instruction: str = INST
         problem = given.get("problem", given.get("question", given.get("prompt", "")))
         turns = [{"role": "user", "content": problem}] if isinstance(problem, str) else problem
         if turns[-1]["role"] != "user" or not turns[-1]["content"].strip():
-            raise row.error(
-                "problem", "neither a text nor messages that end with a user's, nor `question` or `prompt`"
-            )
+            raise row.error("problem", "it, `question` or `prompt` must be a text or messages that end with a user's")
         question = {"role": "user", "content": f"{turns[-1]['content']}\n\n{instruction}".rstrip()}
         text = str(given.get("answer", given.get("final_answer", given.get("solution", ""))))
         gold = (last_boxed(text) or text.rpartition("####")[2]).strip()
-        if not gold or "\n\n" in gold:
+        is_unread = len(gold) > LONGEST and gold == str(given.get("solution")).strip()
+        if not gold or "\n\n" in gold or is_unread:
             raise row.error("answer", r"no final answer (or `solution`): neither \boxed{...} nor ####, nor a line")
         identity = given.get("id", given.get("idx", given.get("unique_id", row.number)))
         return {"prompt": [*turns[:-1], question], "answer": gold, "task": "math", "id": f"math-{identity}"}
