@@ -24,10 +24,10 @@ from typing import Any
 
 import torch
 from measure import Results, Sample, counted_tokens, in_turns, measured, ratio, trials
-from trainers import all_wrong, half_right, make_trainer, options_of, question_rows
+from trainers import all_wrong, half_right, make_trainer, options_of, workload_trainer
 from transformers import TrainerCallback
 from update_phase import SHAPES
-from workload import Workload, make_tokenizer, provenance
+from workload import Workload, provenance
 
 from credit_trl import CreditConfig
 from credit_trl.cli.quickstart import OPTIONS, read_options
@@ -53,7 +53,9 @@ GPU = {
     "sdpo": {},
     "grpo": {},
 }
-GPU_WORKLOAD = SHAPES["Qwen3-0.6B"].with_(batch=64, micro_batches=8, group=8, completion=512, checkpointing=False)
+GPU_WORKLOAD = SHAPES["Qwen3-0.6B"].with_(
+    batch=64, micro_batches=8, group=8, completion=512, checkpointing=False, kernels="auto"
+)
 DENSE_BF16 = 989e12  # FLOP/s of an H100 or H200 by the datasheet
 
 
@@ -110,16 +112,12 @@ def in_training(trainer: Any, device: str) -> Callable[[int | None], Sample]:
 
 def build_contrasts(workload: Workload) -> Callable[[int], Sample]:
     """Train CREDIT with the workload's C."""
-    own = {
+    of_credit = {
         "contrastive_source": "dataset",
         "contrastive_count": max(workload.contrasts, 1),
         "contrastive_coef": 0.1 if workload.contrasts else 0.0,
-        "distillation_topk": workload.topk,
-        "distillation_tail": workload.tail,
     }
-    options = options_of(workload)
-    trainer = make_trainer("credit", workload.make_model, make_tokenizer(), question_rows(), all_wrong, options, own)
-    return in_training(trainer, workload.device)
+    return in_training(workload_trainer("credit", workload, all_wrong, of_credit=of_credit), workload.device)
 
 
 def build_quickstart(name: str) -> Callable[[None], Sample]:
@@ -143,16 +141,8 @@ def build_quickstart(name: str) -> Callable[[None], Sample]:
 
 def build_gpu(name: str, workload: Workload) -> Callable[[int], Sample]:
     """Train on random completions. The sample's tokens are those that models read, and those that are trained."""
-    kind = name.partition(",")[0]
-    own = {
-        "credit": {"distillation_topk": workload.topk, "packed": True} | GPU[name],
-        "sdpo": {"distillation_topk": workload.topk, "teacher_model_kind": "ema"},
-        "grpo": {},
-    }
-    options = options_of(workload) | {"bf16": workload.device == "cuda", "learning_rate": 1e-6}
-    trainer = make_trainer(
-        kind, workload.make_model, make_tokenizer(), question_rows(), half_right, options, own[kind]
-    )
+    options = {"bf16": workload.device == "cuda", "learning_rate": 1e-6}
+    trainer = workload_trainer(name.partition(",")[0], workload, half_right, options, GPU[name])
     trainer.model.generate = partial(_random_completions, trainer.generation_config)
     measure = in_training(trainer, workload.device)
 

@@ -10,16 +10,12 @@ from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trl import GRPOConfig, GRPOTrainer
 from trl.experimental.sdpo import SDPOConfig, SDPOTrainer
-from workload import Workload
+from workload import Workload, make_tokenizer
 
 from credit_trl import CreditConfig, CreditTrainer, Verdict
 
 FEEDBACK = "The result is off by three. Compute the product step by step and check the last digit."
 QUESTIONS = [f"What is {i} times {i + 3}?" for i in range(40)]
-
-
-def question_rows() -> Dataset:
-    return Dataset.from_dict({"prompt": [[{"role": "user", "content": question}] for question in QUESTIONS]})
 
 
 def all_wrong(completions: list[Any], **columns: Any) -> list[Verdict]:
@@ -97,3 +93,27 @@ def make_trainer(
         )
         del model
         return SDPOTrainer(folder, rewards, config, rows, processing_class=tokenizer)
+
+
+def workload_trainer(
+    kind: str,
+    workload: Workload,
+    verdicts: Callable[..., list[Verdict]],
+    options: dict[str, Any] | None = None,
+    of_credit: dict[str, Any] | None = None,
+) -> CreditTrainer | GRPOTrainer | SDPOTrainer:
+    """A trainer of a workload's random model on questions, with further options of all kinds and of CREDIT."""
+    own: dict[str, dict[str, Any]] = {
+        "credit": {
+            "distillation_topk": workload.topk,
+            "distillation_tail": workload.tail,
+            "distillation_kernels": workload.kernels,
+            "packed": workload.padding == "packed",
+            **(of_credit or {}),
+        },
+        "sdpo": {"distillation_topk": workload.topk, "teacher_model_kind": "ema"},
+        "grpo": {},
+    }
+    options = options_of(workload) | (options or {})
+    rows = Dataset.from_dict({"prompt": [[{"role": "user", "content": question}] for question in QUESTIONS]})
+    return make_trainer(kind, workload.make_model, make_tokenizer(), rows, verdicts, options, own[kind])

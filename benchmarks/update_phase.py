@@ -73,6 +73,19 @@ KINDS: dict[str, Kinds] = {
         "grpo": ("grpo", RAGGED),
     },
 }
+# Key of a ratio → two trials, and the field of their samples.
+RATIOS = {
+    "bar": {
+        "time_ratio": ("credit", "sdpo", "seconds"),
+        "time_ratio_renormalize": ("credit, renormalize", "sdpo", "seconds"),
+        "memory_ratio": ("credit", "sdpo", "peak_mb"),
+    },
+    "ragged": {
+        f"{key}_ratio_{other.removeprefix('credit, ')}": ("credit, packed", other, field)
+        for other in ("credit, padded", "credit, trimmed", "sdpo", "grpo")
+        for key, field in (("update", "seconds"), ("processor", "processor"))
+    },
+}
 
 
 def gpu_kinds(shape: Workload) -> Kinds:
@@ -92,46 +105,35 @@ def measure_in_turns(preset: str, kinds: Kinds, rounds: int, results: Results) -
     with trials(updates.build, kinds) as running:
         in_turns(running, 1, {"completion": 64 if preset == "bar" else 20})  # warm up
         samples = in_turns(running, rounds, {}, results=results)
-        by_completion = {
-            name: {t: trial.ask({"completion": t}).peak_mb for t in (128, 1024)}
-            for name, trial in running.items()
-            if preset == "bar"
-        }
-    growth = {name: (of[1024] - of[128]) / (1024 - 128) / BAR.batch for name, of in by_completion.items()}
+        growth = {name: _growth(trial) for name, trial in running.items() if preset == "bar"}
     found = {
+        "workload": vars(BAR if preset == "bar" else RAGGED),
         "samples": {name: [vars(sample) for sample in of] for name, of in samples.items()},
         "seconds": {name: seconds(of) for name, of in samples.items()},
         "peak_mb": {name: statistics.median(sample.peak_mb for sample in of) for name, of in samples.items()},
         "tokens_over_valid": {name: _read(of[0].tokens) for name, of in samples.items()},
+        "ratios": {
+            key: ratio(samples[ours], samples[theirs], field)
+            for key, (ours, theirs, field) in RATIOS[preset].items()
+            if ours in samples and theirs in samples
+        },
     }
-    if preset == "ragged":
-        return found | {"workload": vars(RAGGED), "ratios": _ragged_ratios(samples)}
-    peaks = found["peak_mb"]
-    to_sdpo = {
-        "time_ratio": ratio(samples["credit"], samples["sdpo"]),
-        "time_ratio_renormalize": ratio(samples["credit, renormalize"], samples["sdpo"]),
-        "memory_ratio": peaks["credit"] / peaks["sdpo"],
-        "memory_slope_ratio": growth["credit"] / growth["sdpo"],
-    }
-    return found | {"workload": vars(BAR), "mb_per_token": growth, "ratios": to_sdpo}
+    if growth:
+        found["mb_per_token"] = growth
+    if {"credit", "sdpo"} <= growth.keys():
+        found["ratios"]["memory_slope_ratio"] = growth["credit"] / growth["sdpo"]
+    return found
+
+
+def _growth(trial: Trial) -> float:
+    """MB of the peak for each further token."""
+    short, long = (trial.ask({"completion": length}).peak_mb for length in (128, 1024))
+    return (long - short) / (1024 - 128) / BAR.batch
 
 
 def _read(tokens: dict[str, int]) -> float:
     """Tokens that the student reads over those that are no padding."""
     return (tokens["with gradient"] + tokens["without"]) / tokens["valid"]
-
-
-def _ragged_ratios(samples: dict[str, list[Sample]]) -> dict[str, float]:
-    """Ratios of the better of our two layouts without padding to the other trials that were measured."""
-    ours = [name for name in ("credit, packed", "credit, trimmed") if name in samples]
-    best = min(ours, key=lambda name: seconds(samples[name]), default=None)
-    found: dict[str, float] = {}
-    for other in ("credit, padded", "sdpo", "grpo"):
-        if best and other in samples:
-            key = other.removeprefix("credit, ")
-            found[f"update_ratio_{key}"] = ratio(samples[best], samples[other])
-            found[f"processor_ratio_{key}"] = ratio(samples[best], samples[other], "processor")
-    return found
 
 
 def table_in_turns(result: dict[str, Any]) -> str:
@@ -208,11 +210,8 @@ def main() -> None:
         measure_gpu(models, arguments.kinds, arguments.rounds, results)
         print(table_of_gpu(results.values))
     else:
-        kinds = {
-            name: kind
-            for name, kind in KINDS[arguments.preset].items()
-            if arguments.preset == "bar" or name in (arguments.kinds or KINDS["ragged"])
-        }
+        of_preset = KINDS[arguments.preset]
+        kinds = {name: kind for name, kind in of_preset.items() if name in (arguments.kinds or of_preset)}
         results.merge(measure_in_turns(arguments.preset, kinds, arguments.rounds, results))
         print(table_in_turns(results.values))
     print(json.dumps({name: round(value, 4) for name, value in results.values["ratios"].items()}))
@@ -224,7 +223,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--output", type=Path, default=None, help="path of the JSON, without its suffix")
     parser.add_argument("--models", nargs="+", help="models of the GPU preset; default all")
-    parser.add_argument("--kinds", nargs="+", help="trials of the GPU and ragged presets, by name; default all")
+    parser.add_argument("--kinds", nargs="+", help="trials by name; default all")
     arguments = parser.parse_args()
     if arguments.preset == "gpu" and not torch.cuda.is_available():
         parser.error("--preset gpu needs a GPU, and torch finds none. --preset bar runs on a CPU.")

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from measure import Sample, counted_tokens, measured
-from padded import keep_padding
-from trainers import all_wrong, make_trainer, options_of, question_rows
+from padded import padding_kept
+from trainers import all_wrong, workload_trainer
 from trl.trainer.utils import split_tensor_dict
-from workload import Workload, make_tokenizer
+from workload import Workload
 
 from credit_trl.contexts.tokens import TokenContexts
 
@@ -43,21 +43,9 @@ def build(kind: str, workload: Workload) -> Callable[[dict[str, Any]], Sample]:
 
 def update_trainer(kind: str, workload: Workload) -> Any:
     """The trainer of a kind for a workload, as `train` would have prepared it."""
-    own: dict[str, dict[str, Any]] = {
-        "credit": {
-            "contrastive_source": "dataset",
-            "distillation_topk": workload.topk,
-            "distillation_tail": workload.tail,
-            "distillation_kernels": workload.kernels,
-            "packed": workload.padding == "packed",
-        },
-        "sdpo": {"distillation_topk": workload.topk, "teacher_model_kind": "ema"},
-        "grpo": {},
-    }
     if kind == "credit" and workload.padding == "kept":
-        keep_padding()
-    options = options_of(workload)
-    trainer = make_trainer(kind, workload.make_model, make_tokenizer(), question_rows(), all_wrong, options, own[kind])
+        padding_kept()
+    trainer = workload_trainer(kind, workload, all_wrong, of_credit={"contrastive_source": "dataset"})
     trainer.current_gradient_accumulation_steps = trainer.args.gradient_accumulation_steps
     trainer.model.to(trainer.accelerator.device).train()
     if trainer.args.gradient_checkpointing:
