@@ -143,3 +143,11 @@ def test_dead_process_costs_its_own_entry(tmp_path, capsys):
     assert set(samples) == {"lives"}
     assert "dies failed" in capsys.readouterr().out
     assert set(json.loads((tmp_path / "result.json").read_text())["rounds"]["1"]) == {"lives", "dies"}
+
+
+@pytest.mark.parametrize("contrasts", [0, 2])
+def test_step_against_c_has_seconds_by_stage(contrasts):
+    shape = TINY.with_(batch=2, group=2, completion=4, checkpointing=False, padding="trimmed", contrasts=contrasts)
+    sample = step.build_contrasts(shape)(4)
+    assert {"rollout", "verdict", "contexts", "scores", "other"} <= set(sample.stages)
+    assert sum(sample.stages.values()) == pytest.approx(sample.seconds)
