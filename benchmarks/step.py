@@ -31,6 +31,8 @@ from workload import Workload, provenance
 
 from credit_trl import CreditConfig
 from credit_trl.cli.quickstart import OPTIONS, read_options
+from credit_trl.lab.analysis import CreditMapCallback
+from credit_trl.lab.report import ReportCallback
 from credit_trl.tasks import quickstart
 
 # Table 2: seconds of a step divided by those of C = 0, Qwen3-8B on LiveCodeBench, 8 H20.
@@ -91,6 +93,8 @@ def in_training(trainer: Any, device: str) -> Callable[[int | None], Sample]:
     """Start training; return a function that measures the next step, with completions of a given or sampled length."""
     turns = Turns(trainer, device)
     trainer.add_callback(turns)
+    for kind in (CreditMapCallback, ReportCallback):  # of runs, not of steps
+        trainer.remove_callback(kind)
 
     def train() -> None:
         try:
@@ -125,11 +129,10 @@ def build_quickstart(name: str) -> Callable[[None], Sample]:
     torch.set_num_threads(1)
     options = options_of(Workload()) | read_options(OPTIONS) | {"logging_steps": 1000}
     of_distillation = {key: options.pop(key) for key in ("teacher_model_kind", "distillation_alpha")}
-    of_credit = {key: options.pop(key) for key in ("packed", "scoring_batch_tokens")}
     topk = CreditConfig.__dataclass_fields__["distillation_topk"].default
     kind = name.partition(",")[0]
     own = {
-        "credit": of_distillation | of_credit | quickstart.TEMPLATES | QUICKSTART[name],
+        "credit": of_distillation | quickstart.TEMPLATES | QUICKSTART[name],
         "sdpo": of_distillation | {"distillation_topk": topk},
         "grpo": {},
     }
