@@ -129,10 +129,11 @@ def build_quickstart(name: str) -> Callable[[None], Sample]:
     torch.set_num_threads(1)
     options = options_of(Workload()) | read_options(OPTIONS) | {"logging_steps": 1000}
     of_distillation = {key: options.pop(key) for key in ("teacher_model_kind", "distillation_alpha")}
+    of_credit = {key: options.pop(key) for key in ("packed", "scoring_batch_tokens")}
     topk = CreditConfig.__dataclass_fields__["distillation_topk"].default
     kind = name.partition(",")[0]
     own = {
-        "credit": of_distillation | quickstart.TEMPLATES | QUICKSTART[name],
+        "credit": of_distillation | of_credit | quickstart.TEMPLATES | QUICKSTART[name],
         "sdpo": of_distillation | {"distillation_topk": topk},
         "grpo": {},
     }
