@@ -326,7 +326,7 @@ def make_trainer(out: Path, processes: int, options: dict[str, Any]) -> LocalLos
     sizes = {"per_device_train_batch_size": batch // processes, "num_generations": GROUP, "max_completion_length": 12}
     optimizer = {"learning_rate": 1e-3, "lr_scheduler_type": "constant", "ddp_find_unused_parameters": False}
     method = {"contrastive_count": 2, "contrastive_coef": 0.3, "teacher_update_rate": 0.2}
-    several_passes = {"scoring_batch_tokens": 512}
+    several_passes = {"scoring_batch_tokens": 512, "packed": False}
     given = tiny.QUIET | sizes | optimizer | method | several_passes | {"max_steps": 2, "logging_steps": 1, "seed": 3}
     config = CreditConfig(str(out / "run"), **given | options)
     torch.manual_seed(0)
