@@ -38,7 +38,7 @@ from credit_trl.training import micro_batches, step
 from distributed import cpu_fsdp2, standin_engine
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-from padded import keep_padding
+from padded import padding_kept
 
 GROUP = 4
 QUESTIONS = [
@@ -277,7 +277,7 @@ def run(folder: str, rank: int, processes: int, port: int, limit: float, options
         options |= {"use_vllm": True, "vllm_mode": "colocate", "vllm_importance_sampling_correction": False}
     stop_at, resume = options.pop("stop_at", None), options.pop("resume", False)
     if options.pop("padded", False):
-        keep_padding()
+        padding_kept()
     evaluate, unequal, maps = (options.pop(name, False) for name in ("evaluate", "unequal", "maps"))
     made = make_trainer(out, processes, options)
     if evaluate:
