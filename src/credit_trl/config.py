@@ -96,10 +96,11 @@ class CreditConfig(GRPOConfig):
         scoring_batch_tokens (`int`, *optional*, defaults to `16384`):
             Maximum number of tokens in one forward pass of the teacher, padding included; independent of the
             micro-batch.
-        packed (`bool`, *optional*, defaults to `False`):
+        packed (`bool`, *optional*):
             Concatenate sequences in the passes of student and teacher instead of padding them. Needs an attention
             implementation with variable lengths (FlashAttention, FlexAttention) or PyTorch's (`"sdpa"`), which reads a
-            prompt that several sequences share once; others pad, with one warning.
+            prompt that several sequences share once. `None`: where student and teacher can. With `True` a student that
+            cannot pads, with one warning.
         update_batch_tokens (`int`, *optional*):
             Maximum number of tokens in one forward and backward pass of the student, padding included. A micro-batch
             with more is computed in parts, whose gradients add up to that of the whole, so that activations take
@@ -182,7 +183,7 @@ class CreditConfig(GRPOConfig):
     distillation_is_clip: float | None = 2.0
     distillation_kernels: Literal["auto", "torch", "triton"] = "auto"
     scoring_batch_tokens: int = 16384
-    packed: bool = False
+    packed: bool | None = None
     update_batch_tokens: int | None = None
 
     teacher_model_kind: Literal["ema", "live", "base", "model"] = "ema"
