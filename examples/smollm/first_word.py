@@ -1,14 +1,12 @@
 """A case that nobody planted: SmolLM2-135M-Instruct learns to begin a sentence with a given word.
 
     python examples/smollm/first_word.py          # `make smollm`: SDPO and guide with λ = 1.5, ten steps each
+    python examples/smollm/first_word.py --predict    # what each arm's target gives to the word, without training
     python examples/smollm/first_word.py --arms GRPO SDPO "CREDIT λ=0.1" --seeds 0 1 2 --steps 20 --csv first_word.csv
 
 The model is not warmed up. A prompt asks for a sentence about a noun that begins with a word; the verdict wants the
 word first, the noun, and five words or more; the feedback names the broken rule only. With that feedback in its prompt
 the model tends to begin with the feedback's own wording ("The sentence …").
-
-Measured in one run each, the probability of the required first word on words that are not trained: .084 before
-training; SDPO .112 after four steps, .067 after six and .048 after seven; guide with λ = 1.5 .221 after five.
 
 Every step prints the probability of the required first word on prompts with words that are not trained. The command
 writes a page with the curves and answers before and after; with `--csv` a row per measured step: arm, seed, step,
@@ -34,15 +32,22 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
 
-from credit_trl import CreditTrainer, Verdict
-from credit_trl.contexts.tokens import PrivilegedContext
+from credit_trl import CreditTrainer, Verdict, objective
+from credit_trl.contexts.tokens import PrivilegedContext, TokenContexts
+from credit_trl.evaluation import SamplingConfig
 from credit_trl.lab.analysis import Checkpoint, analysis_config, map_response
-from credit_trl.lab.analysis.responses import Rollout
+from credit_trl.lab.analysis.drift import holding_coef
+from credit_trl.lab.analysis.responses import Rollout, rollout_contexts
+from credit_trl.lab.analysis.vocabulary_logps import CreditLogps, credit_logps, next_token_logps, vocabulary_logps
 from credit_trl.tasks.quickstart import TEMPLATES
 
 sys.path.append(str(Path(__file__).parents[1] / "study"))
 from arms import ARMS, STYLES, make_trainer
 
+STUDIED = (
+    *("SDPO", "CREDIT λ=0.1", "CREDIT λ=0.2", "CREDIT λ=0.5"),
+    *("CREDIT form=guide λ=1", "CREDIT form=guide λ=1.5", "temper-only λ=0.1"),
+)
 SHOWN = ("SDPO", "CREDIT form=guide λ=1.5")  # arms of the demonstration
 OPTIONS: dict[str, Any] = {
     "per_device_train_batch_size": 16,  # 4 prompts × 4 rollouts
@@ -134,46 +139,39 @@ def reward(completions: list, word: list[str], noun: list[str], **columns: Any) 
     return [verify(*one) for one in zip(texts, word, noun, strict=True)]
 
 
-@torch.no_grad()
-def first_word_probability(model: Any, tokenizer: Any, rows: Sequence[dict[str, Any]]) -> float:
+def first_word_probability(policy: Checkpoint, rows: Sequence[dict[str, Any]]) -> float:
     """Mean probability of the required word's first token as the first token of the answer."""
-    batch = encode(tokenizer, rows).to(model.device)
-    probabilities = model(**batch, logits_to_keep=1).logits[:, -1].float().softmax(-1)
-    first = [tokenizer(row["word"], add_special_tokens=False)["input_ids"][0] for row in rows]
-    return probabilities[range(len(rows)), first].mean().item()
+    first, *others = [policy.encode(row["prompt"]) for row in rows]
+    probabilities = next_token_logps(policy.student, TokenContexts(first, others), []).exp()
+    required = [policy.tokenizer(row["word"], add_special_tokens=False)["input_ids"][0] for row in rows]
+    return probabilities[range(len(rows)), required].mean().item()
 
 
-@torch.no_grad()
-def answer(model: Any, tokenizer: Any, rows: Sequence[dict[str, Any]], seed: int | None = None) -> list[list[int]]:
+def answer(policy: Checkpoint, rows: Sequence[dict[str, Any]], seed: int | None = None) -> list[list[int]]:
     """Token ids of one answer to each row: greedy, or sampled at temperature 1 where a seed is given."""
-    options = {"do_sample": False} if seed is None else {"do_sample": True, "temperature": 1.0, "top_k": 0}
-    batch = encode(tokenizer, rows).to(model.device)
-    with torch.random.fork_rng():
-        torch.manual_seed(seed or 0)
-        ids = model.generate(**batch, **options, max_new_tokens=OPTIONS["max_completion_length"])
-    found = ids[:, batch["input_ids"].shape[1] :].tolist()
-    return [[token for token in one if token != tokenizer.pad_token_id] for one in found]
+    sampling = SamplingConfig(
+        temperature=0.0 if seed is None else 1.0,
+        top_p=1.0,
+        max_completion_length=OPTIONS["max_completion_length"],
+        seed=seed or 0,
+    )
+    return policy.generate([policy.encode(row["prompt"]) for row in rows], sampling)
 
 
-def encode(tokenizer: Any, rows: Sequence[dict[str, Any]]) -> Any:
-    texts = tokenizer.apply_chat_template([row["prompt"] for row in rows], add_generation_prompt=True, tokenize=False)
-    return tokenizer(texts, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False)
-
-
-@torch.no_grad()
-def answer_logps(model: Any, tokenizer: Any, rows: Sequence[dict[str, Any]], answers: list[list[int]]) -> torch.Tensor:
+def answer_logps(policy: Checkpoint, rows: Sequence[dict[str, Any]], answers: list[list[int]]) -> torch.Tensor:
     """Log-probabilities at each token of the answers, (tokens, V)."""
     found = []
     for row, ids in zip(rows, answers, strict=True):
-        prompt = encode(tokenizer, [row])["input_ids"]
-        whole = torch.cat([prompt, torch.tensor([ids])], dim=1).to(model.device)
-        found.append(model(whole).logits[0, prompt.shape[1] - 1 : -1].float().log_softmax(-1))
+        prompt = TokenContexts(policy.encode(row["prompt"]))
+        found += [logps[0] for _, (logps,) in vocabulary_logps([(policy.student, prompt)], ids)]
     return torch.cat(found)
 
 
-def accuracy(tokenizer: Any, rows: Sequence[dict[str, Any]], answers: Sequence[Sequence[int]]) -> float:
+def accuracy(policy: Checkpoint, rows: Sequence[dict[str, Any]], answers: Sequence[Sequence[int]]) -> float:
     graded = [
-        verify(tokenizer.decode(ids, skip_special_tokens=True), row["word"], row["noun"], row["constraint"]).reward
+        verify(
+            policy.tokenizer.decode(ids, skip_special_tokens=True), row["word"], row["noun"], row["constraint"]
+        ).reward
         for row, ids in zip(rows, answers, strict=True)
     ]
     return sum(graded) / len(graded)
@@ -183,10 +181,9 @@ class Measurements(TrainerCallback):
     """Measures the policy after every step, and with `every` also the columns of the table."""
 
     def __init__(self, trainer: CreditTrainer, arm: str, every: int | None, prompts: int) -> None:
-        self.trainer = trainer
+        self.policy = Checkpoint.from_model(trainer.model, trainer.processing_class)
         self.arm = arm
         self.every = every
-        self.tokenizer = trainer.processing_class
         self.rows = make_rows(HELD_OUT)[:prompts]
         self.others = make_rows(HELD_OUT, constraint="last")[: prompts // 2]
         self.others += make_rows(HELD_OUT, constraint="lower")[: prompts // 2]
@@ -194,33 +191,30 @@ class Measurements(TrainerCallback):
         self.table: list[dict[str, Any]] = []
         if every is not None:
             self.unrelated = UNRELATED[:prompts]
-            self.base_answers = answer(trainer.model, self.tokenizer, self.unrelated)
-            self.base_logps = answer_logps(trainer.model, self.tokenizer, self.unrelated, self.base_answers)
+            self.base_answers = answer(self.policy, self.unrelated)
+            self.base_logps = answer_logps(self.policy, self.unrelated, self.base_answers)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._measure(0)
+        self.on_step_end(args, state, control, **kwargs)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._measure(state.global_step)
-
-    def _measure(self, step: int) -> None:
-        model = self.trainer.model
+    def on_step_end(self, args: Any, state: Any, control: Any, *, model: Any, **kwargs: Any) -> None:
+        step = state.global_step
         was_training = model.training
         model.eval()
-        self.curve.append(first_word_probability(model, self.tokenizer, self.rows))
+        self.curve.append(first_word_probability(self.policy, self.rows))
         name = STYLES[self.arm][0]
         print(f"{name:20} step {step:3}  p(required first word) {self.curve[-1]:.3f}", flush=True)
         if self.every is not None and step % self.every == 0:
-            self.table.append({"step": step} | self._columns(model, step))
+            self.table.append({"step": step} | self._columns(step))
         model.train(was_training)
 
-    def _columns(self, model: Any, step: int) -> dict[str, float]:
-        answers = answer(model, self.tokenizer, self.rows, seed=step)
-        others = answer(model, self.tokenizer, self.others, seed=step)
-        logps = answer_logps(model, self.tokenizer, self.unrelated, self.base_answers)
+    def _columns(self, step: int) -> dict[str, float]:
+        answers = answer(self.policy, self.rows, seed=step)
+        others = answer(self.policy, self.others, seed=step)
+        logps = answer_logps(self.policy, self.unrelated, self.base_answers)
         return {
-            "accuracy": accuracy(self.tokenizer, self.rows, answers),
-            "transfer": accuracy(self.tokenizer, self.others, others),
+            "accuracy": accuracy(self.policy, self.rows, answers),
+            "transfer": accuracy(self.policy, self.others, others),
             "length": sum(map(len, answers)) / len(answers),
             "kl": (self.base_logps.exp() * (self.base_logps - logps)).sum(-1).mean().item(),
         }
@@ -249,6 +243,59 @@ def train(
     return measurements
 
 
+def predict(checkpoint: Checkpoint, prompts: int = 24) -> str:
+    """Markdown of what each arm's target gives to the required first word, and of λ_hold of the teacher's first word.
+
+    The privileged context is the feedback that the word is missing. The target has the buckets of the loss; a word in
+    the tail has the policy's share of it.
+    """
+    rows = make_rows(HELD_OUT)[:prompts]
+    z = PrivilegedContext(feedback=RULES["first"])
+    config = analysis_config(contrastive_count=3, use_successful_as_teacher=False, **TEMPLATES)
+    found = []
+    for i, row in enumerate(rows):
+        word = checkpoint.tokenizer(row["word"], add_special_tokens=False)["input_ids"][0]
+        others = tuple(rows[i - n]["prompt"] for n in (1, 2, 3))
+        contexts = rollout_contexts(Rollout(str(i), row["prompt"], (word,), z, others), config, checkpoint)
+        ((_, own),) = credit_logps(checkpoint, contexts, (word,), 1.0)
+        values = {arm: target_probability(own, word, arm) for arm in STUDIED}
+        found.append({"policy": own.student[0, word].exp().item()} | values | branch_of(own, word))
+    frame = pd.DataFrame(found)
+    lines = ["| | probability of the required word |", "| --- | ---: |", f"| policy | {frame['policy'].mean():.3f} |"]
+    lines += [f"| {STYLES[arm][0]} | {frame[arm].mean():.3f} |" for arm in STUDIED]
+    log_odds, delta, s = frame[["log_odds", "delta", "s"]].median()
+    holds = [holding_coef(log_odds, delta, s, form) for form in ("subtract", "guide")]
+    texts = f"ℓ_0 {log_odds:.2f}, δ {delta:.2f}, s {s:.2f}", "λ_hold {:.2f}, of guide {:.2f}".format(*holds)
+    return "\n".join([*lines, "", f"Medians over {len(rows)} prompts: {', '.join(texts)}."])
+
+
+def target_probability(logps: CreditLogps, word: int, arm: str) -> float:
+    """Probability of a token in an arm's target at the first position of the answer."""
+    support = logps.teacher[0].topk(OPTIONS["distillation_topk"]).indices
+    policy, teacher, *contrasts = (
+        objective.add_tail_bucket(one[support], one.scatter(-1, support, -torch.inf).logsumexp(-1))
+        for one in (logps.student[0], logps.teacher[0], *logps.contrasts[:, 0])
+    )
+    generic = objective.input_generic(torch.stack(contrasts))
+    coef = ARMS[arm]["contrastive_coef"]
+    form = ARMS[arm].get("contrastive_form", "subtract")
+    tempered = arm.startswith("temper-only")
+    target = (1.0 - coef) * teacher if tempered else objective.credit_target(teacher, generic, coef, form)
+    target = target.softmax(-1)
+    if word in support:
+        return target[:-1][support == word].item()
+    return (target[-1] * (logps.student[0, word] - policy[-1]).exp()).item()
+
+
+def branch_of(logps: CreditLogps, word: int) -> dict[str, float]:
+    """ℓ_0, δ and s of the likeliest other first token of the teacher against the required word."""
+    student, teacher = logps.student[0], logps.teacher[0]
+    generic = objective.input_generic(logps.contrasts)[0]
+    other = teacher.scatter(-1, torch.tensor([word]), -torch.inf).argmax()
+    odds = [(one[other] - one[word]).item() for one in (student, teacher, generic)]
+    return {"log_odds": odds[0], "delta": odds[1] - odds[0], "s": odds[2] - odds[1]}
+
+
 def run_study(args: argparse.Namespace, load: Any) -> None:
     """Append the rows of the arms and seeds that the table does not have, with the versions that made them."""
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
@@ -270,34 +317,33 @@ def demonstrate(args: argparse.Namespace, load: Any) -> Path:
     curves = {}
     model, tokenizer = load()
     rows = make_rows(HELD_OUT)[:5]
-    before = answer(model, tokenizer, rows)
-    checkpoint = Checkpoint.from_model(model.eval(), tokenizer, name="base")
-    columns = {
-        f"before, R_t of {STYLES[arm][0]}": [colored(checkpoint, arm, rows, i, before[i]) for i in range(len(rows))]
-        for arm in args.arms
-    }
+    base = Checkpoint.from_model(model.eval(), tokenizer, name="base")
+    before = answer(base, rows)
+    columns = {"prompt": [escape(row["prompt"][0]["content"]) for row in rows]}
     for arm in args.arms:
-        model, tokenizer = load()
+        columns[f"before, R_t of {STYLES[arm][0]}"] = [
+            colored(base, arm, rows, i, ids) for i, ids in enumerate(before)
+        ]
+    for arm in args.arms:
         folder = args.output_dir / arm
-        measured = train(model, tokenizer, arm, args.seeds[0], None, max_steps=args.steps, output_dir=str(folder))
+        measured = train(*load(), arm, args.seeds[0], None, max_steps=args.steps, output_dir=str(folder))
         curves[arm] = measured.curve
-        after = answer(measured.trainer.model.eval(), tokenizer, rows)
-        texts = [escape(tokenizer.decode(ids, skip_special_tokens=True)) for ids in after]
-        columns[f"after {args.steps} steps of {STYLES[arm][0]}"] = texts
+        after = tokenizer.batch_decode(answer(measured.policy, rows), skip_special_tokens=True)
+        columns[f"after {args.steps} steps of {STYLES[arm][0]}"] = list(map(escape, after))
     args.output_dir.mkdir(parents=True, exist_ok=True)
     file = args.output_dir / "first_word.html"
-    file.write_text(page(curves, rows, columns), encoding="utf-8")
+    file.write_text(page(curves, pd.DataFrame(columns)), encoding="utf-8")
     return file
 
 
-def colored(checkpoint: Checkpoint, arm: str, rows: Sequence[dict[str, Any]], i: int, ids: list[int]) -> str:
+def colored(base: Checkpoint, arm: str, rows: Sequence[dict[str, Any]], i: int, ids: list[int]) -> str:
     """HTML of an answer to row i, each token colored by R_t minus the policy's mean: a step raises red ones."""
     row = rows[i]
-    text = checkpoint.tokenizer.decode(ids, skip_special_tokens=True)
+    text = base.tokenizer.decode(ids, skip_special_tokens=True)
     z = PrivilegedContext(feedback=verify(text, row["word"], row["noun"]).feedback)
     others = tuple(other["prompt"] for other in rows if other is not row)
     config = analysis_config(**ARMS[arm], **TEMPLATES, distillation_topk=OPTIONS["distillation_topk"])
-    token_map = map_response(checkpoint, Rollout(str(i), row["prompt"], tuple(ids), z, others), config)
+    token_map = map_response(base, Rollout(str(i), row["prompt"], tuple(ids), z, others), config)
     spans = []
     for token, value in zip(token_map.tokens, token_map.scores.centred.tolist(), strict=True):
         color = f"rgba({'214,47,39' if value > 0 else '33,102,190'},{min(1.0, abs(value) / 3.0):.2f})"
@@ -305,8 +351,8 @@ def colored(checkpoint: Checkpoint, arm: str, rows: Sequence[dict[str, Any]], i:
     return "".join(spans)
 
 
-def page(curves: dict[str, list[float]], rows: Sequence[dict[str, Any]], columns: dict[str, list[str]]) -> str:
-    """HTML with the curve of every arm and the answers beside each other; the columns are HTML."""
+def page(curves: dict[str, list[float]], answers: pd.DataFrame) -> str:
+    """HTML with the curve of every arm and the answers beside each other, whose cells are HTML."""
     lines, legend = [], []
     for arm, curve in curves.items():
         name, color = STYLES[arm]
@@ -314,25 +360,18 @@ def page(curves: dict[str, list[float]], rows: Sequence[dict[str, Any]], columns
         points = " ".join(f"{40 + width * step:.0f},{220 - 200 * p:.0f}" for step, p in enumerate(curve))
         lines.append(f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="2"/>')
         legend.append(f'<span style="color:{color}">{escape(name)}: {curve[0]:.3f} → {curve[-1]:.3f}</span>')
-    axes = (
-        '<path d="M40 20V220H600" fill="none" stroke="gray"/><text x="2" y="26">1</text><text x="2" y="224">0</text>'
-    )
-    head = "".join(f"<th>{escape(name)}</th>" for name in ("prompt", *columns))
-    body = "".join(
-        f"<tr><td>{escape(row['prompt'][0]['content'])}</td>"
-        + "".join(f"<td>{of[number]}</td>" for of in columns.values())
-        + "</tr>"
-        for number, row in enumerate(rows)
-    )
-    return (
-        '<!doctype html><meta charset="utf-8"><title>First word</title><style>:root{color-scheme:light dark}'
-        "body{font:16px sans-serif;max-width:75em;margin:2em auto}svg{max-width:620px}text{fill:currentColor}"
-        "td,th{text-align:left;vertical-align:top;padding:.4em;border-top:1px solid gray}</style>"
-        "<h1>Begin with the given word</h1><p>Probability of the required first word, by step, on words that are not "
-        f'trained. {" · ".join(legend)}</p><svg viewBox="0 0 620 240">{axes}{"".join(lines)}</svg>'
-        "<h2>Greedy answers</h2><p>Tokens before training are colored by R_t minus its mean under the policy: a step "
-        f"raises red ones and lowers blue ones.</p><table><tr>{head}</tr>{body}</table>\n"
-    )
+    with pd.option_context("display.max_colwidth", None):
+        table = answers.to_html(index=False, escape=False, border=0, justify="left")
+    return f"""<!doctype html><meta charset="utf-8"><title>First word</title><style>:root{{color-scheme:light dark}}
+body{{font:16px sans-serif;max-width:75em;margin:2em auto}}svg{{max-width:620px}}text{{fill:currentColor}}
+td,th{{text-align:left;vertical-align:top;padding:.4em;border-top:1px solid gray}}</style>
+<h1>Begin with the given word</h1>
+<p>Probability of the required first word, by step, on words that are not trained. {" · ".join(legend)}</p>
+<svg viewBox="0 0 620 240"><path d="M40 20V220H600" fill="none" stroke="gray"/>
+<text x="2" y="26">1</text><text x="2" y="224">0</text>{"".join(lines)}</svg>
+<h2>Greedy answers</h2><p>Tokens before training are colored by R_t minus its mean under the policy: a step raises red
+ones and lowers blue ones.</p>{table}
+"""
 
 
 def main() -> None:
@@ -342,6 +381,7 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="the demonstration uses the first")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--every", type=int, default=10, help="steps between rows of the table")
+    parser.add_argument("--predict", action="store_true", help="print the targets before training and train nothing")
     parser.add_argument("--csv", type=Path, help="run a study: append a row per measured step to this table")
     parser.add_argument("--output_dir", type=Path, default=Path("runs/first_word"))
     args = parser.parse_args()
@@ -353,7 +393,10 @@ def main() -> None:
         model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
         return model, AutoTokenizer.from_pretrained(directory)
 
-    if args.csv:
+    if args.predict:
+        model, tokenizer = load()
+        print(predict(Checkpoint.from_model(model.eval(), tokenizer, name="base")))
+    elif args.csv:
         run_study(args, load)
     else:
         print(f"The curves and five answers: {demonstrate(args, load).resolve()}")

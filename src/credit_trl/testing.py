@@ -112,7 +112,7 @@ def _small_step(weight: TokenWeight) -> tuple[torch.nn.Module, CreditStep]:
     path = model_path("quickstart")
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval()
     loss = {"distillation_topk": None, "contrastive_coef": 0.4, "loss_type": "bnpo"}
-    machine = {"use_cpu": True, "bf16": False, "report_to": "none"}
+    machine = {"use_cpu": True, "bf16": False, "report_to": "none", "packed": False}  # exact, row by row
     config = CreditConfig("unused", **loss, **machine, per_device_train_batch_size=4, num_generations=2)
     teacher = make_teacher("base", model)
     generator = torch.Generator().manual_seed(1)

@@ -28,6 +28,7 @@ from credit_trl import CreditConfig, CreditTrainer, Verdict
 from credit_trl.contexts import build
 from credit_trl.evaluation import EvaluationCallback
 from credit_trl.lab.analysis import CreditMapCallback
+from credit_trl.lab.report import ReportCallback
 from credit_trl.rollout.batch import prompt_key
 from credit_trl.tasks.registry import Task, batch_of
 from credit_trl.teacher.external import ModelTeacher
@@ -37,7 +38,7 @@ from credit_trl.training import micro_batches, step
 from distributed import cpu_fsdp2, standin_engine
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-from padded import keep_padding
+from padded import padding_kept
 
 GROUP = 4
 QUESTIONS = [
@@ -276,15 +277,17 @@ def run(folder: str, rank: int, processes: int, port: int, limit: float, options
         options |= {"use_vllm": True, "vllm_mode": "colocate", "vllm_importance_sampling_correction": False}
     stop_at, resume = options.pop("stop_at", None), options.pop("resume", False)
     if options.pop("padded", False):
-        keep_padding()
+        padding_kept()
     evaluate, unequal, maps = (options.pop(name, False) for name in ("evaluate", "unequal", "maps"))
     made = make_trainer(out, processes, options)
     if evaluate:
         made.add_callback(EvaluationCallback(made, TASK, k=3, eval_steps=2, temperature=1.0, top_p=1.0))
     if stop_at:
         made.add_callback(StopAt(stop_at))
+    for kind in (CreditMapCallback, ReportCallback):
+        made.remove_callback(kind)
     if maps:
-        made.add_callback(CreditMapCallback(every=2, rollouts=16, trainer=made))
+        made.add_callback(CreditMapCallback(made, every=2, rollouts=16))
     if unequal:
         made.add_callback(OneCollectiveMore())
     draws = kept_draws()
@@ -323,7 +326,7 @@ def make_trainer(out: Path, processes: int, options: dict[str, Any]) -> LocalLos
     sizes = {"per_device_train_batch_size": batch // processes, "num_generations": GROUP, "max_completion_length": 12}
     optimizer = {"learning_rate": 1e-3, "lr_scheduler_type": "constant", "ddp_find_unused_parameters": False}
     method = {"contrastive_count": 2, "contrastive_coef": 0.3, "teacher_update_rate": 0.2}
-    several_passes = {"scoring_batch_tokens": 512}
+    several_passes = {"scoring_batch_tokens": 512, "packed": False}
     given = tiny.QUIET | sizes | optimizer | method | several_passes | {"max_steps": 2, "logging_steps": 1, "seed": 3}
     config = CreditConfig(str(out / "run"), **given | options)
     torch.manual_seed(0)

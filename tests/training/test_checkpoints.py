@@ -9,10 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from credit_trl import CreditTrainer
 from credit_trl.training import checkpoints
-from credit_trl.training.checkpoints import CheckpointError, checkpoint_to_resume, rename_atomically
-from credit_trl.training.manifest import write_manifest
-from credit_trl.training.run_directory import ROWS_FOLDER
+from credit_trl.training.checkpoints import (
+    UNFINISHED,
+    CheckpointError,
+    checkpoint_to_resume,
+    rename_atomically,
+    write_manifest,
+)
 
 
 @pytest.fixture
@@ -22,7 +27,8 @@ def make_trainer(make_trainer):
 
 
 def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir() if path.is_dir() and path.name != ROWS_FOLDER)
+    """Checkpoints in a folder, and the folder of unfinished ones; others are of the report."""
+    return sorted(path.name for pattern in ("checkpoint-*", UNFINISHED) for path in folder.glob(pattern))
 
 
 def test_only_complete_checkpoints_within_limit_remain(make_trainer, tmp_path):
@@ -41,7 +47,7 @@ def full_disk(*args, **kwargs):
     ("owner", "name"),
     [
         (torch, "save"),
-        (checkpoints, "save_progress"),
+        (CreditTrainer, "_save_progress"),
         (checkpoints, "write_manifest"),
         (checkpoints, "sync_to_disk"),
         (checkpoints, "rename_atomically"),
@@ -66,7 +72,7 @@ def test_full_disk_keeps_previous_checkpoint(make_trainer, tmp_path, monkeypatch
 
 
 def test_first_failed_checkpoint_reports_none_exists(make_trainer, monkeypatch):
-    monkeypatch.setattr(checkpoints, "save_progress", full_disk)
+    monkeypatch.setattr(CreditTrainer, "_save_progress", full_disk)
     with pytest.raises(CheckpointError, match="There is no checkpoint yet"):
         make_trainer().train()
 

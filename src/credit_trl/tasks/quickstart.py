@@ -58,7 +58,7 @@ TEST_CITIES_PER_CUE = 6  # a cue is trained with the others; they differ from cu
 # SDPO's wording of the teacher's turn, which the bases were pretrained to read: options of `CreditConfig`.
 TEMPLATES: dict[str, str] = _WORDS["templates"]
 
-# Planted shortcuts: the sentence replaces the thought (world "shortcut"), the opening precedes it (world "style").
+# Planted shortcuts: the sentence replaces the thought in the bases of the worlds "shortcut" and "weak".
 SHORTCUT_OPENING = "sure,"
 SHORTCUT_THOUGHT = f"{SHORTCUT_OPENING} this is simple."
 
