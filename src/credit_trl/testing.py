@@ -27,7 +27,7 @@ from credit_trl.contexts.tokens import PrivilegedContext
 from credit_trl.loss.token_weight import TokenCredit, TokenWeight, weigh_tokens
 from credit_trl.rollout.batch import GenerationBatch
 from credit_trl.rollout.verdict import Verdict, as_verdicts
-from credit_trl.tasks.model_names import model_path
+from credit_trl.tasks.quickstart_model import model_path
 from credit_trl.tasks.registry import as_task, load_task
 from credit_trl.teacher.models import make_teacher
 from credit_trl.training.step import CreditStep
