@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import textwrap
+from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any, ClassVar
 
@@ -23,7 +24,8 @@ from trl.trainer.utils import get_config_model_id
 from credit_trl.config import CreditConfig, fit_batch, refuse_unknown
 from credit_trl.contexts.build import ignored_feedback
 from credit_trl.contexts.builder import ContextBuilder
-from credit_trl.contexts.prompts import chat_renderer
+from credit_trl.contexts.images import ImageReader, PromptImages, trl_image_fields
+from credit_trl.contexts.prompts import chat_renderer, images_of, row_prompt
 from credit_trl.contexts.tokens import TokenContexts
 from credit_trl.loss.token_weight import TokenWeight
 from credit_trl.rollout.batch import (
@@ -42,6 +44,7 @@ from credit_trl.teacher.external import build_teacher
 from credit_trl.teacher.models import TeacherUpdate
 from credit_trl.teacher.packing import cannot_pack
 from credit_trl.training import checks, micro_batches, reporting
+from credit_trl.training.check_images import check_image_options, check_image_rows, check_rollout_images
 from credit_trl.training.check_model import check_logits, check_model
 from credit_trl.training.check_run import check_run
 from credit_trl.training.checkpoints import ResumableTrainer
@@ -91,6 +94,8 @@ class CreditTrainer(ResumableTrainer):
         ValueError: the data or the model cannot train with this configuration. Checked before anything is generated.
     """
 
+    _given_prompts: Sequence[dict[str, Any]] = ()  # prompts and images of a rollout's rows, as in the dataset
+    _prompt_images: Sequence[PromptImages | None] = ()  # of a rollout
     _tag_names: ClassVar = ["trl", "credit"]
     _name = "CREDIT"
     _paper: ClassVar = {
@@ -149,8 +154,8 @@ class CreditTrainer(ResumableTrainer):
             func if isinstance(func, nn.Module) else self._verdicts.wrap(func, position)
             for position, func in enumerate(self.reward_funcs)
         ]
-        render = chat_renderer(self.processing_class, self._is_vlm, self.chat_template, self.chat_template_kwargs)
-        self.context_builder = ContextBuilder(self._tokenizer, args, self.eos_token_ids, render, self._is_vlm)
+        distills = args.distillation_weight > 0.0 or token_weight is not None
+        self.context_builder = self._build_context_builder(distills)
         self._init_reports()
         self.run_log.facts["data"] = describe_data(reward_funcs or [], args.reward_weights)
         self.run_log.rows = {"train": train_dataset, "test": eval_dataset}
@@ -164,8 +169,13 @@ class CreditTrainer(ResumableTrainer):
                 self.eos_token_ids,
                 self.alarms.raise_once,
             )
-        if args.distillation_weight > 0.0 or token_weight is not None:
-            self._init_credit(token_weight)
+        if distills:
+            self._init_credit(token_weight, datasets)
+
+    def _build_context_builder(self, distills: bool) -> ContextBuilder:
+        render = chat_renderer(self.processing_class, self._is_vlm, self.chat_template, self.chat_template_kwargs)
+        reader = ImageReader(self.processing_class) if self._is_vlm and distills else None
+        return ContextBuilder(self._tokenizer, self.args, self.eos_token_ids, render, self._is_vlm, reader)
 
     def _init_reports(self) -> None:
         self.alarms = Alarms(self.accelerator.is_main_process)
@@ -177,8 +187,9 @@ class CreditTrainer(ResumableTrainer):
         reporting.print_lines(self.callback_handler)
         self.num_completions_to_print = 0  # of TRL's table, see `print_completions`
 
-    def _init_credit(self, token_weight: TokenWeight | None) -> None:
+    def _init_credit(self, token_weight: TokenWeight | None, datasets: dict[str, Any]) -> None:
         args = self.args
+        check_image_rows(args, datasets, self.context_builder, self.accelerator, self._tokenize_prompts)
         checks.check_machine(args, self.accelerator, self.aux_loss_enabled)
         reduce_gradients_in_fp32(self.accelerator)
         self.teacher = build_teacher(args, self.model, self.accelerator, self._tokenizer)
@@ -219,6 +230,19 @@ class CreditTrainer(ResumableTrainer):
 
     # ------------------------------------------------------------------ rollout
 
+    def _generate(self, prompts: list) -> Any:
+        """Read the images of the prompts. TRL gets none, as its processor fails on prompts with and without."""
+        if self.credit_step is None:
+            return super()._generate(prompts)
+        if any(map(images_of, prompts)):
+            check_image_options(self.args, self.accelerator, self._is_vlm)
+        *generated, _, tool_images = super()._generate(prompts)
+        check_rollout_images(tool_images, generated[0], prompts, self.context_builder)
+        if self.context_builder.reader is not None:
+            self.context_builder.reader.clear()
+            self._prompt_images = list(map(self.context_builder.read_images, prompts))
+        return *generated, None, tool_images
+
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         """Set `current_turn` of environments that have it, before their tools run."""
         generated = super()._generate_single_turn(*args, **kwargs)
@@ -233,7 +257,8 @@ class CreditTrainer(ResumableTrainer):
         ends = {*self.eos_token_ids, self._tokenizer.pad_token_id}
         # An empty completion is not truncated.
         truncated = [bool(ids) and ids[-1] not in ends for ids in completion_ids_list]
-        inputs = [{**row, "truncated": cut} for row, cut in zip(inputs, truncated, strict=True)]
+        given = self._given_prompts or [{}] * len(inputs)
+        inputs = [{**row, **own, "truncated": cut} for row, own, cut in zip(inputs, given, truncated, strict=False)]
         self._verdicts.clear()
         with self.clock.stage("verdict"):
             graded = completions
@@ -281,7 +306,11 @@ class CreditTrainer(ResumableTrainer):
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         if self.credit_step is not None:
-            checks.check_no_images(inputs)
+            names = ("prompt", "image", "images")
+            self._given_prompts = [{name: row[name] for name in names if name in row} for row in inputs]
+            prompts = map(row_prompt, inputs)
+            others = [{name: value for name, value in row.items() if name not in names} for row in inputs]
+            inputs = [{"prompt": prompt, **row} for prompt, row in zip(prompts, others, strict=True)]
         self._turn = 0
         with self.clock.stage("rollout"):
             output = super()._generate_and_score_completions(inputs)
@@ -301,7 +330,8 @@ class CreditTrainer(ResumableTrainer):
             self.alarms.check_rewards(metrics["frac_reward_zero_std"][-1] == 1.0, metrics["reward"][-1])
         contexts = None
         if self.credit_step is not None:
-            checks.check_no_images([output])
+            if any(self.credit_step.gather([any(self._prompt_images)])):
+                output["prompt_images"] = self._prompt_images
             with self.clock.stage("contexts"):
                 contexts = self._build_contexts(batch)
                 output["success_weights"] = self._weigh_successes(batch, contexts, loss_mask(output))
@@ -367,6 +397,8 @@ class CreditTrainer(ResumableTrainer):
         is_plain = not any(value is not None and value is not False for value in kwargs.values())
         is_rollout = model is self.model and not torch.is_grad_enabled() and is_plain
         if self.args.distillation_weight == 0.0 or not is_rollout:
+            if not torch.is_grad_enabled() and is_plain and any(self._prompt_images):
+                return self._logps_with_images(model, input_ids, attention_mask, logits_to_keep, batch_size)
             return super()._get_per_token_logps_and_entropies(
                 model, input_ids, attention_mask, logits_to_keep, batch_size, **kwargs
             )
@@ -378,16 +410,32 @@ class CreditTrainer(ResumableTrainer):
         for kind, values in (("ids", input_ids), ("mask", attention_mask)):
             parts[f"prompt_{kind}"] = values[:, :-logits_to_keep]
             parts[f"completion_{kind}"] = values[:, -logits_to_keep:]
+        if any(self._prompt_images):
+            parts["prompt_images"] = self._prompt_images
         with self.clock.stage("old_logps"):
             logps = self.credit_step.policy_logps(model, parts, batch_size)
         return logps, None, None
 
+    def _logps_with_images(
+        self, model: nn.Module, ids: Tensor, mask: Tensor, kept: int, size: int | None
+    ) -> tuple[Tensor, None, None]:
+        """TRL's log-probabilities of a rollout under another model, such as the one of the KL penalty."""
+        parts = []
+        for rows in torch.arange(len(ids)).split(size or len(ids)):
+            images = [self._prompt_images[row] for row in rows]
+            own = {"prompt_ids": ids[rows, :-kept], "completion_ids": ids[rows, -kept:], "prompt_images": images}
+            fields = trl_image_fields(own)
+            parts.append(super()._get_per_token_logps_and_entropies(model, ids[rows], mask[rows], kept, **fields)[0])
+        return torch.cat(parts), None, None
+
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         weight = self.args.distillation_weight
         if weight == 0.0:
-            return super()._compute_loss(model, inputs)
+            return super()._compute_loss(model, inputs | trl_image_fields(inputs))
         loss = self._distillation_loss(model, inputs)
-        return loss if weight == 1.0 else weight * loss + (1.0 - weight) * super()._compute_loss(model, inputs)
+        if weight == 1.0:
+            return loss
+        return weight * loss + (1.0 - weight) * super()._compute_loss(model, inputs | trl_image_fields(inputs))
 
     def _distillation_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         accumulation = self.current_gradient_accumulation_steps if self.model.training else 1.0

@@ -121,6 +121,11 @@ class CreditStep:
             loss, or GRPO's `advantages` (B, T), weighted.
         """
         contexts = self.build_contexts(batch) if contexts is None else contexts
+        if self.config.packed and any(any(own.images) for own in contexts):
+            raise ValueError(
+                "`packed=True` does not support images, whose placeholders look alike whatever the image. Set "
+                "`packed=False`."
+            )
         device = tensors["completion_ids"].device
         masks = {
             "teacher_mask": torch.tensor([own.teacher is not None for own in contexts], device=device),
@@ -262,6 +267,9 @@ class CreditStep:
         if size is not None and size < len(lengths):
             order = lengths.argsort(descending=True, stable=True)
             parts = [{name: inputs[name][rows] for name in names} for rows in order.split(size)]
+            if "prompt_images" in inputs:
+                for part, rows in zip(parts, order.split(size), strict=True):
+                    part["prompt_images"] = [inputs["prompt_images"][row] for row in rows]
             return torch.cat([self.policy_logps(model, part) for part in parts])[order.argsort()]
         mask = inputs["completion_mask"].bool()
         sequences = chosen_sequences(inputs, mask)
