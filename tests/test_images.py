@@ -1,14 +1,17 @@
 """Prompts with images: `CreditTrainer` against plain forward passes over single sequences, in fp64."""
 
+import shutil
 from dataclasses import dataclass, replace
+from functools import wraps
 from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from peft import LoraConfig
 from torch import Tensor, nn
 from torch.testing import assert_close
+from transformers import BatchFeature
 from trl import GRPOConfig, GRPOTrainer
 
 from credit_trl import CreditConfig, CreditTrainer
@@ -16,8 +19,10 @@ from credit_trl.contexts.images import PromptImages
 from credit_trl.contexts.prompts import row_prompt
 from credit_trl.contexts.tokens import PrivilegedContext, TokenContexts
 from credit_trl.rollout.batch import content_key, prompt_key
+from credit_trl.teacher.models import make_teacher
+from credit_trl.training import check_images
 from dense import buckets, divergence, gradients, move
-from tiny import QUIET
+from tiny import QUIET, build_model
 from vlm import FAMILIES, build_vlm, image_verdicts, picture, rows
 
 LORA = LoraConfig(r=2, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
@@ -43,7 +48,7 @@ class Batch:
 
 
 @pytest.fixture
-def make_batch(make_config):
+def make_batch(make_config, tmp_path):
     """A function that runs one rollout; other options are those of `make_config`."""
 
     def make(family="Qwen2_5_VL", given=None, peft_config=None, **options) -> Batch:
@@ -52,6 +57,9 @@ def make_batch(make_config):
         common = {"num_generations": 2, "per_device_train_batch_size": 2 * len(given), "loss_type": "grpo"}
         common |= {"contrastive_coef": 0.3, "distillation_topk": 5, "max_reprompt_len": 512}
         config = make_config(**common | options)
+        if config.beta:  # TRL loads the reference model
+            model.save_pretrained(tmp_path / "model")
+            model.config._name_or_path = str(tmp_path / "model")
         dataset = Dataset.from_list(given)
         trainer = CreditTrainer(
             model, image_verdicts, config, dataset, processing_class=processor, peft_config=peft_config
@@ -230,3 +238,164 @@ def test_weight_0_is_grpo(make_config):
         trainer.train()
         ends.append({name: p.detach().clone() for name, p in trainer.model.named_parameters()})
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+
+
+@pytest.fixture
+def train(make_config, tmp_path):
+    """A function that trains on images in fp64, in a folder, and returns the trainer."""
+
+    def run(name, resume=None, counts=(1, 0, 2, 1), **options) -> CreditTrainer:
+        model, processor = build_vlm(options.pop("family", "Qwen2_5_VL"))
+        common = {"output_dir": str(tmp_path / name), "num_generations": 2, "per_device_train_batch_size": 4}
+        common |= {"gradient_accumulation_steps": 2, "optim": "sgd", "learning_rate": 1e-2, "max_grad_norm": 0.0}
+        config = make_config(**common | {"max_steps": 1, "teacher_update_rate": 0.2} | options)
+        dataset = Dataset.from_list(rows(counts))
+        evaluated = dataset if config.eval_strategy != "no" else None
+        trainer = CreditTrainer(model, image_verdicts, config, dataset, evaluated, processing_class=processor)
+        trainer.train(resume_from_checkpoint=resume)
+        return trainer
+
+    return run
+
+
+def assert_same_weights(one, other, tolerance):
+    for (name, ours), theirs in zip(one.model.named_parameters(), other.model.parameters(), strict=True):
+        assert_close(ours, theirs, rtol=0, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_micro_batches_and_parts_give_the_same_weights(train):
+    """However TRL's shuffled generation batch is split; a sample's images stay with it."""
+    whole = train("whole", per_device_train_batch_size=8, gradient_accumulation_steps=1)
+    start, _ = build_vlm("Qwen2_5_VL")
+    pairs = zip(whole.model.parameters(), start.parameters(), strict=True)
+    assert any((own - other).abs().max() > 1e-5 for own, other in pairs)
+    assert_same_weights(whole, train("split"), 1e-10)
+    assert_same_weights(whole, train("parts", update_batch_tokens=64), 1e-10)
+
+
+def test_run_resumed_inside_a_generation_batch_is_equal_bitwise(train, tmp_path):
+    options = {"steps_per_generation": 4, "num_iterations": 2, "max_steps": 4, "distillation_weight": 0.5}
+    options |= {"per_device_train_batch_size": 2, "save_strategy": "steps", "save_steps": 1}
+    options |= {"family": "Gemma3", "eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4}
+    whole = train("whole", **options)
+    assert all(torch.isfinite(torch.tensor(row["loss"])) for row in whole.state.log_history if "loss" in row)
+    assert any("eval_loss" in row for row in whole.state.log_history)
+    shutil.copytree(tmp_path / "whole" / "checkpoint-1", tmp_path / "resumed" / "checkpoint-1")
+    resumed = train("resumed", resume=True, **options)
+    assert resumed.state.global_step == 4
+    assert_same_weights(whole, resumed, 0.0)
+
+
+@pytest.mark.parametrize("family", ["Qwen2_5_VL", "LlavaNext", "Idefics3"])
+def test_stored_log_probabilities_are_those_of_plain_passes(make_batch, family):
+    """Of the policy, for the ratio, and of the reference model of GRPO's KL penalty; both losses read the images."""
+    batch = make_batch(family, distillation_weight=0.5, beta=0.1, num_iterations=2, per_device_train_batch_size=4)
+    trainer, inputs = batch.trainer, batch.inputs
+    for i, ids in enumerate(inputs["prompt_ids"]):
+        length = int(inputs["completion_mask"][i].sum())
+        completion = inputs["completion_ids"][i, :length]
+        prompt = ids[inputs["prompt_mask"][i].bool()].tolist()
+        images = batch.prompts[i]["images"]
+        with torch.no_grad():
+            plain = plain_logps(trainer.model, trainer.processing_class, prompt, images, completion.tolist())
+        expected = plain.gather(1, completion[:, None]).squeeze(1)
+        for name in ("old_per_token_logps", "ref_per_token_logps"):
+            assert_close(inputs[name][i, :length].double(), expected, rtol=1e-5, atol=1e-5)
+    assert torch.isfinite(trainer.compute_loss(trainer.model, inputs))
+
+
+@pytest.mark.parametrize("family", ["Qwen3VL", "Idefics3"])
+def test_the_tower_encodes_each_prompts_images_once_in_scoring(make_batch, family, monkeypatch):
+    """Four prompts with four images, two rollouts and two contrasts each: 36 images are read, in three lists."""
+    batch = make_batch(family, contrastive_count=2, scoring_batch_tokens=128)
+    trainer = batch.trainer
+    calls = []
+    with trainer.teacher.active() as teacher:
+        tower = teacher.model
+        encode = tower.get_image_features
+
+        @wraps(encode)
+        def counted(*own, **named):
+            calls.append(1)
+            return encode(*own, **named)
+
+        monkeypatch.setattr(tower, "get_image_features", counted)
+        scores = trainer.credit_step.prepare(trainer._generation_batch, batch.inputs, batch.contexts)
+    assert len(calls) == 3
+    for name, values in scores.items():
+        assert_close(values, batch.inputs[name], rtol=1e-9, atol=1e-9)  # of larger passes
+
+
+def test_frozen_tower_is_shared_with_the_teacher_and_not_stored():
+    model, _ = build_vlm("Gemma3")
+    model.model.vision_tower.requires_grad_(False)
+    teacher = make_teacher("ema", model)
+    frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
+    own = dict(teacher.model.named_parameters())
+    assert frozen
+    assert all((own[name] is p) == (name in frozen) for name, p in model.named_parameters())
+    assert teacher.named_weights().keys() == own.keys() - frozen
+    move(p for p in model.parameters() if p.requires_grad)
+    teacher.update(0.5)
+    assert all(p.requires_grad for name, p in model.named_parameters() if name not in frozen)
+
+
+def test_another_vlm_is_a_teacher_and_a_text_model_is_refused(make_batch, tmp_path):
+    model, processor = build_vlm("Qwen3VL", seed=3)
+    model.save_pretrained(tmp_path / "vlm")
+    processor.tokenizer.save_pretrained(tmp_path / "vlm")
+    options = {"teacher_model_kind": "model", "teacher_model_name_or_path": str(tmp_path / "vlm")}
+    batch = make_batch("Qwen3VL", teacher_model_init_kwargs={"dtype": "float64"}, **options)
+    loss = batch.trainer.compute_loss(batch.trainer.model, batch.inputs)
+    assert_close(loss.detach(), plain_loss(batch).detach(), rtol=1e-6, atol=1e-6)
+    build_model(processor.tokenizer).save_pretrained(tmp_path / "text")
+    processor.tokenizer.save_pretrained(tmp_path / "text")
+    with pytest.raises(ValueError, match="`Qwen3ForCausalLM` has no vision tower"):
+        make_batch("Qwen3VL", **options | {"teacher_model_name_or_path": str(tmp_path / "text")})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tokenizer": True}, "`processing_class` is a tokenizer. Pass the processor"),
+        ({"packed": True}, "`packed=True` does not support images.*`packed=False`"),
+        ({"sharded": True}, "FSDP2 and ZeRO-3 do not support prompts with images"),
+        ({"max_reprompt_len": 40}, "no room for z in `max_reprompt_len=40`. Increase it, or lower the resolution"),
+        ({"template": "{{ messages[-1]['content'][-1]['text'] }}"}, "renders 0 placeholders .* with 1 images"),
+        ({"output": "cross_attention_mask"}, "returns cross_attention_mask, which cannot be formed"),
+        ({"video": True}, "does not support prompts with videos. Use some of the frames"),
+        ({"contrastive_source": "other_images", "counts": (0, 0)}, "no prompt of the first generation batch has any"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("streams", [False, True])
+def test_what_cannot_train_is_refused_before_the_loss(make_config, monkeypatch, options, message, streams):
+    """Datasets at construction, streams at the first batch."""
+    options = dict(options)
+    model, processor = build_vlm("Qwen2_5_VL")
+    given = rows(options.pop("counts", (1, 1)))
+    if options.pop("video", False):
+        for row in given:
+            row["prompt"] = [{"role": "user", "content": [{"type": "image"}, {"type": "video"}]}]
+    if template := options.pop("template", None):
+        processor.chat_template = processor.tokenizer.chat_template = template
+    if name := options.pop("output", None):
+        call = type(processor).__call__
+
+        def with_another(self, *own, **named):
+            return BatchFeature({**call(self, *own, **named), name: torch.zeros(1)})
+
+        monkeypatch.setattr(type(processor), "__call__", with_another)
+    own = processor.tokenizer if options.pop("tokenizer", False) else processor
+    if options.pop("sharded", False):
+        monkeypatch.setattr(check_images, "is_zero3", lambda accelerator: True)
+    dataset = Dataset.from_list(given)
+    at_batch = streams or "contrastive_source" in options
+    if streams:
+        dataset = IterableDataset.from_generator(lambda: iter(given))
+    monkeypatch.setattr(CreditTrainer, "_distillation_loss", lambda *own: pytest.fail("the loss was computed"))
+    config = make_config(num_generations=2, per_device_train_batch_size=4, **options)
+    if not at_batch:
+        monkeypatch.setattr(GRPOTrainer, "_generate", lambda *own: pytest.fail("a completion was generated"))
+    with pytest.raises(ValueError, match=message):
+        CreditTrainer(model, image_verdicts, config, dataset, processing_class=own).train()

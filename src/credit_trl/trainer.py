@@ -44,7 +44,11 @@ from credit_trl.teacher.external import build_teacher
 from credit_trl.teacher.models import TeacherUpdate
 from credit_trl.teacher.packing import cannot_pack
 from credit_trl.training import checks, micro_batches, reporting
-from credit_trl.training.check_images import check_image_options, check_image_rows, check_rollout_images
+from credit_trl.training.check_images import (
+    check_image_options,
+    check_image_rows,
+    check_rollout_images,
+)
 from credit_trl.training.check_model import check_logits, check_model
 from credit_trl.training.check_run import check_run
 from credit_trl.training.checkpoints import ResumableTrainer
@@ -234,13 +238,14 @@ class CreditTrainer(ResumableTrainer):
         """Read the images of the prompts. TRL gets none, as its processor fails on prompts with and without."""
         if self.credit_step is None:
             return super()._generate(prompts)
+        builder = self.context_builder
         if any(map(images_of, prompts)):
             check_image_options(self.args, self.accelerator, self._is_vlm)
+        if builder.reader is not None:
+            builder.reader.clear()
+            self._prompt_images = list(map(builder.read_images, prompts))
         *generated, _, tool_images = super()._generate(prompts)
-        check_rollout_images(tool_images, generated[0], prompts, self.context_builder)
-        if self.context_builder.reader is not None:
-            self.context_builder.reader.clear()
-            self._prompt_images = list(map(self.context_builder.read_images, prompts))
+        check_rollout_images(tool_images, generated[0], prompts, builder)
         return *generated, None, tool_images
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:

@@ -206,8 +206,18 @@ class ContextBuilder:
         return parts
 
     def read_images(self, prompt: Prompt) -> PromptImages | None:
-        """The images of a prompt as the model reads them; None without any."""
-        return None if self.reader is None else self.reader.read(images_of(prompt))
+        """The images of a prompt as the model reads them; None without any.
+
+        Raises:
+            ValueError: the processor or the chat template does not support them, or the prompt has a video.
+        """
+        if self.reader is None:
+            return None
+        if parts_of(prompt, "video"):
+            raise ValueError("Distillation does not support prompts with videos. Use some of the frames as images.")
+        if images_of(prompt):
+            self.student_text(prompt)  # has their placeholders
+        return self.reader.read(images_of(prompt))
 
     def student_text(self, prompt: Prompt, tools: list[Any] | None = None) -> str:
         """The prompt as the student reads it, with the generation prompt."""

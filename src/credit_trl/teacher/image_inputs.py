@@ -34,12 +34,20 @@ def image_inputs(
         images: of each row.
         encoded: the tower's outputs by the identity of the images, to which new ones are added. Keep it while neither
             images nor weights change.
+
+    Raises:
+        ValueError: the model has no vision tower.
     """
     present = [own for own in images if own is not None]
     if not present:
         return {}
     width = max(map(len, ids))
     tower = backbone(model)
+    if not hasattr(tower, "get_image_features"):
+        raise ValueError(
+            f"The prompts have images, and `{type(unwrap_adapters(model)).__name__}` has no vision tower. Use a "
+            "vision-language model, also as `teacher_model_name_or_path`."
+        )
     takes_features = "mm_encoder_outputs" in inspect.signature(tower.forward).parameters
     padded = [[*row, *[0] * (width - len(row))] for row in ids]
     inputs: dict[str, Any] = joined_images(present, padded, with_pixels=not takes_features)

@@ -63,6 +63,7 @@ def check_image_rows(
             prompt = row_prompt(dataset.select_columns([*columns & {"prompt", "image", "images"}])[0])
         if columns & {"image", "images"} or images_of(prompt):
             check_image_options(args, accelerator, builder.reader is not None)
+        builder.read_images(prompt)
         if images_of(prompt):
             check_ids(f"The first prompt of `{name}`", prompt, tokenize([prompt])[0][0], builder)
 

@@ -24,12 +24,13 @@ import torch
 from accelerate.utils import broadcast_object_list, gather_object
 from datasets import Dataset, IterableDataset
 from torch import Tensor, nn
-from transformers import TrainerState
+from transformers import PreTrainedModel, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint, rotate_checkpoints
 from trl import GRPOTrainer
 from trl.trainer.utils import RepeatSampler
 
+from credit_trl.teacher.causal_lm import load_renamed_weights
 from credit_trl.teacher.models import Teacher
 from credit_trl.teacher.sharding import full_tensor
 from credit_trl.training.checks import check_enough_rows
@@ -361,6 +362,9 @@ class ResumableTrainer(GRPOTrainer):
             return
         with configured_optimizer(self.optimizer, self.lr_scheduler):
             super()._load_optimizer_and_scheduler(checkpoint)
+        is_whole = self.accelerator.distributed_type not in ("FSDP", "DEEPSPEED")
+        if self._is_vlm and is_whole and isinstance(self.model, PreTrainedModel):
+            load_renamed_weights(self.model, checkpoint)
         if self.teacher is not None and self._restores_teacher:
             self.teacher.load(checkpoint)
         rank, device = self.accelerator.process_index, self.accelerator.device
