@@ -1,14 +1,19 @@
 """Prompts with images: `CreditTrainer` against plain forward passes over single sequences, in fp64."""
 
+import base64
+import json
+import re
 import shutil
 from dataclasses import dataclass, replace
 from functools import wraps
+from io import BytesIO
 from typing import Any
 
 import pytest
 import torch
 from datasets import Dataset, IterableDataset
 from peft import LoraConfig
+from PIL import Image
 from torch import Tensor, nn
 from torch.testing import assert_close
 from transformers import BatchFeature
@@ -18,6 +23,10 @@ from credit_trl import CreditConfig, CreditTrainer
 from credit_trl.contexts.images import PromptImages
 from credit_trl.contexts.prompts import row_prompt
 from credit_trl.contexts.tokens import PrivilegedContext, TokenContexts
+from credit_trl.lab.analysis.callback import CreditMapCallback
+from credit_trl.lab.analysis.responses import data_url
+from credit_trl.lab.analysis.tokenmap_json import read_maps
+from credit_trl.lab.report.callback import ReportCallback
 from credit_trl.rollout.batch import content_key, prompt_key
 from credit_trl.teacher.models import make_teacher
 from credit_trl.training import check_images
@@ -244,14 +253,17 @@ def test_weight_0_is_grpo(make_config):
 def train(make_config, tmp_path):
     """A function that trains on images in fp64, in a folder, and returns the trainer."""
 
-    def run(name, resume=None, counts=(1, 0, 2, 1), **options) -> CreditTrainer:
+    def run(name, resume=None, callbacks=(), **options) -> CreditTrainer:
         model, processor = build_vlm(options.pop("family", "Qwen2_5_VL"))
         common = {"output_dir": str(tmp_path / name), "num_generations": 2, "per_device_train_batch_size": 4}
         common |= {"gradient_accumulation_steps": 2, "optim": "sgd", "learning_rate": 1e-2, "max_grad_norm": 0.0}
         config = make_config(**common | {"max_steps": 1, "teacher_update_rate": 0.2} | options)
-        dataset = Dataset.from_list(rows(counts))
+        dataset = Dataset.from_list(rows())
         evaluated = dataset if config.eval_strategy != "no" else None
         trainer = CreditTrainer(model, image_verdicts, config, dataset, evaluated, processing_class=processor)
+        for callback in callbacks:
+            callback.trainer = trainer
+            trainer.add_callback(callback)
         trainer.train(resume_from_checkpoint=resume)
         return trainer
 
@@ -399,3 +411,23 @@ def test_what_cannot_train_is_refused_before_the_loss(make_config, monkeypatch, 
         monkeypatch.setattr(GRPOTrainer, "_generate", lambda *own: pytest.fail("a completion was generated"))
     with pytest.raises(ValueError, match=message):
         CreditTrainer(model, image_verdicts, config, dataset, processing_class=own).train()
+
+
+def test_maps_and_report_show_the_pictures_of_prompt_and_contrast(train, tmp_path):
+    """Maps score with the pictures; a data URL of each is stored, and the page shows nothing else."""
+    callbacks = [CreditMapCallback(every=1, rollouts=8), ReportCallback()]
+    train("run", callbacks=callbacks, max_steps=2, per_device_train_batch_size=8, gradient_accumulation_steps=1)
+    page = (tmp_path / "run" / "report.html").read_text()
+    shown = json.loads(re.search(r"id=.data.>(.*?)</script>", page)[1])
+    read = read_maps(tmp_path / "run" / "credit_maps" / "step-000001.json")
+    assert len(read) == 8
+    for one in read:
+        for text, urls in zip((one.response.problem, *one.response.contrasts), one.response.images, strict=True):
+            [row] = [row for i, row in enumerate(rows()) if f"What is {i}?" in text]
+            assert list(urls) == list(map(data_url, row["images"]))
+    own = picture(1)
+    stored = Image.open(BytesIO(base64.b64decode(data_url(own).partition(",")[2])))
+    assert stored.tobytes() == own.tobytes()
+    assert {len(response["images"]) for response in shown["maps"]["responses"]} == {2}
+    assert sorted(len(one["images"]) for one in shown["rollouts"][:8]) == [0, 0, 1, 1, 1, 1, 2, 2]
+    assert data_url("http://picture.png") == ""

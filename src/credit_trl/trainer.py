@@ -25,7 +25,7 @@ from credit_trl.config import CreditConfig, fit_batch, refuse_unknown
 from credit_trl.contexts.build import ignored_feedback
 from credit_trl.contexts.builder import ContextBuilder
 from credit_trl.contexts.images import ImageReader, PromptImages, trl_image_fields
-from credit_trl.contexts.prompts import chat_renderer, images_of, row_prompt
+from credit_trl.contexts.prompts import chat_renderer, images_of, row_prompt, share_images
 from credit_trl.contexts.tokens import TokenContexts
 from credit_trl.loss.token_weight import TokenWeight
 from credit_trl.rollout.batch import (
@@ -313,7 +313,8 @@ class CreditTrainer(ResumableTrainer):
         if self.credit_step is not None:
             names = ("prompt", "image", "images")
             self._given_prompts = [{name: row[name] for name in names if name in row} for row in inputs]
-            prompts = map(row_prompt, inputs)
+            shared: dict[str, Any] = {}  # so that TRL gathers an image once for its group
+            prompts = [share_images(row_prompt(row), shared) for row in inputs]
             others = [{name: value for name, value in row.items() if name not in names} for row in inputs]
             inputs = [{"prompt": prompt, **row} for prompt, row in zip(prompts, others, strict=True)]
         self._turn = 0

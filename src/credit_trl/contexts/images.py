@@ -41,7 +41,7 @@ class ImageReader:
 
     def __init__(self, processor: Any) -> None:
         self.processor = processor
-        self._read: dict[str, tuple[PromptImages, list[str]]] = {}
+        self._read: dict[str, tuple[PromptImages, list[str], Sequence[Any]]] = {}
 
     @property
     def placeholder_ids(self) -> set[int]:
@@ -60,6 +60,10 @@ class ImageReader:
         """
         return self._cached(images)[0] if images else None
 
+    def sources(self, own: PromptImages) -> Sequence[Any]:
+        """The images that were read as `own`."""
+        return next(images for read, _, images in self._read.values() if read is own)
+
     def expand(self, text: str, images: Sequence[Any]) -> str:
         """A rendered prompt in which each placeholder is replaced by the text that stands for its image.
 
@@ -77,10 +81,10 @@ class ImageReader:
             )
         return start + "".join(map("".join, zip(self._cached(images)[1], pieces, strict=True)))
 
-    def _cached(self, images: Sequence[Any]) -> tuple[PromptImages, list[str]]:
+    def _cached(self, images: Sequence[Any]) -> tuple[PromptImages, list[str], Sequence[Any]]:
         key = " ".join(map(content_key, images))
         if key not in self._read:
-            self._read[key] = self._process(images)
+            self._read[key] = (*self._process(images), images)
         return self._read[key]
 
     def _process(self, images: Sequence[Any]) -> tuple[PromptImages, list[str]]:
