@@ -7,6 +7,8 @@ import shutil
 from dataclasses import dataclass, replace
 from functools import wraps
 from io import BytesIO
+from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,11 +25,13 @@ from credit_trl import CreditConfig, CreditTrainer
 from credit_trl.contexts.images import PromptImages
 from credit_trl.contexts.prompts import row_prompt
 from credit_trl.contexts.tokens import PrivilegedContext, TokenContexts
+from credit_trl.evaluation import evaluate
 from credit_trl.lab.analysis.callback import CreditMapCallback
 from credit_trl.lab.analysis.responses import data_url
 from credit_trl.lab.analysis.tokenmap_json import read_maps
 from credit_trl.lab.report.callback import ReportCallback
 from credit_trl.rollout.batch import content_key, prompt_key
+from credit_trl.tasks.registry import Task
 from credit_trl.teacher.models import make_teacher
 from credit_trl.training import check_images
 from dense import buckets, divergence, gradients, move
@@ -431,3 +435,77 @@ def test_maps_and_report_show_the_pictures_of_prompt_and_contrast(train, tmp_pat
     assert {len(response["images"]) for response in shown["maps"]["responses"]} == {2}
     assert sorted(len(one["images"]) for one in shown["rollouts"][:8]) == [0, 0, 1, 1, 1, 1, 2, 2]
     assert data_url("http://picture.png") == ""
+
+
+class FakeEngine:
+    """A colocated engine and a server's client of TRL, which check the images of each prompt that they get."""
+
+    def __init__(self, *own, **options) -> None:
+        self.tokenizer = build_vlm("Qwen2_5_VL")[1].tokenizer
+        self.soft = self.tokenizer.convert_tokens_to_ids("<|image_pad|>")
+        self.read = 0
+
+    def check(self, ids: list[int], images: list[Any], options: dict[str, Any]) -> None:
+        [row] = [row for i, row in enumerate(rows()) if f"What is {i}?" in self.tokenizer.decode(ids)]
+        assert [image.tobytes() for image in images] == [image.tobytes() for image in row["images"]]
+        runs = [a != self.soft == b for a, b in pairwise(ids)]
+        assert sum(runs) == len(images)
+        assert options["logit_bias"][self.soft] == -100.0
+        self.read += len(images)
+
+    def completion(self, i: int) -> list[int]:
+        return self.tokenizer(f"A{i % 3}")["input_ids"] + [self.tokenizer.eos_token_id]
+
+    def generate(self, prompts, sampling_params=None, features=None, **options) -> Any:
+        outputs = []
+        if sampling_params is not None:  # colocated, with one prompt for each rollout
+            for i, prompt in enumerate(prompts):
+                images = prompt.get("multi_modal_data", {}).get("image", [])
+                self.check(
+                    prompt["prompt_token_ids"], images if isinstance(images, list) else [images], vars(sampling_params)
+                )
+                logprobs = [{token: SimpleNamespace(logprob=-1.0, rank=1)} for token in self.completion(i)]
+                output = SimpleNamespace(token_ids=self.completion(i), logprobs=logprobs)
+                outputs.append(SimpleNamespace(prompt_token_ids=prompt["prompt_token_ids"], outputs=[output]))
+            return outputs
+        for ids, feature in zip(prompts, features, strict=True):
+            self.check(ids, feature["images"] if feature else [], options["generation_kwargs"])
+        completions = [self.completion(i) for i in range(len(prompts) * options["n"])]
+        logprobs = [[[-1.0] for _ in own] for own in completions]
+        return {"prompt_ids": prompts, "completion_ids": completions, "logprobs": logprobs}
+
+    def image_features(self, all_images: list[list[Any] | None]) -> list[dict[str, Any] | None]:
+        return [own and {"images": own, "mm_placeholders": {"image": [None] * len(own)}} for own in all_images]
+
+    def get_server_info(self) -> dict[str, Any]:
+        return {"model_config": {"logprobs_mode": "processed_logprobs"}}
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *own, **named: None
+
+
+@pytest.mark.parametrize("mode", ["colocate", "server"])
+def test_an_engine_gets_the_images_of_each_prompt(make_batch, monkeypatch, mode):
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "0")  # TRL sets them; monkeypatch restores them
+        monkeypatch.delenv(name)
+    engine = FakeEngine()
+    fakes = {
+        "LLM": lambda **options: engine,
+        "VLLMClient": lambda *own, **options: engine,
+        "SamplingParams": SimpleNamespace,
+    }
+    fakes |= {"is_vllm_available": lambda: True, "VLLMGeneration.sync_weights": lambda self: None}
+    for name, fake in fakes.items():
+        monkeypatch.setattr(f"trl.generation.vllm_generation.{name}", fake, raising=False)
+    monkeypatch.setattr("credit_trl.trainer.await_engine", lambda args: None, raising=False)
+    monkeypatch.setattr("credit_trl.rollout.vllm.WatchedClient.adopt", lambda client, patience: client)
+    batch = make_batch(use_vllm=True, vllm_mode=mode)
+    assert engine.read == (8 if mode == "colocate" else 4)
+    loss = batch.trainer.compute_loss(batch.trainer.model, batch.inputs)
+    assert torch.isfinite(loss)
+
+
+def test_avg_at_k_refuses_images():
+    with pytest.raises(ValueError, match="avg@k does not read"):
+        evaluate(object(), Task("pictures", lambda split, path=None: rows(), image_verdicts, image_verdicts), k=1)

@@ -19,6 +19,7 @@ from accelerate.utils import gather_object
 from datasets import Dataset, IterableDataset
 from torch import Tensor, nn
 from trl import GRPOTrainer
+from trl.data_utils import is_conversational, prepare_multimodal_messages
 from trl.trainer.utils import get_config_model_id
 
 from credit_trl.config import CreditConfig, fit_batch, refuse_unknown
@@ -215,6 +216,10 @@ class CreditTrainer(ResumableTrainer):
                 f"`packed=True` has no effect: {reason}. Micro-batches are padded to their longest sample "
                 "(`credit/padding_factor`).",
             )
+        if self.use_vllm and self.context_builder.reader is not None:  # as TRL does without vLLM
+            never = dict.fromkeys(self.context_builder.reader.placeholder_ids, -100.0)
+            options = self.vllm_generation.generation_kwargs
+            options["logit_bias"] = never | (options.get("logit_bias") or {})
         if self.credit_step.engine_role == "correction":
             self.vllm_importance_sampling_correction = False  # TRL's, which costs a forward pass
         if args.teacher_model_kind == "ema":
@@ -315,6 +320,12 @@ class CreditTrainer(ResumableTrainer):
             self._given_prompts = [{name: row[name] for name in names if name in row} for row in inputs]
             shared: dict[str, Any] = {}  # so that TRL gathers an image once for its group
             prompts = [share_images(row_prompt(row), shared) for row in inputs]
+            if (
+                self._is_vlm
+                and is_conversational(inputs[0])
+                and any("image" in row or "images" in row for row in inputs)
+            ):
+                prompts = list(map(prepare_multimodal_messages, prompts))  # as TRL does, also without an image
             others = [{name: value for name, value in row.items() if name not in names} for row in inputs]
             inputs = [{"prompt": prompt, **row} for prompt, row in zip(prompts, others, strict=True)]
         self._turn = 0

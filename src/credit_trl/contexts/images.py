@@ -46,8 +46,9 @@ class ImageReader:
     @property
     def placeholder_ids(self) -> set[int]:
         """Token ids that stand for an image in a rendered prompt or in an expanded one."""
-        rendered = self.processor.tokenizer.convert_tokens_to_ids(self.processor.image_token)
-        return {rendered, getattr(self.processor, "image_token_id", rendered)} - {None}
+        tokenizer = self.processor.tokenizer
+        named = (getattr(owner, "image_token_id", None) for owner in (self.processor, tokenizer))
+        return {tokenizer.convert_tokens_to_ids(self.processor.image_token), *named} - {None}
 
     def clear(self) -> None:
         self._read.clear()
