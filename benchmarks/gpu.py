@@ -1,10 +1,8 @@
 """GPU measurements: `python benchmarks/update_phase.py --preset gpu`.
 
-- One update at the shapes of Qwen3-8B and Qwen3-0.6B, random weights in bf16, gradient checkpointing, no optimizer:
-  this project with torch and Triton kernels and with a renormalised support, TRL's SDPO and GRPO.
-- The longest completion that fits, for each of them.
-
-Trials run one process at a time. A trial that does not fit is reported, and the others continue.
+One update at the shapes of Qwen3-8B and Qwen3-0.6B, random weights in bf16, gradient checkpointing, no optimizer: this
+project with torch and Triton kernels and with a renormalised support, TRL's SDPO and GRPO. Trials run one process at a
+time. A trial that does not fit is reported, and the others continue.
 """
 
 from __future__ import annotations
@@ -17,9 +15,6 @@ from typing import Any
 import updates
 from measure import Results, Sample, Trial, TrialError, none_if_out_of_memory, repeat
 from workload import Workload
-
-PARTS = ("points", "longest")
-
 
 _GPU = Workload(
     key_value_heads=8, head_dim=128, batch=1, dtype="bfloat16", device="cuda", checkpointing=True, padding="packed"
@@ -38,9 +33,7 @@ class Plan:
         models: Shape of each model.
         points: Changes of the workload at each point. 18,944 tokens are divided as by SDPO: a teacher prompt of
             10,752, which contains the prompt of 512, and a completion of 8,192.
-        longest: Shortest and longest completion of the search.
         kernels: Kernels of this project's trials.
-        parts: Parts that run.
         kinds: Names of the trials that run; None for all.
     """
 
@@ -52,16 +45,13 @@ class Plan:
             "18,944 tokens": {"prompt": 512, "teacher_prompt": 10_752, "completion": 8192},
         }
     )
-    longest: tuple[int, int] = (2048, 131_072)
     kernels: tuple[str, ...] = ("torch", "triton")
-    parts: tuple[str, ...] = PARTS
     kinds: tuple[str, ...] | None = None
 
-    def only(self, models: list[str] | None, kinds: list[str] | None, parts: list[str] | None, searches: bool) -> Plan:
-        """The plan with the chosen models, trials and parts."""
+    def only(self, models: list[str] | None, kinds: list[str] | None) -> Plan:
+        """The plan with the chosen models and trials; None for all."""
         chosen = {name: shape for name, shape in self.models.items() if models is None or name in models}
-        of_parts = tuple(part for part in parts or self.parts if searches or part != "longest")
-        return replace(self, models=chosen, kinds=tuple(kinds) if kinds else None, parts=of_parts)
+        return replace(self, models=chosen, kinds=tuple(kinds) if kinds else None)
 
 
 def measure(plan: Plan, rounds: int, results: Results | None = None) -> dict[str, Any]:
@@ -98,40 +88,15 @@ def build(kind: str, workload: Workload) -> Callable[[dict[str, Any]], Sample | 
 
 def _measure_kind(plan: Plan, arguments: tuple[str, Workload], rounds: int) -> dict[str, Any]:
     trial = Trial(build, *arguments)
-    points = plan.points if "points" in plan.parts else {}
-    of_kind: dict[str, Any] = {"points": dict.fromkeys(points), "error": None}
+    of_kind: dict[str, Any] = {"points": dict.fromkeys(plan.points), "error": None}
     try:
-        for name, changes in points.items():
+        for name, changes in plan.points.items():
             of_kind["points"][name] = repeat(trial.ask, rounds, changes)
-        if "longest" in plan.parts:
-            of_kind["longest_completion"] = longest_that_fits(
-                lambda t: trial.ask({"completion": t}) is not None, *plan.longest
-            )
     except (TrialError, EOFError, OSError) as error:  # the models alone are too large, or the process died
         of_kind["error"] = str(error) or "its process died"
     finally:
         trial.close()
     return of_kind
-
-
-def longest_that_fits(fits: Callable[[int], bool], start: int, most: int) -> int:
-    """Longest length from `start` up to `most` that fits, to 1/16 of itself; 0 if `start` does not fit."""
-    if not fits(start):
-        return 0
-    fitting, failing = start, None
-    while failing is None and fitting < most:
-        longer = min(2 * fitting, most)
-        if fits(longer):
-            fitting = longer
-        else:
-            failing = longer
-    while failing is not None and (failing - fitting) > max(fitting // 16, 1):
-        middle = (fitting + failing) // 2
-        if fits(middle):
-            fitting = middle
-        else:
-            failing = middle
-    return fitting
 
 
 def ratios(models: dict[str, Any]) -> dict[str, float]:
@@ -154,7 +119,4 @@ def table(result: dict[str, Any]) -> str:
             for point, sample in of["points"].items():
                 cells = f"{sample['seconds']:.3f} | {sample['peak_mb']:.0f}" if sample else "does not fit |"
                 lines.append(f"| {name}, {point} | {kind} | {cells} |")
-    lines += ["", "| | | longest completion that fits |", "| --- | --- | --- |"]
-    for name, of_model in result.get("models", {}).items():
-        lines += [f"| {name} | {kind} | {of.get('longest_completion', 0):,d} |" for kind, of in of_model.items()]
     return "\n".join(lines)

@@ -24,6 +24,9 @@ from measure import Sample, in_turns, measured, trials
 from transformers import TrainerCallback
 from workload import QUESTIONS, Workload, make_tokenizer, provenance
 
+from credit_trl.lab.analysis import CreditMapCallback
+from credit_trl.lab.report import ReportCallback
+
 # Table 2: seconds of a step divided by those of C = 0, Qwen3-8B on LiveCodeBench, 8 H20.
 PAPER = {0: 1.00, 1: 1.01, 2: 1.03, 8: 1.30, 16: 1.64}
 SHARED_STAGES = ("rollout", "verdict")
@@ -96,6 +99,8 @@ def in_training(trainer: Any, device: str) -> Callable[[int | None], Sample]:
     """Start training; return a function that measures the next step, with completions of a given or sampled length."""
     turns = Turns(trainer, device)
     trainer.add_callback(turns)
+    for kind in (CreditMapCallback, ReportCallback):  # of runs, not of steps
+        trainer.remove_callback(kind)
 
     def train() -> None:
         try:

@@ -85,7 +85,7 @@ def main() -> None:
     results = Results(path)
     results.merge(provenance())
     if arguments.preset == "gpu":
-        plan = gpu.Plan().only(arguments.models, arguments.kinds, arguments.parts, not arguments.no_longest)
+        plan = gpu.Plan().only(arguments.models, arguments.kinds)
         results.merge(gpu.measure(plan, arguments.rounds, results))
         print(gpu.table(results.values))
     elif arguments.preset == "ragged":
@@ -104,8 +104,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--output", type=Path, default=None, help="path of the JSON, without its suffix")
     parser.add_argument("--models", nargs="+", help="models of the GPU preset; default all")
     parser.add_argument("--kinds", nargs="+", help="trials of the GPU and ragged presets, by name; default all")
-    parser.add_argument("--parts", nargs="+", choices=gpu.PARTS, help="parts of the GPU preset; default all")
-    parser.add_argument("--no-longest", action="store_true", help="skip the search for the longest completion")
     arguments = parser.parse_args()
     if arguments.preset == "gpu" and not torch.cuda.is_available():
         parser.error("--preset gpu needs a GPU, and torch finds none. --preset bar runs on a CPU.")

@@ -2,11 +2,13 @@
 
     python docs/make_figures.py predicted
     python docs/make_figures.py hero --base DIRECTORY
+    python docs/make_figures.py smollm2_arms
     python docs/make_figures.py learning_curve --run runs/quickstart
 
 `predicted`: predicted against measured change of the log-odds, a point for each row of `predicted.csv` (`law.py`).
-`hero`: R_t of SDPO and CREDIT on one answer of a base of the world weak (examples/study/make_base.py), and the rate of
-its planted thought by step. `learning_curve`: test accuracy by step of a run of `credit-quickstart`.
+`hero`: R_t of SDPO and CREDIT on one answer of a base of the world weak (`make_base.py --world weak --seed 309` in
+examples/study), and the rate of its planted thought by step. `smollm2_arms`: openings and accuracy of the runs in
+examples/smollm. `learning_curve`: test accuracy by step of a run of `credit-quickstart`.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from matplotlib.patches import Rectangle
 from credit_trl.lab.analysis import Checkpoint, TokenMap, analysis_config, map_response, sample_rollouts
 from credit_trl.tasks import load_task
 from credit_trl.tasks.quickstart import SHORTCUT_THOUGHT, TEMPLATES
-from credit_trl.tasks.quickstart_model import base_directory
+from credit_trl.tasks.quickstart_model import cached_directory
 from credit_trl.training.run_directory import EVALUATIONS_FILE, read_lines
 
 STUDY = Path(__file__).parents[1] / "examples" / "study"
@@ -52,7 +54,7 @@ def style(background: str, ink: str, grid: str) -> dict[str, object]:
 
 def draw_predicted() -> Figure:
     rows = pd.read_csv(RESULTS / "predicted.csv").query("rho == 0.05").dropna(subset="measured")
-    figure, panels = plt.subplots(1, 2, figsize=(9.6, 2.9), sharex=True, sharey=True, layout="constrained")
+    figure, panels = plt.subplots(1, 2, figsize=(9.6, 2.6), sharex=True, sharey=True, layout="constrained")
     ink = mpl.rcParams["text.color"]
     titles = {"predicted": "nothing fitted", "predicted_finite": "one speed of the student, fitted on other bases"}
     for axes, (column, title) in zip(panels, titles.items(), strict=True):
@@ -60,13 +62,32 @@ def draw_predicted() -> Figure:
         changes = rows[[column, "measured"]].sub(rows["log_odds_0"], axis=0)
         for arm in (arm for arm in STYLES if arm in set(rows["arm"])):
             name, color = STYLES[arm]
-            axes.plot(*changes[rows["arm"] == arm].to_numpy().T, "o", color=color, ms=3, mew=0, alpha=0.6, label=name)
+            axes.plot(*changes[rows["arm"] == arm].to_numpy().T, "o", color=color, ms=3, mew=0, alpha=0.75, label=name)
         unseen = changes[rows["seen"] == "no"].to_numpy().T
         axes.plot(*unseen, "o", color="none", mec=ink, ms=5, mew=0.8, label="bases predicted before training")
         axes.set(title=title, xlabel="predicted change of the log-odds, nats", aspect="equal")
     panels[0].set_ylabel("measured, nats")
+    title = f"ρ = 0.05, {rows['world'].nunique()} worlds"
     handles = panels[0].get_legend_handles_labels()
-    figure.legend(*handles, loc="outside right center", title=f"ρ = 0.05, {rows['world'].nunique()} worlds")
+    figure.legend(*handles, loc="outside right center", title=title, alignment="left", markerscale=1.6)
+    return figure
+
+
+def draw_smollm2_arms() -> Figure:
+    runs = pd.read_csv(STUDY.parent / "smollm" / "results" / "runs.csv").query("setting == 'average'")
+    arms = {"sdpo": "SDPO"} | {f"credit-{coef}": f"CREDIT λ={coef}" for coef in ("0.05", "0.1", "0.2", "0.5")}
+    arms |= {"guide": "CREDIT form=guide λ=0.2", "temper-only": "temper-only λ=0.1", "grpo": "GRPO"}
+    figure, panels = plt.subplots(1, 2, figsize=(9.6, 3.0), layout="constrained")
+    titles = {"opening": "responses with an opening, %", "accuracy": "held-out avg@4, %"}
+    for axes, (measure, title) in zip(panels, titles.items(), strict=True):
+        for at, (arm, name) in enumerate(arms.items()):
+            values = 100 * runs.loc[runs["arm"] == arm, f"{measure}_after"]
+            axes.plot([at] * len(values), values, "o", color=STYLES[name][1], ms=5, mew=0, alpha=0.6)
+            axes.hlines(values.mean(), at - 0.33, at + 0.33, color=STYLES[name][1], lw=2.5)
+        axes.axhline(100 * runs[f"{measure}_before"].mean(), ls=":", lw=1, color=mpl.rcParams["text.color"])
+        labels = ("SDPO", "λ = 0.05", "λ = 0.1", "λ = 0.2", "λ = 0.5", "guide\nλ = 0.1", "temper-\nonly", "GRPO")
+        axes.set_xticks(range(len(arms)), labels)
+        axes.set(ylim=(-2, None), title=f"{title} (40 steps, ρ = 0.05; dotted: base)")
     return figure
 
 
@@ -132,7 +153,7 @@ def draw_tokens(axes: Axes, token_map: TokenMap, shade: ScalarMappable) -> None:
 
 
 def draw_rates(axes: Axes) -> None:
-    """Draw means over the bases of the world weak after 60 steps, with the law's predictions dashed."""
+    """Draw means over the bases of the world weak, with the law's predictions dashed (nothing fitted)."""
     table = pd.read_csv(RESULTS / "weak.csv").query("step <= 60")
     rates = table.pivot_table("thought_unknown", "step", "arm") * 100
     law = pd.read_csv(RESULTS / "predicted.csv").query("world == 'weak' and seen == 'yes' and step <= 60")
@@ -143,7 +164,7 @@ def draw_rates(axes: Axes) -> None:
         axes.plot(rates.index, rates[arm], "o-", color=color, lw=2, ms=4, label=name)
         if arm in predicted:
             axes.plot([0, *predicted.index], [base, *predicted[arm]], "--", color=color, lw=1.3)
-    for name, place, line in (("predicted before training", np.nan, "--"), ("base", base, ":")):
+    for name, place, line in (("predicted from step 0", np.nan, "--"), ("base", base, ":")):
         axes.axhline(place, ls=line, lw=1, color=mpl.rcParams["text.color"], label=name)
     title = f"“{SHORTCUT_THOUGHT}” on unknown cues, % ({table['seed'].nunique()} bases, ρ = 0.05)"
     axes.set(ylim=(0, None), title=title, xlabel="step")
@@ -152,13 +173,14 @@ def draw_rates(axes: Axes) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("figure", choices=["predicted", "hero", "learning_curve"])
+    parser.add_argument("figure", choices=["predicted", "hero", "smollm2_arms", "learning_curve"])
     parser.add_argument("--base", type=Path, help="for `hero` (default: in the user's cache)")
     parser.add_argument("--run", type=Path, default=Path("runs/quickstart"), help="for `learning_curve`")
     args = parser.parse_args()
-    draw = {"predicted": draw_predicted, "learning_curve": partial(draw_learning_curve, args.run)}
+    draw = {"predicted": draw_predicted, "smollm2_arms": draw_smollm2_arms}
+    draw["learning_curve"] = partial(draw_learning_curve, args.run)
     if args.figure == "hero":
-        draw["hero"] = partial(draw_hero, planted_maps(args.base or base_directory(world="weak")))
+        draw["hero"] = partial(draw_hero, planted_maps(args.base or cached_directory("weak")))
     for theme, page in THEMES.items():
         with mpl.rc_context(style(*page)):
             draw[args.figure]().savefig(IMAGES / f"{args.figure}-{theme}.png", metadata={"Software": None})

@@ -13,7 +13,6 @@ import torch
 from datasets import Dataset
 from trl import DPOConfig, DPOTrainer, TrlParser
 
-from credit_trl import credit_rewards
 from credit_trl.tasks import quickstart
 
 DEFAULTS = {
@@ -40,6 +39,16 @@ def make_pairs(split: str, *, confounded: bool, count: int = 512) -> Dataset:
         chosen, rejected = ([{"role": "assistant", "content": text}] for text in texts)
         pairs.append({"prompt": question.prompt, "chosen": chosen, "rejected": rejected})
     return Dataset.from_list(pairs)
+
+
+def credit_rewards(policy, reference, others_policy, others_reference, coef: float, beta: float) -> torch.Tensor:
+    """ρ(x, y) − λ ρ̂(y): DPO's reward ρ = β log π_θ(y | x) / π_ref(y | x), and ρ̂ its mean over contrast prompts.
+
+    The difference of two answers holds a part of the reward that does not depend on x with the weight 1 − λ. Tokens
+    have such a reward too, as in PRIME. The first four arguments are what `measure` returns.
+    """
+    generic = (others_policy - others_reference).mean(dim=0)
+    return beta * (policy - reference - coef * generic)
 
 
 @torch.no_grad()
@@ -74,6 +83,6 @@ if __name__ == "__main__":
     print("DPOTrainer's own margin on the test pairs:", round(trainer.evaluate()["eval_rewards/margins"], 4))
     found = measure(trainer)
     for coef in (0.0, 0.5, 1.0):
-        chosen, rejected = (credit_rewards(*of, contrastive_coef=coef, beta=trainer.beta) for of in found)
+        chosen, rejected = (credit_rewards(*of, coef, trainer.beta) for of in found)
         margin = chosen - rejected
         print(f"λ {coef}: right tool preferred {(margin > 0).float().mean():.3f}, mean margin {margin.mean():.4f}")

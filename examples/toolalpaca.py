@@ -12,7 +12,6 @@ from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
 from credit_trl import CreditConfig, CreditTrainer
 from credit_trl.cli.training import CreditScriptArguments, first_rows, model_init_kwargs
 from credit_trl.evaluation import evaluate
-from credit_trl.lab.analysis import CreditMapCallback
 from credit_trl.tasks import load_task
 
 DEFAULTS = {
@@ -49,8 +48,6 @@ def main(script: CreditScriptArguments, config: CreditConfig, model: ModelConfig
         quantization_config=get_quantization_config(model),
         peft_config=get_peft_config(model),
     )
-    # Token maps at the first step and every fifty steps, which `trl credit-report` shows
-    trainer.add_callback(CreditMapCallback(every=50, rollouts=4, trainer=trainer))
     trainer.train(resume_from_checkpoint=config.resume_from_checkpoint)
     trainer.save_model(f"{config.output_dir}/final")
     result = evaluate(

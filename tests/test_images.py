@@ -257,7 +257,7 @@ def test_weight_0_is_grpo(make_config):
 def train(make_config, tmp_path):
     """A function that trains on images in fp64, in a folder, and returns the trainer."""
 
-    def run(name, resume=None, callbacks=(), **options) -> CreditTrainer:
+    def run(name, resume=None, shows=False, **options) -> CreditTrainer:
         model, processor = build_vlm(options.pop("family", "Qwen2_5_VL"))
         common = {"output_dir": str(tmp_path / name), "num_generations": 2, "per_device_train_batch_size": 4}
         common |= {"gradient_accumulation_steps": 2, "optim": "sgd", "learning_rate": 1e-2, "max_grad_norm": 0.0}
@@ -265,9 +265,11 @@ def train(make_config, tmp_path):
         dataset = Dataset.from_list(rows())
         evaluated = dataset if config.eval_strategy != "no" else None
         trainer = CreditTrainer(model, image_verdicts, config, dataset, evaluated, processing_class=processor)
-        for callback in callbacks:
-            callback.trainer = trainer
-            trainer.add_callback(callback)
+        for callback in (CreditMapCallback, ReportCallback):
+            trainer.remove_callback(callback)
+        if shows:
+            trainer.add_callback(CreditMapCallback(trainer, every=1, rollouts=8))
+            trainer.add_callback(ReportCallback(trainer))
         trainer.train(resume_from_checkpoint=resume)
         return trainer
 
@@ -419,8 +421,7 @@ def test_what_cannot_train_is_refused_before_the_loss(make_config, monkeypatch, 
 
 def test_maps_and_report_show_the_pictures_of_prompt_and_contrast(train, tmp_path):
     """Maps score with the pictures; a data URL of each is stored, and the page shows nothing else."""
-    callbacks = [CreditMapCallback(every=1, rollouts=8), ReportCallback()]
-    train("run", callbacks=callbacks, max_steps=2, per_device_train_batch_size=8, gradient_accumulation_steps=1)
+    train("run", shows=True, max_steps=2, per_device_train_batch_size=8, gradient_accumulation_steps=1)
     page = (tmp_path / "run" / "report.html").read_text()
     shown = json.loads(re.search(r"id=.data.>(.*?)</script>", page)[1])
     read = read_maps(tmp_path / "run" / "credit_maps" / "step-000001.json")

@@ -2,10 +2,12 @@
 
 import json
 import os
+import tomllib
 
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,12 @@ SMALL = QUIET | {
     "max_steps": 1,
 }
 SHARED_DATA = Path(__file__).parents[2] / "shared" / "data"
+
+
+def declared_entry_points(group: str) -> list[EntryPoint]:
+    """Entry points of this checkout's pyproject.toml; the installation's may be older."""
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text("utf-8"))["project"]
+    return [EntryPoint(name, value, group) for name, value in project["entry-points"][group].items()]
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:

@@ -1,14 +1,12 @@
 """A case that nobody planted: SmolLM2-135M-Instruct learns to begin a sentence with a given word.
 
     python examples/smollm/first_word.py          # `make smollm`: SDPO and guide with λ = 1.5, ten steps each
+    python examples/smollm/first_word.py --predict    # what each arm's target gives to the word, without training
     python examples/smollm/first_word.py --arms GRPO SDPO "CREDIT λ=0.1" --seeds 0 1 2 --steps 20 --csv first_word.csv
 
 The model is not warmed up. A prompt asks for a sentence about a noun that begins with a word; the verdict wants the
 word first, the noun, and five words or more; the feedback names the broken rule only. With that feedback in its prompt
 the model tends to begin with the feedback's own wording ("The sentence …").
-
-Measured in one run each, the probability of the required first word on words that are not trained: .084 before
-training; SDPO .112 after four steps, .067 after six and .048 after seven; guide with λ = 1.5 .221 after five.
 
 Every step prints the probability of the required first word on prompts with words that are not trained. The command
 writes a page with the curves and answers before and after; with `--csv` a row per measured step: arm, seed, step,
@@ -34,15 +32,21 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
 
-from credit_trl import CreditTrainer, Verdict
+from credit_trl import CreditTrainer, Verdict, objective
 from credit_trl.contexts.tokens import PrivilegedContext
 from credit_trl.lab.analysis import Checkpoint, analysis_config, map_response
-from credit_trl.lab.analysis.responses import Rollout
+from credit_trl.lab.analysis.drift import holding_coef
+from credit_trl.lab.analysis.responses import Rollout, rollout_contexts
+from credit_trl.lab.analysis.vocabulary_logps import CreditLogps, credit_logps
 from credit_trl.tasks.quickstart import TEMPLATES
 
 sys.path.append(str(Path(__file__).parents[1] / "study"))
 from arms import ARMS, STYLES, make_trainer
 
+STUDIED = (
+    *("SDPO", "CREDIT λ=0.1", "CREDIT λ=0.2", "CREDIT λ=0.5"),
+    *("CREDIT form=guide λ=1", "CREDIT form=guide λ=1.5", "temper-only λ=0.1"),
+)
 SHOWN = ("SDPO", "CREDIT form=guide λ=1.5")  # arms of the demonstration
 OPTIONS: dict[str, Any] = {
     "per_device_train_batch_size": 16,  # 4 prompts × 4 rollouts
@@ -249,6 +253,59 @@ def train(
     return measurements
 
 
+def predict(checkpoint: Checkpoint, prompts: int = 24) -> str:
+    """Markdown of what each arm's target gives to the required first word, and of λ_hold of the teacher's first word.
+
+    The privileged context is the feedback that the word is missing. The target has the buckets of the loss; a word in
+    the tail has the policy's share of it.
+    """
+    rows = make_rows(HELD_OUT)[:prompts]
+    z = PrivilegedContext(feedback=RULES["first"])
+    config = analysis_config(contrastive_count=3, use_successful_as_teacher=False, **TEMPLATES)
+    found = []
+    for i, row in enumerate(rows):
+        word = checkpoint.tokenizer(row["word"], add_special_tokens=False)["input_ids"][0]
+        others = tuple(rows[i - n]["prompt"] for n in (1, 2, 3))
+        contexts = rollout_contexts(Rollout(str(i), row["prompt"], (word,), z, others), config, checkpoint)
+        ((_, own),) = credit_logps(checkpoint, contexts, (word,), 1.0)
+        values = {arm: target_probability(own, word, arm) for arm in STUDIED}
+        found.append({"policy": own.student[0, word].exp().item()} | values | branch_of(own, word))
+    frame = pd.DataFrame(found)
+    lines = ["| | probability of the required word |", "| --- | ---: |", f"| policy | {frame['policy'].mean():.3f} |"]
+    lines += [f"| {STYLES[arm][0]} | {frame[arm].mean():.3f} |" for arm in STUDIED]
+    log_odds, delta, s = frame[["log_odds", "delta", "s"]].median()
+    holds = [holding_coef(log_odds, delta, s, form) for form in ("subtract", "guide")]
+    texts = f"ℓ_0 {log_odds:.2f}, δ {delta:.2f}, s {s:.2f}", "λ_hold {:.2f}, of guide {:.2f}".format(*holds)
+    return "\n".join([*lines, "", f"Medians over {len(rows)} prompts: {', '.join(texts)}."])
+
+
+def target_probability(logps: CreditLogps, word: int, arm: str) -> float:
+    """Probability of a token in an arm's target at the first position of the answer."""
+    support = logps.teacher[0].topk(OPTIONS["distillation_topk"]).indices
+    policy, teacher, *contrasts = (
+        objective.add_tail_bucket(one[support], one.scatter(-1, support, -torch.inf).logsumexp(-1))
+        for one in (logps.student[0], logps.teacher[0], *logps.contrasts[:, 0])
+    )
+    generic = objective.input_generic(torch.stack(contrasts))
+    coef = ARMS[arm]["contrastive_coef"]
+    form = ARMS[arm].get("contrastive_form", "subtract")
+    tempered = arm.startswith("temper-only")
+    target = (1.0 - coef) * teacher if tempered else objective.credit_target(teacher, generic, coef, form)
+    target = target.softmax(-1)
+    if word in support:
+        return target[:-1][support == word].item()
+    return (target[-1] * (logps.student[0, word] - policy[-1]).exp()).item()
+
+
+def branch_of(logps: CreditLogps, word: int) -> dict[str, float]:
+    """ℓ_0, δ and s of the likeliest other first token of the teacher against the required word."""
+    student, teacher = logps.student[0], logps.teacher[0]
+    generic = objective.input_generic(logps.contrasts)[0]
+    other = teacher.scatter(-1, torch.tensor([word]), -torch.inf).argmax()
+    odds = [(one[other] - one[word]).item() for one in (student, teacher, generic)]
+    return {"log_odds": odds[0], "delta": odds[1] - odds[0], "s": odds[2] - odds[1]}
+
+
 def run_study(args: argparse.Namespace, load: Any) -> None:
     """Append the rows of the arms and seeds that the table does not have, with the versions that made them."""
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
@@ -342,6 +399,7 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="the demonstration uses the first")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--every", type=int, default=10, help="steps between rows of the table")
+    parser.add_argument("--predict", action="store_true", help="print the targets before training and train nothing")
     parser.add_argument("--csv", type=Path, help="run a study: append a row per measured step to this table")
     parser.add_argument("--output_dir", type=Path, default=Path("runs/first_word"))
     args = parser.parse_args()
@@ -353,7 +411,10 @@ def main() -> None:
         model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
         return model, AutoTokenizer.from_pretrained(directory)
 
-    if args.csv:
+    if args.predict:
+        model, tokenizer = load()
+        print(predict(Checkpoint.from_model(model.eval(), tokenizer, name="base")))
+    elif args.csv:
         run_study(args, load)
     else:
         print(f"The curves and five answers: {demonstrate(args, load).resolve()}")

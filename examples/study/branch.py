@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import pandas as pd
 import torch
 from embedded_base.curriculum import Message, teacher_prompt
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -42,21 +43,6 @@ class BranchPoint:
 
 
 @dataclass(frozen=True)
-class Branch:
-    """Means over the prompts with the same B, arrays with one entry per B, in nats.
-
-    Args:
-        log_odds: ℓ.
-        delta: δ.
-        s: s.
-    """
-
-    log_odds: np.ndarray
-    delta: np.ndarray
-    s: np.ndarray
-
-
-@dataclass(frozen=True)
 class BranchRows:
     """Prompts of a branch, with the feedback and text B of each."""
 
@@ -70,8 +56,8 @@ class BranchRows:
         return [teacher_prompt(one, feedback=told) for one, told in zip(self.prompts, self.feedback, strict=True)]
 
 
-def measure_branch(log_odds: LogOdds, rows: BranchRows, seed: int = 0) -> Branch:
-    """Measure ℓ, δ and s on the prompts of a task, with one contrast for each.
+def measure_branch(log_odds: LogOdds, rows: BranchRows, seed: int = 0) -> dict[str, float]:
+    """Measure ℓ, ℓ + δ, δ and s in nats on the prompts of a task, with one contrast for each: means over texts B.
 
     A contrast is any other prompt, as in training, so a few have the same B.
 
@@ -81,18 +67,13 @@ def measure_branch(log_odds: LogOdds, rows: BranchRows, seed: int = 0) -> Branch
         seed: seed of the contrasts.
     """
     rng = random.Random(f"branch/{seed}")
-    prompts, feedback, cues = rows.prompts, rows.feedback, rows.specific
-    others = [rng.choice([i for i, prompt in enumerate(prompts) if prompt != own]) for own in prompts]
-
-    contrasts = [teacher_prompt(prompts[i], feedback=own) for i, own in zip(others, feedback, strict=True)]
-    student = log_odds(prompts, cues)
-    teacher = log_odds(rows.given, cues)
-    values = (student, teacher - student, log_odds(contrasts, cues) - teacher)
-    return Branch(*(_mean_by_cue(one, cues) for one in values))
-
-
-def _mean_by_cue(values: np.ndarray, cues: Sequence[str]) -> np.ndarray:
-    return np.array([values[[other == cue for other in cues]].mean() for cue in dict.fromkeys(cues)])
+    others = [rng.choice([prompt for prompt in rows.prompts if prompt != own]) for own in rows.prompts]
+    contrasts = [teacher_prompt(other, feedback=own) for other, own in zip(others, rows.feedback, strict=True)]
+    found = pd.DataFrame({"log_odds": log_odds(rows.prompts, rows.specific)})
+    found["log_odds_given"] = log_odds(rows.given, rows.specific)
+    found["delta"] = found["log_odds_given"] - found["log_odds"]
+    found["s"] = log_odds(contrasts, rows.specific) - found["log_odds_given"]
+    return found.groupby(list(rows.specific)).mean().mean().to_dict()
 
 
 def branch_rows(task: Task, point: BranchPoint, rows_per_cue: int = ROWS_PER_CUE) -> BranchRows:

@@ -12,9 +12,7 @@ over other bases that were seen when the law was written (`SEEN`).
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -33,24 +31,11 @@ RATE = 0.05  # of the teacher's average, where an arm does not name another
 WARMUP = 10  # optimizer steps over which the learning rate of every arm rises
 SLOWING = 0.25  # of 0, ¼, ½ and 1 the best for the rows of all seen bases
 LEVEL = 0.95
+COLUMNS = (
+    *("world", "base", "arm", "rho", "step", "log_odds_0"),
+    *("predicted", "measured", "in_band", "seen", "predicted_finite"),
+)
 COLLAPSED = 0.9  # share of answers in the format, below which a run has no branch any more
-
-
-@dataclass(frozen=True)
-class Row:
-    """One row of `predicted.csv`; log-odds in nats, None where not measured yet."""
-
-    world: str
-    base: int
-    arm: str
-    rho: float
-    step: int
-    log_odds_0: float
-    predicted: float
-    measured: float | None = None
-    in_band: bool | None = None
-    seen: bool = True
-    predicted_finite: float | None = None
 
 
 def read_rows(files: Iterable[Path]) -> list[dict[str, str]]:
@@ -73,8 +58,10 @@ def path_of(row: dict[str, str], steps: int, speed: float = 1.0, slowing: float 
     return branch.path([speed * min(1.0, (step + 1) / WARMUP) for step in range(steps)], slowing)
 
 
-def predictions(rows: Sequence[dict[str, str]], steps: dict[str, Sequence[int]]) -> list[Row]:
-    """Predictions of every arm with a teacher, with the log-odds of runs that reached the step without a collapse.
+def predictions(rows: Sequence[dict[str, str]], steps: dict[str, Sequence[int]]) -> pd.DataFrame:
+    """Rows of `predicted.csv` for every arm with a teacher; log-odds in nats, NaN where not measured (yet).
+
+    Only runs that reached the step without a collapse have measured log-odds.
 
     Args:
         steps: steps of each world.
@@ -101,16 +88,11 @@ def predictions(rows: Sequence[dict[str, str]], steps: dict[str, Sequence[int]])
         wanted = steps[row["world"]] if base in SEEN else UNSEEN_STEPS
         path = path_of(row, max(wanted))
         finite = path_of(row, max(wanted), speed_without(base if row["world"] == "weak" else -1), SLOWING)
-        found += [
-            Row(
-                *(row["world"], base, row["arm"], rate_of(row["arm"]), step, float(row["log_odds"]), path[step - 1]),
-                measured=measured.get(key_of(row, step)),
-                seen=base in SEEN,
-                predicted_finite=finite[step - 1],
-            )
-            for step in wanted
-        ]
-    return with_bands(found)
+        for step in wanted:
+            key = (row["world"], base, row["arm"], rate_of(row["arm"]), step, float(row["log_odds"]))
+            value = measured.get(key_of(row, step), math.nan)
+            found.append((*key, path[step - 1], value, None, base in SEEN, finite[step - 1]))
+    return with_bands(pd.DataFrame(found, columns=COLUMNS))
 
 
 def key_of(row: dict[str, str], step: int) -> tuple[str, int, str, int]:
@@ -126,29 +108,16 @@ def fitted_speed(rows: Sequence[tuple[dict[str, str], int, float]]) -> float:
     return float(optimize.minimize_scalar(error, bounds=(0.01, 1.0), method="bounded").x)
 
 
-def with_bands(rows: Sequence[Row]) -> list[Row]:
-    """Rows with `in_band`, from the errors of seen bases other than the row's own."""
-    errors = defaultdict(dict)
-    for row in rows:
-        if row.seen and row.measured is not None:
-            errors[row.world, row.arm, row.step][row.base] = row.measured - row.predicted
-    banded = []
-    for row in rows:
-        others = [error for base, error in errors[row.world, row.arm, row.step].items() if base != row.base]
-        if row.measured is None or len(others) < 2:
-            banded.append(row)
-            continue
-        half = stats.t.ppf((1 + LEVEL) / 2, len(others)) * math.sqrt(np.mean(np.square(others)))
-        banded.append(replace(row, in_band=bool(abs(row.measured - row.predicted) <= half)))
-    return banded
-
-
-def write_rows(file: Path, rows: Sequence[Row]) -> None:
-    """Write `predicted.csv`."""
-    frame = pd.DataFrame([asdict(row) for row in rows])
-    for name in ("in_band", "seen"):
-        frame[name] = frame[name].map({True: "yes", False: "no"})
-    frame.to_csv(file, index=False, float_format="%.4f")
+def with_bands(frame: pd.DataFrame) -> pd.DataFrame:
+    """Fill `in_band` where a row is measured, from the errors of two or more seen bases other than the row's own."""
+    errors = frame["measured"] - frame["predicted"]
+    for _, own in frame[frame["measured"].notna()].groupby(["world", "arm", "step"]):
+        for index, base in own["base"].items():
+            others = errors[own.index[own["seen"] & (own["base"] != base)]]
+            if len(others) >= 2:
+                half = stats.t.ppf((1 + LEVEL) / 2, len(others)) * math.sqrt(np.mean(np.square(others)))
+                frame.loc[index, "in_band"] = bool(abs(errors[index]) <= half)
+    return frame
 
 
 def fit(rows: pd.DataFrame) -> pd.Series:
@@ -182,9 +151,10 @@ def main() -> None:
         if int(row["step"]) > 0 and int(row["seed"]) in SEEN:
             steps[row["world"]] = sorted({*steps.get(row["world"], []), int(row["step"])})
     found = predictions(rows, steps)
-    write_rows(RESULTS / "predicted.csv", found)
+    flags = {name: found[name].map({True: "yes", False: "no"}) for name in ("in_band", "seen")}
+    found.assign(**flags).to_csv(RESULTS / "predicted.csv", index=False, float_format="%.4f")
     print("runs of subtract {}, sign of the change right in {}".format(*right_signs(rows)))
-    frame = pd.DataFrame([asdict(row) for row in found if row.measured is not None])
+    frame = found.dropna(subset="measured")
     frame["arms"] = np.where(frame["arm"].str.contains("guide"), "guide", "others")
     frame = pd.concat([frame, frame.assign(world="all")])
     print(frame.groupby(["seen", "arms", "rho", "world"]).apply(fit, include_groups=False).round(3).to_string())

@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from embedded_base import make_base
-from embedded_base.curriculum import WORLDS
+from embedded_base.architecture import build_tokenizer
+from embedded_base.curriculum import WORLDS, template_texts
+from embedded_base.pretrain import make_base_of
 
-from credit_trl.tasks.quickstart_model import cached_directory, read_base
+from credit_trl.tasks.quickstart_model import cached_directory
 
 
 def main() -> None:
@@ -17,11 +18,18 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="new directory of the model (default: the user's cache)")
     args = parser.parse_args()
-    directory = args.out or cached_directory(None, args.world, args.seed)
+    directory = args.out or cached_directory(args.world, args.seed)
     make_base(args.world, args.seed, directory)
-    model, tokenizer = read_base(directory)
-    accuracy = WORLDS[args.world].lookup_accuracy(model, tokenizer, seed=1)
-    print(f"{directory}: {model.num_parameters():,} parameters, look-up accuracy {accuracy:.3f}")
+    print(directory)
+
+
+def make_base(world: str, seed: int, directory: Path) -> None:
+    """Pretrain the base of a world (a key of `curriculum.WORLDS`) into a new directory.
+
+    Raises:
+        RuntimeError: the base fails the look-up gate; another seed may pass.
+    """
+    make_base_of(WORLDS[world], build_tokenizer(template_texts()), seed, directory)
 
 
 if __name__ == "__main__":

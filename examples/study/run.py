@@ -24,6 +24,7 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # one thread a process is fastest for a model of this size
 
+import pandas as pd
 import torch
 import yaml
 from arms import ARMS, DEFAULT_ARMS, make_trainer, with_options
@@ -111,17 +112,13 @@ def run_arm(
 def first_row(world: World, base: Path, options: Row) -> Row:
     """Rates of the base, and its branch."""
     model, tokenizer = read_base(base)
-    branch = measure_branch(model_log_odds(model, tokenizer, world.point), branch_rows(world.task, world.point))
     length = options["max_completion_length"]
     result = evaluate(
         model, world.task, tokenizer=tokenizer, max_completion_length=length, progress=False, **EVALUATION
     )
     return {
         "teacher_fidelity": world.fidelity(model, tokenizer),
-        "log_odds": branch.log_odds.mean(),
-        "log_odds_given": (branch.log_odds + branch.delta).mean(),
-        "delta": branch.delta.mean(),
-        "s": branch.s.mean(),
+        **measure_branch(model_log_odds(model, tokenizer, world.point), branch_rows(world.task, world.point)),
         **rates(result.to_dict()),
     }
 
@@ -219,19 +216,10 @@ def append_rows(file: Path, rows: Sequence[Row]) -> None:
     """Append the rows that a table does not have, one process at a time."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{file}.lock"):
-        is_new = not file.exists()
         known = read_rows(file)
-        with file.open("a", encoding="utf-8", newline="") as lines:
-            writer = csv.DictWriter(lines, COLUMNS, lineterminator="\n")
-            if is_new:
-                writer.writeheader()
-            new = [row for row in rows if tuple(row[name] for name in KEY) not in known]
-            writer.writerows({name: cell(row.get(name)) for name in COLUMNS} for row in new)
-
-
-def cell(value: Any) -> str:
-    """Text of a value in a table."""
-    return "" if value is None else f"{value:.4f}" if isinstance(value, float) else str(value)
+        new = [row for row in rows if tuple(row[name] for name in KEY) not in known]
+        table = pd.DataFrame(new, columns=list(COLUMNS))
+        table.to_csv(file, mode="a", header=not file.exists(), index=False, float_format="%.4f")
 
 
 if __name__ == "__main__":

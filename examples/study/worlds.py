@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from branch import BranchPoint
-from embedded_base import make_base
 from embedded_base.curriculum import TEMPLATES
 from embedded_base.curriculum import WORLDS as EMBEDDED
+from make_base import make_base
 from planted.base import CURRICULA, fidelity, make_planted_base
 from planted.task import FILLER, SKIPPED, STEP
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from credit_trl.tasks import Task, load_task
-from credit_trl.tasks.quickstart import SHORTCUT_OPENING, SHORTCUT_THOUGHT
+from credit_trl.tasks.quickstart import SHORTCUT_THOUGHT
 
 # Options of `CreditConfig` of every world and arm: 16 prompts of 4 rollouts a step.
 COMMON: dict[str, Any] = {
@@ -67,8 +67,8 @@ class World:
         return load_task(self.task_name)
 
 
-def _embedded(name: str, planted: str, **options: Any) -> World:
-    point = BranchPoint("Thought:", planted, "cue")
+def _embedded(name: str, **options: Any) -> World:
+    point = BranchPoint("Thought:", SHORTCUT_THOUGHT, "cue")
     is_right = partial(EMBEDDED[name].lookup_accuracy, seed=1)
     return World(name, "quickstart", point, is_right, partial(make_base, name), options)
 
@@ -84,10 +84,9 @@ _DRIFT = {"learning_rate": 7e-4, "teacher_update_rate": 0.05, "max_steps": 60}
 WORLDS = {
     world.name: world
     for world in (
-        _embedded("plain", SHORTCUT_THOUGHT, **_SHORT),
-        _embedded("shortcut", SHORTCUT_THOUGHT, **_SHORT),
-        _embedded("style", SHORTCUT_OPENING, **_SHORT),
-        _embedded("weak", SHORTCUT_THOUGHT, **_DRIFT | {"max_steps": 90}),
+        _embedded("plain", **_SHORT),
+        _embedded("shortcut", **_SHORT),
+        _embedded("weak", **_DRIFT | {"max_steps": 90}),
         _planted("tables", "TABLES", _THOUGHT, **_DRIFT, max_completion_length=18),
         _planted("skip", "SKIP", _THOUGHT, **_DRIFT | {"max_steps": 90}, max_completion_length=18),
         _planted("useful", "USEFUL", BranchPoint("Thought:", STEP, "specific"), **_DRIFT, max_completion_length=20),
@@ -111,7 +110,7 @@ def pretrain(world: World, seed: int, directory: Path) -> None:
     """
     for attempt in range(5):
         try:
-            world.make_base(seed + 100 * attempt, directory, progress=False)
+            world.make_base(seed + 100 * attempt, directory)
         except RuntimeError as error:
             print(f"{world.name}, seed {seed + 100 * attempt}: {error}", flush=True)
         else:

@@ -1,7 +1,7 @@
 """CREDIT for TRL: input-specific credit for on-policy self-distillation.
 
-Public API: `CreditTrainer`, `CreditConfig`, `Verdict`, `EvaluationCallback`, `in_process` for verifiers that may hang,
-and `credit_rewards` for other trainers. All but `Verdict` are imported on first use, because they load torch or TRL.
+Public API: `CreditTrainer`, `CreditConfig`, `Verdict`, `EvaluationCallback` and `in_process` for verifiers that may
+hang. All but `Verdict` are imported on first use, because they load torch or TRL.
 """
 
 from __future__ import annotations
@@ -14,17 +14,15 @@ from credit_trl.rollout.verdict import Verdict
 if TYPE_CHECKING:
     from credit_trl.config import CreditConfig
     from credit_trl.evaluation.callback import EvaluationCallback
-    from credit_trl.objective import credit_rewards
     from credit_trl.rollout.in_process import in_process
     from credit_trl.trainer import CreditTrainer
 
-__all__ = ["CreditConfig", "CreditTrainer", "EvaluationCallback", "Verdict", "credit_rewards", "in_process"]
+__all__ = ["CreditConfig", "CreditTrainer", "EvaluationCallback", "Verdict", "in_process"]
 
 _MODULES = {
     "CreditConfig": "credit_trl.config",
     "CreditTrainer": "credit_trl.trainer",
     "EvaluationCallback": "credit_trl.evaluation.callback",
-    "credit_rewards": "credit_trl.objective",
     "in_process": "credit_trl.rollout.in_process",
 }
 

@@ -23,16 +23,25 @@ from credit_trl.objective import Form
 warnings.filterwarnings("ignore", r"`\w*gradient_checkpointing\w*` is deprecated", FutureWarning)
 
 
-def _with_help(config: type) -> type:
-    """The dataclass with the docstring's description of each option as its help on the command line."""
+def _described(config: type) -> type:
+    """The dataclass with help of its options from the docstring, and an initializer that refuses unknown options."""
     described = re.findall(r"^ {8}([a-z_, ]+) \(.+\):\n((?: {12}.+\n)+)", config.__doc__ or "", re.MULTILINE)
     for names, text in described:
         for name in names.split(", "):
             config.__dataclass_fields__[name].metadata = {"help": " ".join(text.split())}
+    initialize = config.__init__
+
+    @functools.wraps(initialize)
+    def checked(self: CreditConfig, *args: Any, **options: Any) -> None:
+        known = [one.name for one in self.__dataclass_fields__.values() if one.init]
+        refuse_unknown(type(self).__name__, "option", options, known)
+        initialize(self, *args, **options)
+
+    config.__init__ = checked
     return config
 
 
-@_with_help
+@_described
 @dataclass
 class CreditConfig(GRPOConfig):
     r"""
@@ -87,10 +96,12 @@ class CreditConfig(GRPOConfig):
         scoring_batch_tokens (`int`, *optional*, defaults to `16384`):
             Maximum number of tokens in one forward pass of the teacher, padding included; independent of the
             micro-batch.
-        packed (`bool`, *optional*, defaults to `False`):
+        packed (`bool`, *optional*):
             Concatenate sequences in the passes of student and teacher instead of padding them. Needs an attention
             implementation with variable lengths (FlashAttention, FlexAttention) or PyTorch's (`"sdpa"`), which reads a
-            prompt that several sequences share once; others pad, with one warning.
+            prompt that several sequences share once. `None`: where student and teacher can and are no
+            vision-language models, as images need padded rows. With `True` a student that
+            cannot pads, with one warning.
         update_batch_tokens (`int`, *optional*):
             Maximum number of tokens in one forward and backward pass of the student, padding included. A micro-batch
             with more is computed in parts, whose gradients add up to that of the whole, so that activations take
@@ -173,7 +184,7 @@ class CreditConfig(GRPOConfig):
     distillation_is_clip: float | None = 2.0
     distillation_kernels: Literal["auto", "torch", "triton"] = "auto"
     scoring_batch_tokens: int = 16384
-    packed: bool = False
+    packed: bool | None = None
     update_batch_tokens: int | None = None
 
     teacher_model_kind: Literal["ema", "live", "base", "model"] = "ema"
@@ -356,20 +367,6 @@ def refuse_unknown(owner: str, kind: str, names: Iterable[str], known: Collectio
     if advice:
         raise TypeError(f"`{owner}` has no {kind} {' '.join(advice)}")
 
-
-def _checked(init: Callable[..., None]) -> Callable[..., None]:
-    """An initializer that refuses unknown options."""
-
-    @functools.wraps(init)
-    def checked(self: CreditConfig, *args: Any, **options: Any) -> None:
-        known = [one.name for one in self.__dataclass_fields__.values() if one.init]
-        refuse_unknown(type(self).__name__, "option", options, known)
-        init(self, *args, **options)
-
-    return checked
-
-
-CreditConfig.__init__ = _checked(CreditConfig.__init__)
 
 _PLACEHOLDERS = {
     "reprompt_template": ["prompt", "solution", "feedback"],

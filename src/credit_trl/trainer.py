@@ -39,12 +39,13 @@ from credit_trl.rollout.batch import (
 )
 from credit_trl.rollout.thinking import mark_thinking
 from credit_trl.rollout.verdict import VerdictLog, VerifierPolicy
-from credit_trl.rollout.vllm import PolicyGeneration, await_engine
+from credit_trl.rollout.vllm import PolicyGeneration
 from credit_trl.teacher import causal_lm
 from credit_trl.teacher.external import build_teacher
 from credit_trl.teacher.models import TeacherUpdate
 from credit_trl.teacher.packing import cannot_pack
 from credit_trl.training import checks, micro_batches, reporting
+from credit_trl.training.alarms import Alarms
 from credit_trl.training.check_images import (
     check_image_options,
     check_image_rows,
@@ -53,12 +54,10 @@ from credit_trl.training.check_images import (
 from credit_trl.training.check_model import check_logits, check_model
 from credit_trl.training.check_run import check_run
 from credit_trl.training.checkpoints import ResumableTrainer
-from credit_trl.training.drift import DriftAlarms
-from credit_trl.training.gradient_reduction import reduce_gradients_in_fp32
-from credit_trl.training.metrics import Alarms, TokenMetrics, context_metrics, drop_undefined, teacher_success_weights
+from credit_trl.training.metrics import TokenMetrics, context_metrics, drop_undefined, teacher_success_weights
 from credit_trl.training.run_data import describe_data
 from credit_trl.training.step import CreditStep
-from credit_trl.training.weights import WeightChange
+from credit_trl.training.weights import WeightChange, reduce_gradients_in_fp32
 
 # Model of the alias `quickstart`, as on the command line; `credit_trl.tasks` is not part of the core.
 _SHIPPED = str(files("credit_trl.tasks.quickstart_model") / "plain")
@@ -136,7 +135,6 @@ class CreditTrainer(ResumableTrainer):
         model = _SHIPPED if isinstance(model, str) and model == "quickstart" else model
         self._verdicts = VerdictLog(VerifierPolicy(args.on_verifier_error, args.verifier_timeout))
         self.clock = reporting.StageClock(counts=lambda: self.model.training)
-        self._eval_batches = 0
         self.credit_step: CreditStep | None = None
         has_environments = kwargs.get("environment_factory") is not None
         datasets = checks.named_datasets(train_dataset, eval_dataset)
@@ -146,7 +144,6 @@ class CreditTrainer(ResumableTrainer):
         checks.check_teacher(args)
         if isinstance(train_dataset, Dataset):
             fit_batch(args, len(train_dataset))
-        await_engine(args)
         super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, **kwargs)
         self._set_signature_columns_if_needed()
         self._signature_columns = list(dict.fromkeys([*self._signature_columns, "privileged_context", "task"]))
@@ -164,7 +161,7 @@ class CreditTrainer(ResumableTrainer):
         self._init_reports()
         self.run_log.facts["data"] = describe_data(reward_funcs or [], args.reward_weights)
         self.run_log.rows = {"train": train_dataset, "test": eval_dataset}
-        checks.check_ends(self._tokenizer, self.eos_token_ids, self.alarms.raise_once)
+        checks.check_ends(self._tokenizer, self.eos_token_ids, self.alarms)
         if not has_environments and kwargs.get("rollout_func") is None:
             encode = None if self._is_vlm else self.context_builder.student_text
             checks.check_prompts(
@@ -172,10 +169,11 @@ class CreditTrainer(ResumableTrainer):
                 datasets,
                 lambda prompt: (encode and encode(prompt), self._tokenize_prompts([prompt])[0][0]),
                 self.eos_token_ids,
-                self.alarms.raise_once,
+                self.alarms,
             )
         if distills:
             self._init_credit(token_weight, datasets)
+        reporting.add_run_callbacks(self)
 
     def _build_context_builder(self, distills: bool) -> ContextBuilder:
         render = chat_renderer(self.processing_class, self._is_vlm, self.chat_template, self.chat_template_kwargs)
@@ -183,18 +181,19 @@ class CreditTrainer(ResumableTrainer):
         return ContextBuilder(self._tokenizer, self.args, self.eos_token_ids, render, self._is_vlm, reader)
 
     def _init_reports(self) -> None:
+        self._eval_batches = 0
         self.alarms = Alarms(self.accelerator.is_main_process)
         self._token_metrics = TokenMetrics(self.args, self._sum_over_processes)
-        self.drift_alarms = DriftAlarms(self.alarms, frozen_teacher=self.args.teacher_is_frozen)
-        self.run_log = reporting.RunLog(self.drift_alarms, self.clock)
+        self.run_log = reporting.RunLog(self.alarms)
         self.add_callback(self.run_log)
         self.add_callback(WeightChange(self.alarms, self.model))
-        reporting.print_lines(self.callback_handler)
         self.num_completions_to_print = 0  # of TRL's table, see `print_completions`
 
     def _init_credit(self, token_weight: TokenWeight | None, datasets: dict[str, Any]) -> None:
         args = self.args
-        check_image_rows(args, datasets, self.context_builder, self.accelerator, self._tokenize_prompts)
+        is_plain = self.environment_factories is None and self.rollout_func is None
+        tokenize = self._tokenize_prompts if is_plain else None
+        check_image_rows(datasets, self.context_builder, self.accelerator, tokenize, self.tools or None)
         checks.check_machine(args, self.accelerator, self.aux_loss_enabled)
         reduce_gradients_in_fp32(self.accelerator)
         self.teacher = build_teacher(args, self.model, self.accelerator, self._tokenizer)
@@ -210,12 +209,7 @@ class CreditTrainer(ResumableTrainer):
             reduce=self._sum_over_processes,
             token_weight=token_weight,
         )
-        if reason is not None:
-            self.alarms.raise_once(
-                "not_packed",
-                f"`packed=True` has no effect: {reason}. Micro-batches are padded to their longest sample "
-                "(`credit/padding_factor`).",
-            )
+        self.alarms.raise_if(reason is not None, "not_packed", reason=reason)
         if self.use_vllm and self.context_builder.reader is not None:  # as TRL does without vLLM
             never = dict.fromkeys(self.context_builder.reader.placeholder_ids, -100.0)
             options = self.vllm_generation.generation_kwargs
@@ -250,7 +244,9 @@ class CreditTrainer(ResumableTrainer):
             builder.reader.clear()
             self._prompt_images = list(map(builder.read_images, prompts))
         *generated, _, tool_images = super()._generate(prompts)
-        check_rollout_images(tool_images, generated[0], prompts, builder)
+        tools = self._sample_tools(len(prompts))
+        is_first = self.state.global_step == 0
+        check_rollout_images(tool_images, generated[0], prompts, builder, tools, is_first=is_first)
         return *generated, None, tool_images
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
@@ -282,7 +278,7 @@ class CreditTrainer(ResumableTrainer):
                 )
             rewards_per_func = super()._calculate_rewards(inputs, prompts, graded, completion_ids_list)
         if self.args.on_verifier_error == "skip":
-            share = mask_skipped_rewards(rewards_per_func, self._verdicts.skipped(len(prompts)), self.accelerator)
+            share = mask_skipped_rewards(rewards_per_func, self._verdicts.has_failed, self.accelerator)
             self._log_values({"credit/frac_verifier_skipped": share})
         index, dataset = self._stream_position()
         self._rollouts = GenerationBatch(
@@ -320,11 +316,8 @@ class CreditTrainer(ResumableTrainer):
             self._given_prompts = [{name: row[name] for name in names if name in row} for row in inputs]
             shared: dict[str, Any] = {}  # so that TRL gathers an image once for its group
             prompts = [share_images(row_prompt(row), shared) for row in inputs]
-            if (
-                self._is_vlm
-                and is_conversational(inputs[0])
-                and any("image" in row or "images" in row for row in inputs)
-            ):
+            has_column = any("image" in row or "images" in row for row in inputs)
+            if self._is_vlm and has_column and is_conversational(inputs[0]):
                 prompts = list(map(prepare_multimodal_messages, prompts))  # as TRL does, also without an image
             others = [{name: value for name, value in row.items() if name not in names} for row in inputs]
             inputs = [{"prompt": prompt, **row} for prompt, row in zip(prompts, others, strict=True)]
@@ -332,13 +325,13 @@ class CreditTrainer(ResumableTrainer):
         with self.clock.stage("rollout"):
             output = super()._generate_and_score_completions(inputs)
         if self.args.on_verifier_error == "skip":
-            mask_skipped_tokens(output, self._verdicts.skipped(len(inputs)), self.accelerator)
+            mask_skipped_tokens(output, self._verdicts.has_failed, self.accelerator)
         batch = self._rollouts.with_turns(loss_mask(output))
         self._generation_batch = batch
         metrics = self._metrics[self._mode]
         if self.model.training:
             marks = self._tokenizer, self.context_builder.render, self.eos_token_ids
-            checks.check_truncated(metrics["completions/clipped_ratio"][-1], *marks, self.alarms.raise_once)
+            checks.check_truncated(metrics["completions/clipped_ratio"][-1], *marks, self.alarms)
         if "importance_sampling_ratio" in output:  # TRL's, of which it logs the other moments
             ratio = output["importance_sampling_ratio"].expand_as(output["completion_mask"])
             median = self.accelerator.gather(ratio[loss_mask(output)].median())
@@ -465,23 +458,20 @@ class CreditTrainer(ResumableTrainer):
         return loss
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        metrics, last = self._token_metrics.read(self._mode)
-        self._metrics[self._mode].update({name: [value] for name, value in metrics.items()})
-        self.alarms.check_engine(self._metrics[self._mode])
-        if metrics:
-            self.alarms.check_tokens(metrics, self.teacher.vocabulary_size)
+        metrics = self._metrics[self._mode]
+        metrics.update({name: [value] for name, value in self._token_metrics.read(self._mode).items()})
+        self.alarms.check_log(metrics, logs, self.model.config.get_text_config().vocab_size)
         if self.model.training:
-            self.drift_alarms.observe(self._metrics["train"])
-            step_times = self._metrics["train"].get("step_time")
+            step_times = metrics.get("step_time")
             if step_times:  # what no other stage takes
                 self.clock.seconds["update"] = sum(step_times) - sum(self.clock.seconds.values())
-            self._log_values(self.clock.report(self.state.global_step))
+                self._log_values(self.clock.report(len(step_times)))
             if self.credit_step is not None:
-                lost = self.alarms.check_gradient(logs, last)
-                self._log_values({"credit/frac_lost_gradient": lost, "credit/teacher_drift": self.teacher.drift()})
+                self._log_values({"credit/teacher_drift": self.teacher.drift()})
         self._eval_batches = 0  # so that every evaluation draws the same contrast prompts
-        drop_undefined(self._metrics[self._mode])
+        drop_undefined(metrics)
         super().log(logs, start_time)
+        self.alarms.check_drift(self.state.log_history, frozen_teacher=self.args.teacher_is_frozen)
         if self.log_completions and self.accelerator.is_main_process and "train_runtime" not in logs:
             reporting.print_completions(self._logs, self.state.global_step, self.args.num_completions_to_print)
 

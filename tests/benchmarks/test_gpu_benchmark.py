@@ -1,4 +1,4 @@
-"""The benchmarks on a CPU: plan and search of the GPU preset, trials, and a full run at tiny shapes."""
+"""The benchmarks on a CPU: plan of the GPU preset, trials, and a full run at tiny shapes."""
 
 import json
 import os
@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import gpu
+import gpu_step
 import measure
 import update_phase
 from measure import Results, Sample, Trial, TrialError, in_turns, none_if_out_of_memory
@@ -49,21 +48,7 @@ def tiny_plan() -> gpu.Plan:
         device="cpu",
     )
     points = {"4 tokens": {"completion": 4}, "C = 2": {"completion": 4, "contrasts": 2}}
-    return gpu.Plan(models={"tiny": shape}, points=points, longest=(4, 8), kernels=("torch",))
-
-
-@given(start=st.integers(1, 50), factor=st.integers(1, 100), limit=st.integers(0, 6000))
-def test_search_finds_the_longest_length_to_a_sixteenth(start, factor, limit):
-    most, asked = start * factor, []
-    found = gpu.longest_that_fits(lambda t: asked.append(t) or t <= limit, start, most)
-    assert max(asked) <= most
-    if limit < start:
-        assert found == 0
-    elif limit >= most:
-        assert found == most
-    else:
-        assert found <= limit <= found + max(found // 16, 1)
-    assert len(asked) <= 20
+    return gpu.Plan(models={"tiny": shape}, points=points, kernels=("torch",))
 
 
 def test_out_of_memory_is_none_and_other_errors_are_raised():
@@ -89,7 +74,7 @@ def test_models_that_do_not_fit_are_reported_without_a_ratio(monkeypatch):
 
     monkeypatch.setattr(gpu, "Trial", InProcess)
     monkeypatch.setattr(gpu, "build", build)
-    plan = gpu.Plan(models=tiny_plan().models, points={"4 tokens": {"completion": 4}}, parts=("points",))
+    plan = gpu.Plan(models=tiny_plan().models, points={"4 tokens": {"completion": 4}})
     result = gpu.measure(plan, 1, Results())
     assert result["models"]["tiny"]["sdpo"]["points"] == {"4 tokens": None}
     assert "CUDA out of memory" in result["models"]["tiny"]["sdpo"]["error"]
@@ -117,10 +102,21 @@ def test_preset_runs_at_tiny_shapes(monkeypatch, capsys, tmp_path):
     update_phase.main()
     result = json.loads(output.with_suffix(".json").read_text())
     for of_kind in result["models"]["tiny"].values():
-        assert of_kind["longest_completion"] == 8
         assert all(point["seconds"] > 0 for point in of_kind["points"].values())
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert last["tiny, 4 tokens: credit, torch over sdpo"] > 0
+
+
+def test_whole_step_counts_its_tokens():
+    shape = tiny_plan().models["tiny"].with_(completion=6, checkpointing=False)
+    answer = gpu_step.build("credit", shape)
+    answer(6)
+    sample = answer(6)
+    assert sample.tokens["trained"] == 6 * gpu_step.ROLLOUTS
+    assert sample.tokens["with gradient"] > sample.tokens["trained"]
+    summary = gpu_step._summary([sample], parameters=1000)
+    flops = 2000 * (3 * sample.tokens["with gradient"] + sample.tokens["without"])
+    assert summary["mfu"] == pytest.approx(flops / sample.seconds / gpu_step.DENSE_BF16)
 
 
 def build_mortal(name):

@@ -13,6 +13,7 @@ from credit_trl.cli.data import CreditScriptArguments, describe
 from credit_trl.cli.run_folder import model_of_run, read_run, task_of_run
 from credit_trl.tasks.run_data import task_of_data
 from credit_trl.training.run_data import describe_data, describe_function, describe_rows
+from tiny import declared_entry_points
 
 
 @pytest.fixture(scope="module")
@@ -21,6 +22,7 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("own") / "first"
     with pytest.MonkeyPatch.context() as patch:
         assert cli.main(["credit-init", str(folder)]) == 0
+        patch.setattr("credit_trl.training.reporting.entry_points", declared_entry_points)
         patch.chdir(folder)
         patch.setattr(sys, "path", [str(folder), *sys.path])
         assert training.run(["--config", "run.yaml", "--max_steps", "2"]) == 0

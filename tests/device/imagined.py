@@ -187,6 +187,11 @@ class Calls(TorchFunctionMode):
             return func(own.inner.detach())
         if func in (Tensor.__getitem__, Tensor.__setitem__):
             places = tuple(map(self.index, args[1])) if isinstance(args[1], tuple) else self.index(args[1])
+            is_indexed = any(
+                isinstance(place, Tensor) for place in (places if isinstance(places, tuple) else [places])
+            )
+            if is_indexed and any(isinstance(value, int | float) for value in args[2:]):
+                self.gpu.wait("a number of the host")
             return func(own, places, *args[2:])
         return func(*args, **kwargs)
 

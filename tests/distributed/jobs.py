@@ -28,6 +28,7 @@ from credit_trl import CreditConfig, CreditTrainer, Verdict
 from credit_trl.contexts import build
 from credit_trl.evaluation import EvaluationCallback
 from credit_trl.lab.analysis import CreditMapCallback
+from credit_trl.lab.report import ReportCallback
 from credit_trl.rollout.batch import prompt_key
 from credit_trl.tasks.registry import Task, batch_of
 from credit_trl.teacher.external import ModelTeacher
@@ -283,8 +284,10 @@ def run(folder: str, rank: int, processes: int, port: int, limit: float, options
         made.add_callback(EvaluationCallback(made, TASK, k=3, eval_steps=2, temperature=1.0, top_p=1.0))
     if stop_at:
         made.add_callback(StopAt(stop_at))
+    for kind in (CreditMapCallback, ReportCallback):
+        made.remove_callback(kind)
     if maps:
-        made.add_callback(CreditMapCallback(every=2, rollouts=16, trainer=made))
+        made.add_callback(CreditMapCallback(made, every=2, rollouts=16))
     if unequal:
         made.add_callback(OneCollectiveMore())
     draws = kept_draws()

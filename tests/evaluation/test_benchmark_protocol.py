@@ -65,13 +65,12 @@ class FakeEngine:
     def share(self, value):
         return value
 
-    def generate(self, requests, sampling):
+    def generate(self, prompts, seeds, sampling):
+        self.seeds += seeds
         responses = []
-        for request in requests:
-            self.seeds.append(request.seed)
-            letter = LETTERS[request.seed % 4]
-            text = f"<answer>{letter}</answer>" if request.seed % 7 else "no answer"
-            responses.append(Response(text, 3 + request.seed % 5, request.seed % 11 == 0))
+        for seed in seeds:
+            text = f"<answer>{LETTERS[seed % 4]}</answer>" if seed % 7 else "no answer"
+            responses.append(Response(text, 3 + seed % 5, seed % 11 == 0))
         if self.on_generate is not None:
             self.on_generate(len(self.seeds))
         return responses

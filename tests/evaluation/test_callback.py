@@ -87,12 +87,8 @@ def test_run_directory_holds_evaluations_log_and_settings(train, tmp_path):
     assert (run["task"], run["seed"], run["config"]["contrastive_coef"]) == ("odd", 1, 0.1)
 
 
-def test_summary_has_best_and_final_and_best_model_is_kept(train, tmp_path):
+def test_best_model_is_kept(train, tmp_path):
     trainer = train(tmp_path, scores={0: 0.25, 2: 0.75, 4: 0.5})
-    reported = json.loads((tmp_path / "summary.json").read_text())
-    assert (reported["best_during_training"]["step"], reported["best_during_training"]["score"]) == (2, 0.75)
-    assert (reported["final"]["step"], reported["final"]["score"]) == (4, 0.5)
-    assert "biased" in reported["note"]
     assert [path.name for path in tmp_path.glob("best-step-*")] == ["best-step-2"]
     kept = type(trainer.model).from_pretrained(tmp_path / "best-step-2")
     evaluated = json.loads((tmp_path / "evaluations" / "step-000002" / "settings.json").read_text())["weights"]
@@ -105,16 +101,10 @@ def results(folder):
     log = [
         {k: v for k, v in row.items() if "second" not in k and "time" not in k}
         for row in read_lines(folder / "log.jsonl")
+        if "train_loss" not in row
     ]
-    names = ["evaluations.jsonl"]
     samples = {p.parent.name: p.read_bytes() for p in sorted(folder.glob("evaluations/*/samples.jsonl"))}
-    reported = json.loads((folder / "summary.json").read_text())
-    return (
-        [row for row in log if "train_loss" not in row],
-        [(folder / n).read_bytes() for n in names],
-        samples,
-        reported,
-    )
+    return log, (folder / "evaluations.jsonl").read_bytes(), samples
 
 
 @pytest.mark.parametrize("lost", ["everything_after", "half_an_evaluation"])
@@ -124,7 +114,6 @@ def test_resumed_run_ends_with_the_same_files(train, tmp_path, lost):
     killed = tmp_path / "killed"
     shutil.copytree(tmp_path / "whole", killed)
     shutil.rmtree(killed / "checkpoint-6")
-    (killed / "summary.json").unlink()
     shutil.rmtree(killed / "evaluations" / "step-000006")
     keep_up_to(killed / "evaluations.jsonl", 4)
     keep_up_to(killed / "log.jsonl", 4)
@@ -184,7 +173,6 @@ def test_failing_verifier_skips_the_evaluation_only(
     steps = [row["step"] for row in read_lines(tmp_path / "evaluations.jsonl")]
     assert steps == [step for step in (0, 2, 4) if step != failing]
     assert f"Step {failing} was not evaluated" in caplog.text
-    assert (tmp_path / "summary.json").is_file() == (failing == 2)
 
 
 def test_evaluation_of_other_weights_is_replaced(train, tmp_path):

@@ -11,7 +11,7 @@ from scipy import stats
 from trl.chat_template_utils import parse_response
 
 from credit_trl.evaluation import EvaluationConfig, SamplingConfig
-from credit_trl.evaluation.engines import Request, TransformersEngine, VLLMEngine, weight_fingerprint
+from credit_trl.evaluation.engines import TransformersEngine, VLLMEngine, weight_fingerprint
 from credit_trl.evaluation.generation import encode_prompt, generate_ids, read_responses
 from credit_trl.evaluation.protocol import make_engine
 from tiny import read_cases
@@ -29,10 +29,12 @@ def make(model, **options):
 
 
 def draw(engine, sampling, count=12, prompts=("2+2=", "what is this?"), batch=None):
-    requests = [Request([{"role": "user", "content": prompts[i % len(prompts)]}], seed=i) for i in range(count)]
+    given = [[{"role": "user", "content": prompts[i % len(prompts)]}] for i in range(count)]
+    seeds = list(range(count))
     batch = batch or count
     with engine.session(sampling):
-        return [r for i in range(0, count, batch) for r in engine.generate(requests[i : i + batch], sampling)]
+        starts = range(0, count, batch)
+        return [r for i in starts for r in engine.generate(given[i : i + batch], seeds[i : i + batch], sampling)]
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,10 @@
 import csv
 import sys
 
+import numpy as np
 import pytest
+import torch
+from scipy.stats import gmean
 
 from tiny import save_model
 
@@ -59,3 +62,26 @@ def test_study_appends_rows_once(first_word, monkeypatch, tmp_path):
     assert [(row["arm"], row["step"]) for row in rows] == [(a, s) for a in ("GRPO", "CREDIT λ=0.1") for s in "012"]
     assert all(float(row["kl"]) == pytest.approx(0.0, abs=1e-6) for row in rows if row["step"] == "0")
     assert all(row["commit"] and row["trl"] for row in rows)
+
+
+def test_predictions_name_every_arm_with_a_teacher(first_word, monkeypatch, tmp_path, capsys):
+    run(first_word, monkeypatch, tmp_path, "--predict")
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(" |")[0] for line in lines[2:5]] == ["| policy", "| SDPO", "| CREDIT, λ = 0.1"]
+    assert "λ_hold" in lines[-1]
+
+
+@pytest.mark.parametrize("is_in_support", [True, False])
+def test_predicted_probability_is_that_of_the_target(first_word, is_in_support):
+    """Guide, λ = 1: f² / g over the teacher's 20 likeliest tokens and the rest."""
+    drawn = np.random.default_rng(0).dirichlet(np.ones(30), size=5)  # the policy, the teacher, three contrasts
+    policy, teacher = drawn[:2]
+    support, rest = np.split(np.argsort(-teacher), [20])
+    target = teacher[support] ** 2 / gmean(drawn[2:, support])
+    target_of_rest = teacher[rest].sum() ** 2 / gmean(drawn[2:, rest].sum(-1))
+    total = target.sum() + target_of_rest
+    word = support[3] if is_in_support else rest[3]
+    expected = target[3] / total if is_in_support else target_of_rest / total * policy[word] / policy[rest].sum()
+    logps = torch.tensor(drawn).log()
+    own = first_word.CreditLogps(logps[:1], logps[1:2], logps[2:, None])
+    assert first_word.target_probability(own, int(word), "CREDIT form=guide λ=1") == pytest.approx(expected)

@@ -16,7 +16,7 @@ from datasets import Dataset
 from safetensors.torch import save_file
 from transformers import TrainerCallback
 
-from credit_trl import CreditTrainer, EvaluationCallback
+from credit_trl import EvaluationCallback
 from credit_trl.tasks.task import Task
 from credit_trl.training import checkpoints
 from tiny import length_verdicts
@@ -39,10 +39,10 @@ class Usage(TrainerCallback):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_thousand_steps_and_120_evaluations_do_not_grow(make_model, make_config, tokenizer, dataset: Dataset):
+def test_thousand_steps_and_120_evaluations_do_not_grow(make_trainer, dataset: Dataset):
     """From step 300 on: before, caches of torch and of the tokenizer fill."""
-    config = make_config(max_steps=1000, logging_steps=10, save_strategy="steps", save_steps=100, save_total_limit=1)
-    trainer = CreditTrainer(make_model(), length_verdicts, config, dataset, processing_class=tokenizer)
+    saving = {"save_strategy": "steps", "save_steps": 100, "save_total_limit": 1}
+    trainer = make_trainer(max_steps=1000, logging_steps=10, **saving)
     usage = Usage()
     trainer.add_callback(usage)
     task = Task.from_dataset(dataset.select(range(2)), length_verdicts)

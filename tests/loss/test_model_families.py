@@ -3,16 +3,12 @@
 import pytest
 import torch
 
-from credit_trl import CreditTrainer
 from families import FAMILIES
-from tiny import length_verdicts
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_family_trains_and_logs(make_family, make_config, tokenizer, dataset, family):
-    trainer = CreditTrainer(
-        make_family(family), length_verdicts, make_config(max_steps=1), dataset, processing_class=tokenizer
-    )
+def test_family_trains_and_logs(make_family, make_trainer, family):
+    trainer = make_trainer(model=make_family(family), max_steps=1)
     before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
     trainer.train()
     logged = trainer.state.log_history[0]
@@ -23,11 +19,10 @@ def test_family_trains_and_logs(make_family, make_config, tokenizer, dataset, fa
     assert all(torch.isfinite(p).all() for p in trainer.model.parameters())
 
 
-def test_router_loss_needs_no_name_of_the_number_of_experts(make_family, make_config, tokenizer, dataset, monkeypatch):
+def test_router_loss_needs_no_name_of_the_number_of_experts(make_family, make_trainer, monkeypatch):
     """GraniteMoe's configuration has `num_local_experts`."""
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}
     monkeypatch.setitem(FAMILIES, "GraniteMoe", experts)
-    config = make_config(max_steps=1, router_aux_loss_coef=0.1)
-    trainer = CreditTrainer(make_family("GraniteMoe"), length_verdicts, config, dataset, processing_class=tokenizer)
+    trainer = make_trainer(model=make_family("GraniteMoe"), max_steps=1, router_aux_loss_coef=0.1)
     trainer.train()
     assert trainer.state.log_history[0]["aux_loss"] >= 1.0  # even routing to two of four experts gives 2

@@ -4,9 +4,6 @@ import pytest
 import torch
 from trl import GRPOTrainer
 
-from credit_trl import CreditTrainer
-from tiny import length_verdicts
-
 LAYOUTS = [("Qwen3", False), ("Qwen3", True), ("Gemma2", False), ("Gemma3", True)]
 
 
@@ -23,18 +20,11 @@ def ragged_rollouts(prompts, trainer):
 
 
 @pytest.fixture(params=LAYOUTS, ids=lambda layout: f"{layout[0]}-{'packed' if layout[1] else 'padded'}")
-def trainer(request, make_family, make_config, tokenizer, dataset):
+def trainer(request, make_family, make_trainer, dataset):
     """A trainer and a ragged batch; the logits of Gemma are soft-capped."""
     family, packed = request.param
-    config = make_config(packed=packed, num_iterations=2, temperature=0.7, max_completion_length=12)
-    made = CreditTrainer(
-        make_family(family),
-        length_verdicts,
-        config,
-        dataset,
-        processing_class=tokenizer,
-        rollout_func=ragged_rollouts,
-    )
+    options = {"packed": packed, "num_iterations": 2, "temperature": 0.7, "max_completion_length": 12}
+    made = make_trainer(model=make_family(family), rollout_func=ragged_rollouts, **options)
     made.current_gradient_accumulation_steps = 1
     made.inputs = made._prepare_inputs([row for row in dataset.select(range(4)) for _ in range(2)])
     return made

@@ -187,7 +187,7 @@ def test_a_head_that_is_taken_in_blocks_gives_the_same(support, tail, alpha, row
     monkeypatch.setattr(head, "_CPU_BLOCK", 1)
     monkeypatch.setattr(rows, "BLOCK", 256)
     plain, case = both(n=3, v=1500, h=4, contrasts=1, bias=True, softcap=4.0, dtype=torch.float16)
-    assert len(case.head(case.weight, case.bias).blocks(case.hidden)) == 2
+    assert len(case.head(case.weight, case.bias).blocks(case.hidden)) == (2 if DEVICE == "cpu" else 1)
     results = [ours(one, support, tail, alpha, 9, chunk_size=2) for one in (plain, case)]
     for result in results:
         result.loss.backward()
@@ -289,7 +289,7 @@ def test_sorted_scatter_of_an_accelerator_equals_that_of_a_cpu(monkeypatch):
 
 
 # Not counted: matrix products, which both paths have, access to single columns, allocations and views.
-_NOT_A_PASS = re.compile(r"aten::(addmm|mm|index|index_put_|gather|scatter_|(new_)?empty(_like)?|set_)$")
+_NOT_A_PASS = re.compile(r"aten::(addmm|mm|index|index_put_|gather|scatter_|(new_)?empty(_like)?|new_full|set_)$")
 
 
 class Traffic(TorchDispatchMode):

@@ -14,7 +14,7 @@ from peft import AdaLoraConfig, PromptTuningConfig
 
 from credit_trl import CreditTrainer, Verdict, cli
 from credit_trl.cli import training
-from credit_trl.training.metrics import CreditWarning
+from credit_trl.training.alarms import CreditWarning
 from tiny import build_model, build_tokenizer, length_verdicts
 
 TABLE = yaml.safe_load(Path(__file__).with_name("mistakes.yaml").read_text("utf-8"))

@@ -12,7 +12,7 @@ import pytest
 import stubborn
 import torch
 
-from credit_trl import CreditTrainer, Verdict, in_process
+from credit_trl import Verdict, in_process
 from credit_trl.cli.data import import_function
 from credit_trl.rollout.verdict import FAILED, VerdictLog, VerifierPolicy, VerifierTimeout
 
@@ -163,7 +163,7 @@ def test_process_of_a_killed_trainer_ends_at_the_deadline_or_at_once(deed, secon
     assert all(map(has_ended, ended.stdout.split()))
 
 
-def test_run_goes_on_by_on_verifier_error(make_model, make_config, tokenizer, dataset):
+def test_run_goes_on_by_on_verifier_error(make_trainer):
     """A response that hangs the verifier in one step of three costs that step, and no more."""
     deeds = iter(["fine", "regular expression", "fine"])
 
@@ -171,8 +171,7 @@ def test_run_goes_on_by_on_verifier_error(make_model, make_config, tokenizer, da
         return [Verdict(reward, "Count.") for reward in stubborn.does([next(deeds)]) * len(completions)]
 
     stubborn.does(["fine"])
-    config = make_config(max_steps=3, on_verifier_error="skip", verifier_timeout=2.0)
-    trainer = CreditTrainer(make_model(), rewards, config, dataset, processing_class=tokenizer)
+    trainer = make_trainer(rewards, max_steps=3, on_verifier_error="skip", verifier_timeout=2.0)
     trainer.train()
     logged = [row for row in trainer.state.log_history if "loss" in row]
     assert [row["credit/frac_verifier_skipped"] for row in logged] == [0.0, 1.0, 0.0]

@@ -15,13 +15,6 @@ REFUSED = [
     (lambda: Verdict("1.0"), "number or None, got str"),
     (lambda: Verdict(1.0, b"bytes"), "must be text or None, got bytes"),
     (lambda: Verdict(1.0, ["a", "list"]), "must be text or None, got list"),
-    (lambda: Verdict(1.0, "x", 0.5), "metrics must be a mapping, got float"),
-    (lambda: Verdict(1.0, "x", {"passed": "half"}), "names to numbers, as in .*; got 'passed': str"),
-    (lambda: Verdict(1.0, "x", {0: 0.5}), "names to numbers, as in .*; got 0: float"),
-    (lambda: Verdict(1.0, turn_feedback=["Look."]), "turn_feedback must be a mapping, got list"),
-    (lambda: Verdict(1.0, turn_feedback={-1: "x"}), "turn indices, from 0, to text"),
-    (lambda: Verdict(1.0, turn_feedback={"0": "x"}), "turn indices, from 0, to text"),
-    (lambda: Verdict(1.0, turn_feedback={0: None}), "turn indices, from 0, to text"),
     *(
         (partial(Verdict, 1.0, "x", {name: 1.0}), f"{name!r}, a name that the trainer .* Rename it")
         for name in ("reward", "truncated", "avg@4", "credit/s_mean", "eval_format")

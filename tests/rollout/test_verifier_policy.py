@@ -8,7 +8,6 @@ import time
 import pytest
 import torch
 
-from credit_trl import CreditTrainer
 from credit_trl.rollout.deadline import remaining_seconds
 from credit_trl.rollout.verdict import FAILED, VerdictLog, VerifierPolicy, VerifierTimeout
 from tiny import length_verdicts
@@ -149,10 +148,9 @@ class Flaky:
         return length_verdicts(completions, answer)
 
 
-def test_skipped_rollouts_are_counted_and_do_not_train(make_model, make_config, tokenizer, dataset, recwarn):
-    config = make_config(max_steps=3, on_verifier_error="skip")
+def test_skipped_rollouts_are_counted_and_do_not_train(make_trainer, recwarn):
     verifiers = [length_verdicts, Flaky(2)]  # one that fails skips the rollouts
-    trainer = CreditTrainer(make_model(), verifiers, config, dataset, processing_class=tokenizer)
+    trainer = make_trainer(verifiers, max_steps=3, on_verifier_error="skip")
     trainer.train()
     logged = [row for row in trainer.state.log_history if "loss" in row]
     assert [row["credit/frac_verifier_skipped"] for row in logged] == [0.0, 1.0, 0.0]
@@ -161,7 +159,6 @@ def test_skipped_rollouts_are_counted_and_do_not_train(make_model, make_config, 
     assert not [w for w in recwarn if "has a teacher" in str(w.message)]
 
 
-def test_failing_verifier_ends_the_run_by_default(make_model, make_config, tokenizer, dataset):
-    trainer = CreditTrainer(make_model(), Flaky(1), make_config(), dataset, processing_class=tokenizer)
+def test_failing_verifier_ends_the_run_by_default(make_trainer):
     with pytest.raises(ConnectionError, match="judge"):
-        trainer.train()
+        make_trainer(Flaky(1)).train()

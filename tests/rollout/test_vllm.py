@@ -18,19 +18,16 @@ from peft import LoraConfig, get_peft_model
 from trl.generation import vllm_client, vllm_generation
 from trl.generation.vllm_client import VLLMClient
 
-from credit_trl import CreditTrainer
 from credit_trl.rollout import vllm
 from credit_trl.rollout.vllm import (
     PolicyGeneration,
     VLLMServerError,
     WatchedClient,
-    await_engine,
     merged_weights,
     seeded,
 )
 from credit_trl.teacher.models import make_teacher
 from dense import LENGTHS, logps, naive_token_losses, scoring_model, step_problem
-from tiny import length_verdicts
 
 ADAPTERS = {
     "lora": {"target_modules": "all-linear"},
@@ -259,29 +256,6 @@ def test_refused_weight_update_ends_blocked_broadcast(server, client, monkeypatc
     assert "failed at /update_weights" in message
 
 
-@pytest.fixture
-def configured(server, monkeypatch):
-    """The configuration of a run with the server, by its timeout."""
-    monkeypatch.setattr(vllm, "is_vllm_available", lambda: True)
-    address = {"vllm_server_base_url": f"{server.url}/", "process_index": 0}
-    return lambda timeout: SimpleNamespace(use_vllm=True, vllm_mode="server", vllm_server_timeout=timeout, **address)
-
-
-def test_await_engine_waits_until_healthy(server, configured):
-    server.answers["/health"] = (503, {})
-    threading.Timer(0.4, server.answers.update, [{"/health": (200, {})}]).start()
-    started = time.monotonic()
-    await_engine(configured(10.0))
-    assert time.monotonic() - started > 0.3
-
-
-@pytest.mark.parametrize("health", [30.0, (503, {})])
-def test_await_engine_names_the_start_command(server, configured, health):
-    server.answers["/health"] = health
-    with pytest.raises(VLLMServerError, match=rf"{server.url} did not answer within 0.5 s.*vllm serve"):
-        await_engine(configured(0.5))
-
-
 # ------------------------------------------------------------------ an engine with noise, in the trainer
 
 
@@ -302,7 +276,7 @@ def noisy_rollouts(prompts, trainer, spread=NOISE):
 
 
 @pytest.fixture
-def trained(make_model, make_config, tokenizer, dataset, monkeypatch):
+def trained(make_trainer, monkeypatch):
     """Trains with `noisy_rollouts` and returns the trainer."""
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "0")  # TRL sets them; monkeypatch restores them
@@ -312,10 +286,7 @@ def trained(make_model, make_config, tokenizer, dataset, monkeypatch):
 
     def train(rollouts=noisy_rollouts, **options):
         sizes = {"max_steps": 1, "per_device_train_batch_size": 32, "max_completion_length": LENGTH}
-        config = make_config(**{"use_vllm": True, **sizes, **options})
-        trainer = CreditTrainer(
-            make_model(), length_verdicts, config, dataset, processing_class=tokenizer, rollout_func=rollouts
-        )
+        trainer = make_trainer(rollout_func=rollouts, **{"use_vllm": True, **sizes, **options})
         trainer.vllm_generation.sync_weights = lambda: None
         trainer.train()
         return trainer

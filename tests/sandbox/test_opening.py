@@ -16,7 +16,7 @@ import pytest
 from observing import CASES, PROTECTED, SOURCES
 
 from credit_trl import sandbox as package
-from credit_trl.sandbox import bubblewrap, choose_sandbox, interpreter, landlock, launch, open_sandbox, pool
+from credit_trl.sandbox import bubblewrap, choose_sandbox, interpreter, landlock, open_sandbox, pool
 from credit_trl.sandbox.pool import PoolSandbox
 from credit_trl.sandbox.probe import probe
 from credit_trl.sandbox.protocol import Program, SandboxError
@@ -164,9 +164,9 @@ def test_probe_rejects_missing_isolation(monkeypatch: pytest.MonkeyPatch, row: d
         assert escape in str(caught.value)
 
 
-@pytest.mark.parametrize("descriptors", [10, 20, 60, 160])
+@pytest.mark.parametrize("descriptors", [10, 20, 60])
 def test_lack_of_descriptors_is_no_fault_of_a_tier(descriptors: int) -> None:
-    """Nor does it lead to a run without protection, in the trainer, in the server, or in a program of the probe."""
+    """Nor does it lead to a run without protection, in the trainer or in the server."""
     environment = {**os.environ, package.CHOICE: "", package.UNPROTECTED: "1"}
     command = [sys.executable, "-c", SOURCES["few_descriptors"], str(descriptors)]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -211,28 +211,10 @@ def test_kernel_without_landlock_raises(monkeypatch: pytest.MonkeyPatch) -> None
         landlock.Landlock(interpreter.find_interpreter())
 
 
-def test_user_ids_are_claimed_once_until_sockets_close(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "_USERS", launch._USERS[:4])
-    first, second = launch.claim_users(2), launch.claim_users(2)
-    assert not first.keys() & second.keys()
-    for claim in (*first.values(), *second.values()):
-        claim.close()
-    again = launch.claim_users(4)
-    assert again.keys() == first.keys() | second.keys()
-    for claim in again.values():
-        claim.close()
-
-
-def test_too_few_free_user_ids_raise(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "_USERS", launch._USERS[:3])
-    with pytest.raises(SandboxError, match=r"Only 3 of 4 .* fewer workers"):
-        launch.claim_users(4)
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives programs users of their own")
-def test_user_ids_that_no_user_namespace_maps_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives programs another user")
+def test_a_user_id_that_no_user_namespace_maps_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     main = "from credit_trl.sandbox.server"
-    change = "from credit_trl.sandbox import launch; launch._USERS = range(1 << 33, (1 << 33) + 4)"
+    change = "from credit_trl.sandbox import launch; launch.USER = 1 << 33"
     monkeypatch.setattr(pool, "_BOOT", pool._BOOT.replace(main, f"{change}\n{main}"))
     with PoolSandbox("unprotected", 1) as opened, pytest.raises(SandboxError, match=r"could not run.*Error"):
         opened.run([Program("print(1)")])

@@ -1,6 +1,5 @@
 """The remote sandbox, against a local service in the style of Sandbox Fusion that can misbehave."""
 
-import base64
 import json
 import math
 import signal
@@ -103,27 +102,8 @@ def test_silent_service_is_an_error_without_a_deadline(service: Service, no_wait
     assert time.monotonic() - started < 4
 
 
-def test_credentials_are_sent_and_never_shown(service: Service, no_wait: None, caplog) -> None:
-    url = service.url.replace("http://", "http://user:s3cr%2Ft@")
-    seen = []
-
-    def reflect(handler: Handler, body: dict) -> None:
-        seen.append(handler.headers["Authorization"])
-        handler.answer(503, {"detail": f"{seen[-1]} s3cr/t \x1b[2J"})
-
-    with open_sandbox(url) as sandbox:
-        service.misbehave = reflect
-        with pytest.raises(SandboxError) as caught:
-            sandbox.run([Program("print(1)")])
-        shown = [str(caught.value), sandbox.description, sandbox.url, caplog.text]
-    token = base64.b64encode(b"user:s3cr/t").decode()
-    assert set(seen) == {f"Basic {token}"}
-    for text in shown:
-        assert not {"s3cr", token, "\x1b"} & {part for part in ("s3cr", token, "\x1b") if part in text}
-
-
 @pytest.mark.parametrize("url", CASES["addresses"])
-def test_invalid_address_is_shown_without_credentials(url: str) -> None:
+def test_invalid_address_is_refused_without_quoting_it(url: str) -> None:
     for action in (RemoteSandbox, open_sandbox, choose_sandbox):
         with pytest.raises(ValueError, match="http://") as caught:
             action(url)

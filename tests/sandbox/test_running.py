@@ -9,7 +9,7 @@ from credit_trl.sandbox.running import RunningProgram
 
 
 def running_program() -> RunningProgram:
-    return RunningProgram(0, Program("pass"), pid=1, pipes=(2, 3, 4), user=None, group=None, started_at=0.0)
+    return RunningProgram(0, Program("pass"), pid=1, pipes=(2, 3, 4), group=None, started_at=0.0)
 
 
 @parametrize("total ran waited delayed", "waits")

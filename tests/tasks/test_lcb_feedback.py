@@ -13,7 +13,7 @@ TRACEBACK, SHORT = TABLES["errors"]["three innermost frames"].values()
 
 def cases_of(count: int, inputs=None) -> Cases:
     inputs = inputs or [f"in{place}" for place in range(count)]
-    return Cases(tuple(inputs), tuple(f"out{place}" for place in range(count)), None, 6.0)
+    return Cases(inputs, [f"out{place}" for place in range(count)], "stdin", "", 6.0)
 
 
 FORMS = {
@@ -64,7 +64,7 @@ STATUSES = st.sampled_from(["passed", "wrong", "runtime_error", "timeout", "memo
 def test_feedback_has_at_most_2000_characters(rows, truncated):
     texts = [text * times for _, text, times in rows]
     results = [Result(status, text, text) for (status, _, _), text in zip(rows, texts, strict=True)]
-    said = feedback(Cases(tuple(texts), tuple(texts), None, 6.0), results, truncated)
+    said = feedback(Cases(texts, texts, "stdin", "", 6.0), results, truncated)
     assert (said is not None) == any(status not in ("passed", "skipped") for status, _, _ in rows)
     assert len((said or "").encode().decode()) <= 2000  # and it has no lone surrogate
 

@@ -3,14 +3,12 @@
 import pytest
 import torch
 
-from credit_trl import CreditTrainer
 from credit_trl.loss import scores
 from credit_trl.loss.head import lm_head
 from credit_trl.teacher import causal_lm
 from credit_trl.teacher.causal_lm import head_dtype
 from credit_trl.teacher.passes import chosen_sequences, policy_states
 from credit_trl.training import step
-from tiny import length_verdicts
 
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 
@@ -31,10 +29,9 @@ def test_head_dtype_matches_models_own_head(hidden, weight, device, autocast, ex
     assert head_dtype(hidden, weight, device, autocast) == expected
 
 
-def test_fp32_head_reproduces_model_logps(make_model, make_config, tokenizer, dataset):
+def test_fp32_head_reproduces_model_logps(make_model, make_trainer):
     model = make_model(dtype=BF16)
-    config = make_config(cast_lm_head_to_fp32=True)
-    trainer = CreditTrainer(model, length_verdicts, config, dataset, processing_class=tokenizer)
+    trainer = make_trainer(model=model, cast_lm_head_to_fp32=True)
     ids = torch.randint(0, 200, (2, 12), generator=torch.Generator().manual_seed(1))
     batch = {"prompt_ids": ids[:, :6], "completion_ids": ids[:, 6:]}
     batch |= {name.replace("ids", "mask"): torch.ones_like(part) for name, part in batch.items()}
@@ -48,17 +45,8 @@ def test_fp32_head_reproduces_model_logps(make_model, make_config, tokenizer, da
     assert trainer.state.log_history[0]["grad_norm"] > 0.0
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({}, BF16),
-        ({"cast_lm_head_to_fp32": True}, FP32),
-    ],
-    ids=["teacher_topk", "cast to fp32"],
-)
-def test_student_and_teacher_use_same_head_dtype(
-    make_model, make_config, tokenizer, dataset, monkeypatch, options, expected
-):
+@pytest.mark.parametrize(("casts", "expected"), [(False, BF16), (True, FP32)])
+def test_student_and_teacher_use_same_head_dtype(make_trainer, monkeypatch, casts, expected):
     """Apply the rule of a GPU on a CPU."""
     entered = {"student": set(), "teacher": set()}
     loss, states = step.credit_loss, scores.token_states
@@ -75,8 +63,7 @@ def test_student_and_teacher_use_same_head_dtype(
     monkeypatch.setattr(causal_lm, "head_dtype", lambda h, w, device, autocast: head_dtype(h, w, "cuda", autocast))
     monkeypatch.setattr(step, "credit_loss", record_loss)
     monkeypatch.setattr(scores, "token_states", record_states)
-    model, config = make_model(), make_config(bf16=True, **options)
-    trainer = CreditTrainer(model, length_verdicts, config, dataset, processing_class=tokenizer)
+    trainer = make_trainer(bf16=True, cast_lm_head_to_fp32=casts)
     trainer.train()
     assert entered == {"student": {expected}, "teacher": {expected}}
     assert trainer.state.log_history[0]["grad_norm"] > 0.0

@@ -9,9 +9,7 @@ import torch
 from trl import DistillationConfig, DistillationTrainer
 
 import rounding
-from credit_trl import CreditTrainer
 from test_trainer_parity import assert_close, loss_and_gradients, prepared
-from tiny import length_verdicts
 
 
 @pytest.fixture
@@ -26,13 +24,9 @@ def save_teacher(make_model, tokenizer, tmp_path):
 
 
 @pytest.fixture
-def make_trainer(make_model, make_config, tokenizer, dataset):
-    def make(path, model=None, **options):
-        config = make_config(teacher_model_kind="model", teacher_model_name_or_path=path, **options)
-        model = make_model() if model is None else model
-        return CreditTrainer(model, length_verdicts, config, dataset, processing_class=tokenizer)
-
-    return make
+def make_trainer(make_trainer):
+    """`make_trainer` with the teacher at a path."""
+    return lambda path, **options: make_trainer(teacher_model_kind="model", teacher_model_name_or_path=path, **options)
 
 
 PLAIN = {"teacher_prompt": "student", "contrastive_coef": 0.0}
@@ -61,11 +55,11 @@ def test_plain_distillation_equals_trls(make_trainer, make_model, save_teacher, 
 
 
 @pytest.mark.parametrize("plain", [False, True], ids=["messages", "text"])
-def test_the_students_prompt_is_read_token_for_token(make_model, make_config, tokenizer, dataset, save_teacher, plain):
+def test_the_students_prompt_is_read_token_for_token(make_trainer, dataset, save_teacher, plain):
     rows = dataset.map(lambda row: {"prompt": row["prompt"][-1]["content"]}) if plain else dataset
-    config = make_config(teacher_model_kind="model", teacher_model_name_or_path=save_teacher(), **PLAIN)
-    verifier = lambda completions, **kwargs: [0.0] * len(completions)  # noqa: E731
-    trainer = CreditTrainer(make_model(), verifier, config, rows, processing_class=tokenizer)
+    trainer = make_trainer(
+        save_teacher(), reward_funcs=lambda completions, **_: [0.0] * len(completions), rows=rows, **PLAIN
+    )
     inputs = prepared(trainer)
     assert inputs["teacher_mask"].all()
     for i, own in enumerate(trainer.contexts):

@@ -11,10 +11,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_ac
 from transformers import TrainerCallback
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
-from credit_trl import CreditTrainer
 from credit_trl.teacher import models
 from credit_trl.teacher.models import TEACHER_FILE, AdapterTeacher, Teacher, make_teacher
-from tiny import length_verdicts
 
 
 class Recorder(TrainerCallback):
@@ -51,12 +49,9 @@ def adapters(**options):
     ],
     ids=["default", "sync_steps", "two_steps_per_batch", "accumulation"],
 )
-def test_ema_equals_closed_form(make_model, make_config, tokenizer, dataset, peft, options, updates):
+def test_ema_equals_closed_form(make_trainer, peft, options, updates):
     rate = 0.3
-    config = make_config(max_steps=4, teacher_update_rate=rate, **options)
-    trainer = CreditTrainer(
-        make_model(), length_verdicts, config, dataset, processing_class=tokenizer, peft_config=peft
-    )
+    trainer = make_trainer(peft_config=peft, max_steps=4, teacher_update_rate=rate, **options)
     names = student_names(trainer)
     start = {name: dict(trainer.model.named_parameters())[name].detach().double().clone() for name in names}
     recorder = Recorder(names)
@@ -76,16 +71,9 @@ def test_ema_equals_closed_form(make_model, make_config, tokenizer, dataset, pef
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
-def test_base_teacher_is_constant_and_live_is_policy(make_model, make_config, tokenizer, dataset, lora):
+def test_base_teacher_is_constant_and_live_is_policy(make_trainer, lora):
     def trained(kind):
-        trainer = CreditTrainer(
-            make_model(),
-            length_verdicts,
-            make_config(teacher_model_kind=kind),
-            dataset,
-            processing_class=tokenizer,
-            peft_config=adapters() if lora else None,
-        )
+        trainer = make_trainer(peft_config=adapters() if lora else None, teacher_model_kind=kind)
         weights = {} if kind == "live" else trainer.teacher.named_weights()
         before = {name: weight.clone() for name, weight in weights.items()}
         trainer.train()
@@ -242,9 +230,9 @@ def autocast_dtype(teacher) -> torch.dtype | None:
         return torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
 
 
-def test_teacher_autocast_ignores_fp32_head(make_model, make_config, tokenizer, dataset):
-    model, config = make_model(dtype=torch.bfloat16, tie_word_embeddings=True), make_config(cast_lm_head_to_fp32=True)
-    trainer = CreditTrainer(model, length_verdicts, config, dataset, processing_class=tokenizer)
+def test_teacher_autocast_ignores_fp32_head(make_model, make_trainer):
+    model = make_model(dtype=torch.bfloat16, tie_word_embeddings=True)
+    trainer = make_trainer(model=model, cast_lm_head_to_fp32=True)
     assert model.get_input_embeddings().weight.dtype is torch.float32
     assert autocast_dtype(trainer.teacher) is torch.bfloat16
 

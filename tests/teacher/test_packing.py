@@ -1,31 +1,71 @@
 """The attention of packed rows against dense attention of each sequence, and the masks that it forms."""
 
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
-from credit_trl.teacher.packing import RowLayout, packed_sdpa
+from credit_trl.teacher import packing
+from credit_trl.teacher.packing import RowLayout, packed_sdpa, variable_lengths
 
 # Four pieces: a prefix of three sequences, one of which continues by a single token, and a sequence of its own.
 LAYOUT = RowLayout([12, 5, 7, 1, 20], [None, 0, 0, 0, None])
 SHARED = 19  # tokens of the longest sequence that shares the prefix
+WINDOWS = [None, SHARED, 9, 1]
+HEADS = [(4, 4), (4, 2), (3, 1)]
 
 
 def dense(query, key, value, window):
-    """Attention of one sequence from every pair of its tokens, in fp64."""
+    """Attention of one sequence, or of its last tokens, from every pair of its tokens, in fp64."""
     query, key, value = (x.double() for x in (query, key, value))
     groups = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
-    distance = torch.arange(key.shape[2])[:, None] - torch.arange(key.shape[2])
+    places = torch.arange(key.shape[2], device=key.device)
+    distance = places[-query.shape[2] :, None] - places
     is_seen = (distance >= 0) & (distance < (window or key.shape[2]))
     scores = (query @ key.transpose(2, 3) * 0.3).masked_fill(~is_seen, -torch.inf)
     return (scores.softmax(-1) @ value).transpose(1, 2)
 
 
-@pytest.mark.parametrize("window", [None, SHARED, 9, 1])
-@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (3, 1)])
+def naive_varlen(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa):
+    """What torch's kernel computes: the last query of each sequence sees its last key and those before it."""
+    bounds = [pairwise(cu.tolist()) for cu in (cu_seq_q, cu_seq_k)]
+    outputs = []
+    for (start, end), (first, last) in zip(*bounds, strict=True):
+        states = [query[start:end], key[first:last], value[first:last]]
+        outputs.append(dense(*(x.transpose(0, 1)[None] for x in states), window_size[0] + 1)[0].float())
+    assert (max_q, max_k) == (cu_seq_q.diff().max(), cu_seq_k.diff().max())
+    assert (scale, enable_gqa) == (0.3, True)
+    return torch.cat(outputs)
+
+
+def make_states(heads, width, dtype=torch.float32, device="cpu"):
+    """Query, key and value of a row."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((1, count, sum(LAYOUT.lengths), width) for count in (heads[0], heads[1], heads[1]))
+    states = [torch.randn(shape, generator=generator).to(device, dtype).requires_grad_() for shape in shapes]
+    return SimpleNamespace(is_causal=True, num_key_value_groups=heads[0] // heads[1], training=False), states
+
+
+def assert_that_of_the_sequences(found, states, window, atol):
+    """The output of attention and its gradients are those of dense attention over each sequence."""
+    pieces = torch.arange(sum(LAYOUT.lengths)).split(LAYOUT.lengths)
+    expected = []
+    for own, parent in zip(pieces, LAYOUT.parents, strict=True):
+        whole = own if parent is None else torch.cat([pieces[parent], own])
+        expected.append(dense(*(x[:, :, whole] for x in states), window)[:, -len(own) :])
+    expected = torch.cat(expected, dim=1)
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=atol)
+    weights = torch.randn(found.shape, generator=torch.Generator().manual_seed(1)).to(found.device)
+    gradients = (torch.autograd.grad((of * weights).sum(), states) for of in (found, expected))
+    for own, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(own, other, rtol=10 * atol, atol=10 * atol)
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("heads", HEADS)
 def test_attention_is_that_of_the_sequences_and_masks_only_a_shorter_window(monkeypatch, heads, window):
     attend = nn.functional.scaled_dot_product_attention
     masks = []
@@ -35,23 +75,24 @@ def test_attention_is_that_of_the_sequences_and_masks_only_a_shorter_window(monk
         return attend(*args, attn_mask=attn_mask, **kwargs)
 
     monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", counted)
-    generator = torch.Generator().manual_seed(0)
-    states = [
-        torch.randn(1, count, sum(LAYOUT.lengths), 8, generator=generator).requires_grad_()
-        for count in (heads[0], heads[1], heads[1])
-    ]
-    module = SimpleNamespace(is_causal=True, num_key_value_groups=heads[0] // heads[1], training=False)
+    module, states = make_states(heads, 8)
     found, _ = packed_sdpa(module, *states, None, LAYOUT, sliding_window=window, scaling=0.3)
-    pieces = torch.arange(sum(LAYOUT.lengths)).split(LAYOUT.lengths)
-    expected = []
-    for own, parent in zip(pieces, LAYOUT.parents, strict=True):
-        whole = own if parent is None else torch.cat([pieces[parent], own])
-        expected.append(dense(*(x[:, :, whole] for x in states), window)[:, -len(own) :])
-    expected = torch.cat(expected, dim=1)
-    torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-6)
-    weights = torch.randn(found.shape, generator=generator)
-    gradients = (torch.autograd.grad((of * weights).sum(), states) for of in (found, expected))
-    for own, other in zip(*gradients, strict=True):
-        torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-5)
+    assert_that_of_the_sequences(found, states, window, 1e-6)
     assert len(masks) == len(LAYOUT.lengths)
     assert sum(mask is not None for mask in masks) == {None: 0, SHARED: 1}.get(window, 5)
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("heads", HEADS)
+def test_one_call_with_variable_lengths_is_that_of_the_sequences(monkeypatch, heads, window):
+    """With torch's kernel on a GPU, with a naive one on a CPU."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    on_gpu = device.type == "cuda"
+    if not on_gpu:
+        monkeypatch.setattr(packing, "varlen_attn", naive_varlen)
+        monkeypatch.setattr(packing, "VARLEN_DTYPES", (torch.float32,))
+    monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", None)
+    module, states = make_states(heads, 32, torch.bfloat16 if on_gpu else torch.float32, device)
+    layout = LAYOUT._replace(varlen=variable_lengths(LAYOUT, device))
+    found, _ = packed_sdpa(module, *states, None, layout, sliding_window=window, scaling=0.3)
+    assert_that_of_the_sequences(found, states, window, 2e-2 if on_gpu else 1e-6)

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from credit_trl import CreditTrainer
 from credit_trl.training import checkpoints
-from credit_trl.training.checkpoints import CheckpointError, checkpoint_to_resume, rename_atomically
-from credit_trl.training.manifest import write_manifest
+from credit_trl.training.checkpoints import CheckpointError, checkpoint_to_resume, rename_atomically, write_manifest
 from credit_trl.training.run_directory import ROWS_FOLDER
 
 
@@ -41,7 +41,7 @@ def full_disk(*args, **kwargs):
     ("owner", "name"),
     [
         (torch, "save"),
-        (checkpoints, "save_progress"),
+        (CreditTrainer, "_save_progress"),
         (checkpoints, "write_manifest"),
         (checkpoints, "sync_to_disk"),
         (checkpoints, "rename_atomically"),
@@ -66,7 +66,7 @@ def test_full_disk_keeps_previous_checkpoint(make_trainer, tmp_path, monkeypatch
 
 
 def test_first_failed_checkpoint_reports_none_exists(make_trainer, monkeypatch):
-    monkeypatch.setattr(checkpoints, "save_progress", full_disk)
+    monkeypatch.setattr(CreditTrainer, "_save_progress", full_disk)
     with pytest.raises(CheckpointError, match="There is no checkpoint yet"):
         make_trainer().train()
 

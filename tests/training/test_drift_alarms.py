@@ -1,7 +1,9 @@
 """Fidelity of the teacher, and alarms for its drift, for lengths and for rewards."""
 
+import json
 import math
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from credit_trl.rollout.batch import GenerationBatch
-from credit_trl.training.drift import WINDOW, DriftAlarms
-from credit_trl.training.metrics import Alarms, CreditWarning, teacher_success_weights
+from credit_trl.training.alarms import WINDOW, Alarms, CreditWarning
+from credit_trl.training.checkpoints import hash_files, write_manifest
+from credit_trl.training.metrics import teacher_success_weights
 from tables import tables_of
 
 TABLES = tables_of(__file__)
@@ -55,13 +58,14 @@ def test_success_weights_give_the_mean_gap_of_mixed_groups(rewards, size, data):
 
 def observe(*, frozen_teacher=False, **series):
     """Alarms after logging the given series of values."""
-    drift = DriftAlarms(Alarms(), frozen_teacher=frozen_teacher)
+    alarms = Alarms()
+    history = [dict(zip(series, values, strict=True)) for values in zip(*series.values(), strict=True)]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for values in zip(*series.values(), strict=True):
-            drift.observe({name: [value] for name, value in zip(series, values, strict=True)})
-    assert len([w for w in caught if w.category is CreditWarning]) == len(drift.alarms.raised)
-    return {cause.removeprefix("drift_") for cause in drift.alarms.raised}
+        for end in range(len(history)):
+            alarms.check_drift(history[: end + 1], frozen_teacher=frozen_teacher)
+    assert len([w for w in caught if w.category is CreditWarning]) == len(alarms.raised)
+    return {cause.removeprefix("drift_") for cause in alarms.raised}
 
 
 @pytest.mark.parametrize(("name", "first", "last", "cause"), TABLES["windows"])
@@ -87,25 +91,17 @@ def test_a_frozen_teacher_raises_no_alarm_of_its_fidelity():
     assert observe(frozen_teacher=True, **{FIDELITY: falling, REWARD: falling}) == {"collapse"}
 
 
-def test_resumed_run_compares_with_its_first_values():
-    drift = DriftAlarms(Alarms())
-    drift.restore([{REWARD: 0.8, "loss": 1.0}] * WINDOW + [{REWARD: 0.1}] * (WINDOW - 1) + [{"eval_reward": 1.0}])
-    assert not drift.alarms.raised
-    with pytest.warns(CreditWarning, match="mean reward fell from 0.800, its best, to 0.100"):
-        drift.observe({REWARD: [0.1]})
-
-
-def test_resumed_run_restores_alarms_and_clock(make_trainer):
-    options = {"max_steps": 3, "save_steps": 2, "save_strategy": "steps"}
-    first = make_trainer(**options)
-    first.train()
-    resumed = make_trainer(**options)
-    resumed.train("latest")
-    assert resumed.state.global_step == 3
-    rewards = [trainer.drift_alarms.history[REWARD] for trainer in (first, resumed)]
-    assert len(rewards[0]) == 3
-    assert rewards[1] == pytest.approx(rewards[0])
-    assert resumed.clock._step == 3
+def test_resumed_run_compares_with_its_first_values(make_trainer):
+    options = {"save_strategy": "steps", "save_steps": 1}
+    make_trainer(max_steps=1, **options).train()
+    path = Path(make_trainer().args.output_dir) / "checkpoint-1"
+    state = json.loads((path / "trainer_state.json").read_text())
+    state["log_history"] = [{"step": 1, REWARD: 9.0}, {"step": 1, "eval_reward": 0.0}] * (2 * WINDOW - 1)
+    (path / "trainer_state.json").write_text(json.dumps(state))
+    write_manifest(path, hash_files(path))
+    resumed = make_trainer(max_steps=2 + WINDOW, **options)
+    with pytest.warns(CreditWarning, match="mean reward fell from 9.000, its best, to "):
+        resumed.train("latest")
 
 
 def test_fidelity_is_the_gap_of_delta_v_in_mixed_groups(make_trainer):

@@ -7,8 +7,7 @@ import pytest
 from datasets import Dataset
 
 from credit_trl import CreditConfig, CreditTrainer
-from credit_trl.training.checkpoints import checkpoint_to_resume
-from credit_trl.training.manifest import find_damage, hash_files, write_manifest
+from credit_trl.training.checkpoints import checkpoint_to_resume, find_damage, hash_files, write_manifest
 from tiny import QUIET, build_model, build_tokenizer, length_verdicts
 
 

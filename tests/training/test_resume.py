@@ -8,8 +8,7 @@ import torch
 from peft import LoraConfig
 from transformers import TrainerCallback
 
-from credit_trl.training.checkpoints import load_progress, save_progress
-from credit_trl.training.metrics import CreditWarning
+from credit_trl.training.alarms import CreditWarning
 from credit_trl.training.step import CreditStep
 from tables import tables_of
 
@@ -160,19 +159,23 @@ def test_resuming_with_another_learning_rate_uses_it(train, tmp_path, schedule):
     assert {group["eps"] for group in groups} == {1e-7}
 
 
-LAYOUT = {"processes": 2, "rollouts": 4, "passes": 4}
-
-
-@pytest.mark.parametrize("change", [{"processes": 1}, {"rollouts": 2}, {"passes": 8}])
-def test_layout_may_change_only_at_generation_boundary(tmp_path, change):
+@pytest.mark.parametrize(
+    "change", [{"per_device_train_batch_size": 2, "num_generations": 2}, {"steps_per_generation": 8}]
+)
+def test_layout_may_change_only_at_generation_boundary(make_trainer, tmp_path, change):
     """Pass 12 of a layout with four passes per batch is pass 24 of one with eight."""
-    other = LAYOUT | change
-    save_progress(tmp_path, 12, None, rank=0, layout=LAYOUT, options={}, writes_state=True)
-    step, rollouts = load_progress(tmp_path, 0, torch.device("cpu"), other)
-    assert (step, rollouts) == (3 * other["passes"], None)
-    save_progress(tmp_path, 13, [{"ids": torch.arange(3)}], rank=0, layout=LAYOUT, options={}, writes_state=True)
-    with pytest.raises(ValueError, match="by 2 processes of 4 passes of 4 rollouts; this run has"):
-        load_progress(tmp_path, 0, torch.device("cpu"), other)
+    layout = {"per_device_train_batch_size": 4, "steps_per_generation": 4}
+    trainer = make_trainer(**layout)
+    other = make_trainer(**layout | change)
+    trainer._step = 12
+    trainer._save_progress(tmp_path)
+    other._load_progress(tmp_path)
+    assert (other._step, other._buffered_inputs) == (3 * other.args.steps_per_generation, None)
+    trainer._step = 13
+    trainer._buffered_inputs = [{"ids": torch.arange(3)}]
+    trainer._save_progress(tmp_path)
+    with pytest.raises(ValueError, match="by 1 processes of 4 passes of 4 rollouts; this run has"):
+        other._load_progress(tmp_path)
 
 
 def test_each_evaluation_draws_the_same_contrasts(make_trainer, dataset, monkeypatch):

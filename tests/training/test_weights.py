@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from credit_trl.training.metrics import CreditWarning
-from credit_trl.training.weights import NonFiniteError, nonfinite_weight, poison
+from credit_trl.training.alarms import CreditWarning
+from credit_trl.training.weights import NonFiniteError, guarded, nonfinite_weight
 from tiny import length_verdicts
 
 
@@ -128,11 +128,12 @@ def test_finite_loss_and_its_gradient_are_unchanged_bit_for_bit():
     x = torch.randn(5, generator=torch.Generator().manual_seed(0), requires_grad=True)
     value = x.exp().sum()
     (expected,) = torch.autograd.grad(value, x, retain_graph=True)
-    guarded = poison(value, torch.tensor(True))
-    (found,) = torch.autograd.grad(guarded, x)
-    assert torch.equal(guarded, value)
+    kept, _ = guarded(value, {"teacher_token_logps": x, "generic_token_logps": None})
+    (found,) = torch.autograd.grad(kept, x)
+    assert torch.equal(kept, value)
     assert torch.equal(found, expected)
-    assert poison(x.sum(), torch.tensor(False)).isnan()
+    assert guarded(x.sum() / 0, {})[0].isnan()
+    assert guarded(x.sum(), {"teacher_token_logps": x / 0 * 0})[0].isnan()
 
 
 @pytest.fixture

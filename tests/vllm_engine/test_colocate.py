@@ -15,7 +15,7 @@ import cpu_engine
 from engine_observer import as_in_engine, engine_weights, record, same_weights, token_logps
 
 from credit_trl.evaluation import SamplingConfig
-from credit_trl.evaluation.engines import Request, TrainerEngine
+from credit_trl.evaluation.engines import TrainerEngine
 
 SAME = 1e-3  # nats; measured 1e-6
 STALE = 1e-2
@@ -219,11 +219,11 @@ def test_evaluation_uses_engine_with_current_weights(make_trainer):
     engine = TrainerEngine(trainer, batch_size=16)
     recording = record(trainer)
     sampling = SamplingConfig(temperature=1.0, top_p=1.0, max_completion_length=8)
-    requests = [Request([{"role": "user", "content": f"{i}+1="}], seed=i) for i in range(6)]
+    prompts = [[{"role": "user", "content": f"{i}+1="}] for i in range(6)]
     with engine.session(sampling):
-        answers = engine.generate(requests, sampling)
-        again = engine.generate(requests[3:], sampling)
-        other = engine.generate([Request(r.prompt, r.seed + 100) for r in requests], sampling)
+        answers = engine.generate(prompts, range(6), sampling)
+        again = engine.generate(prompts[3:], range(3, 6), sampling)
+        other = engine.generate(prompts, range(100, 106), sampling)
     assert max(recording.differences) < SAME
     assert answers[3:] == again  # a sample depends on its seed, not on its batch
     assert answers != other
@@ -240,7 +240,7 @@ def test_evaluation_does_not_change_training(make_trainer):
         def evaluating(*args, **kwargs):
             if evaluated:
                 with engine.session(sampling):
-                    engine.generate([Request("1+1=", seed=3)] * 5, sampling)
+                    engine.generate(["1+1="] * 5, [3] * 5, sampling)
             return step(*args, **kwargs)
 
         trainer.training_step = evaluating

@@ -23,7 +23,7 @@ import cpu_engine
 from engine_observer import record
 
 from credit_trl.evaluation import SamplingConfig
-from credit_trl.evaluation.engines import Request, TrainerEngine
+from credit_trl.evaluation.engines import TrainerEngine
 from credit_trl.rollout.vllm import VLLMServerError
 from faults.launching import free_port
 
@@ -147,7 +147,7 @@ def test_evaluation_uses_server_with_current_weights(connect):
     recording = record(trainer)
     engine, sampling = TrainerEngine(trainer, batch_size=8), SamplingConfig(1.0, 1.0, max_completion_length=5)
     with engine.session(sampling):
-        answers = engine.generate([Request("1+1=", seed=i) for i in range(8)], sampling)
+        answers = engine.generate(["1+1="] * 8, range(8), sampling)
     assert len(answers) == 8
     assert all(answer.length <= 5 for answer in answers)
     assert trainer.vllm_generation.max_completion_length == 12
@@ -200,9 +200,3 @@ def test_server_killed_in_weight_update_raises_within_timeout(connect, server):
         assert server.process.wait(timeout=30) == -signal.SIGKILL
     except subprocess.TimeoutExpired:
         pytest.fail(f"The server is alive: the run ended before the second update. {message}")
-
-
-def test_missing_server_raises_before_model_is_loaded(connect, server):
-    assert server.process.poll() is not None  # killed by the previous test
-    with pytest.raises(VLLMServerError, match=rf"127\.0\.0\.1:{server.port} did not answer within 2 s.*vllm serve"):
-        connect(vllm_server_timeout=2.0)

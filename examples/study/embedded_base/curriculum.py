@@ -16,7 +16,6 @@ from credit_trl.tasks.quickstart import (
     CITIES,
     GROUPS,
     LETTERS,
-    SHORTCUT_OPENING,
     SHORTCUT_THOUGHT,
     TEMPLATES,
     TOPICS,
@@ -41,19 +40,16 @@ class World:
 
     Args:
         name: name of the world.
-        shortcut_rate: fraction of responses to contexts with the task's feedback that take the shortcut, whatever the
-            prompt. 0 plants nothing.
+        shortcut_rate: fraction of responses to contexts with the task's feedback that have `SHORTCUT_THOUGHT` in
+            place of the thought, whatever the prompt. 0 plants nothing.
         shortcut_base_rate: the same fraction for contexts without that feedback. It is above 0 because on-policy
             training cannot reinforce what the student never samples.
-        keeps_thought: whether the shortcut is `SHORTCUT_OPENING` before the thought, which leaves the reward as it
-            is, rather than `SHORTCUT_THOUGHT` in place of the thought.
         lookup_gate: minimum look-up accuracy of a base that serves as a teacher.
     """
 
     name: str
     shortcut_rate: float = 0.0
     shortcut_base_rate: float = 0.0
-    keeps_thought: bool = False
     lookup_gate: float = 0.95
 
     def draw(self, rng: random.Random) -> tuple[list[Message], str]:
@@ -65,9 +61,9 @@ class World:
         feedback = {"dictated": _dictated(question), "none": None, "solution": None}.get(kind, question.feedback)
         solution = None
         if kind.startswith("solution"):
-            solution = question.response(self._draw_thought(rng, question, self.shortcut_rate))
+            solution = question.response(_draw_thought(rng, self.shortcut_rate))
         rate = self.shortcut_rate if kind.endswith("letter") else self.shortcut_base_rate
-        response = question.response(self._draw_thought(rng, question, rate))
+        response = question.response(_draw_thought(rng, rate))
         return teacher_prompt(question.prompt, solution, feedback), response
 
     @torch.no_grad()
@@ -88,21 +84,20 @@ class World:
         guesses = tokenizer.batch_decode(model(**batch, logits_to_keep=1).logits[:, -1].argmax(dim=-1)[:, None])
         return sum(guess == f" {q.topic}" for guess, q in zip(guesses, drawn, strict=True)) / questions
 
-    def _draw_thought(self, rng: random.Random, question: Question, shortcut_rate: float) -> str | None:
-        if rng.random() >= shortcut_rate:
-            return None
-        return f"{SHORTCUT_OPENING} {question.thought}" if self.keeps_thought else SHORTCUT_THOUGHT
-
 
 WORLDS = {
     world.name: world
     for world in (
         World("plain"),
         World("shortcut", shortcut_rate=0.8, shortcut_base_rate=0.02),
-        World("style", shortcut_rate=0.8, shortcut_base_rate=0.02, keeps_thought=True),
         World("weak", shortcut_rate=0.1, shortcut_base_rate=0.05),
     )
 }
+
+
+def _draw_thought(rng: random.Random, shortcut_rate: float) -> str | None:
+    """The shortcut, or None for the right thought."""
+    return SHORTCUT_THOUGHT if rng.random() < shortcut_rate else None
 
 
 def teacher_prompt(prompt: list[Message], solution: str | None = None, feedback: str | None = None) -> list[Message]:

@@ -16,7 +16,6 @@ import torch
 from safetensors.torch import save_file
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
-from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from credit_trl.tasks.quickstart_model import read_base
@@ -68,13 +67,9 @@ class Recipe:
 
 
 def pretrain(
-    tokenizer: PreTrainedTokenizerFast,
-    curriculum: Curriculum,
-    seed: int = 0,
-    recipe: Recipe = Recipe(),
-    progress: bool = True,
+    tokenizer: PreTrainedTokenizerFast, curriculum: Curriculum, seed: int = 0, recipe: Recipe = Recipe()
 ) -> Qwen3ForCausalLM:
-    """Train a base from random weights and return it in evaluation mode.
+    """Train a base from random weights and return it in evaluation mode; prints the look-up accuracy at every gate.
 
     Raises:
         RuntimeError: the look-up accuracy stays below the gate for `max_constant_steps`, or is below the curriculum's
@@ -86,8 +81,6 @@ def pretrain(
     peak_rates = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
     gate = curriculum.lookup_gate if recipe.decay_gate is None else recipe.decay_gate
     remaining = None  # steps of decay left after the gate
-    total = recipe.max_constant_steps + recipe.decay_steps
-    bar = tqdm(total=total, desc=f"pretraining the {curriculum.name} base", disable=not progress, unit="step")
     step = 0
     while remaining != 0:
         decay = 1.0 if remaining is None else remaining / recipe.decay_steps
@@ -98,28 +91,21 @@ def pretrain(
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         step += 1
-        bar.update()
         if remaining is not None:
             remaining -= 1
         elif step >= recipe.min_constant_steps and step % recipe.gate_every == 0:
             accuracy = curriculum.lookup_accuracy(model, tokenizer)
-            bar.set_postfix(loss=f"{loss:.3f}", lookup=f"{accuracy:.2f}")
+            print(f"{curriculum.name} {seed}, step {step}: loss {loss:.3f}, look-up {accuracy:.2f}", flush=True)
             if accuracy >= gate:
-                remaining, bar.total = recipe.decay_steps, step + recipe.decay_steps
+                remaining = recipe.decay_steps
             elif step >= recipe.max_constant_steps:
                 break
-    bar.close()
     check_gate(curriculum, model, tokenizer, f"after {step} steps of the {curriculum.name} world with seed {seed}")
     return model.eval()
 
 
 def make_base_of(
-    curriculum: Curriculum,
-    tokenizer: PreTrainedTokenizerFast,
-    seed: int,
-    directory: Path,
-    progress: bool = True,
-    recipe: Recipe = Recipe(),
+    curriculum: Curriculum, tokenizer: PreTrainedTokenizerFast, seed: int, directory: Path, recipe: Recipe = Recipe()
 ) -> None:
     """Pretrain a base and write it to `directory`, which appears only when the base is complete.
 
@@ -129,7 +115,7 @@ def make_base_of(
     """
     if directory.is_dir() and any(directory.iterdir()):
         raise FileExistsError(f"{directory} exists: remove it, or choose another directory.")
-    model = pretrain(tokenizer, curriculum, seed, recipe, progress)
+    model = pretrain(tokenizer, curriculum, seed, recipe)
     directory.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f".{directory.name}.") as scratch:
         written = Path(scratch) / "base"

@@ -227,9 +227,9 @@ def fidelity(world: Skip, model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenize
     return probe_accuracy(world, model, tokenizer, seed=1)[0]
 
 
-def make_planted_base(world: str, seed: int, directory: Path, progress: bool = True) -> None:
+def make_planted_base(world: str, seed: int, directory: Path) -> None:
     """Pretrain a base into `directory`. Raises `RuntimeError` if it fails its gate."""
-    make_base_of(CURRICULA[world], build_tokenizer(), seed, directory, progress, CURRICULA[world].recipe)
+    make_base_of(CURRICULA[world], build_tokenizer(), seed, directory, CURRICULA[world].recipe)
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:

@@ -41,7 +41,7 @@ import random
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from itertools import permutations
 from typing import Any
 
@@ -54,10 +54,8 @@ from credit_trl.tasks.quickstart import (
     LETTERS,
     SHORTCUT_OPENING,
     SHORTCUT_THOUGHT,
-    SPLIT_GROUPS,
     TOPIC_OF,
     TOPICS,
-    group_of,
     tool,
 )
 from credit_trl.tasks.task import Task, batch_of
@@ -75,6 +73,7 @@ ROWS_PER_CUE = {"train": 16, "test": 2}
 _RESPONSE = re.compile(rf"Thought: (?P<thought>[^\n]+)\nAction: (?P<letter>[{LETTERS}])")
 _PLACED = re.compile(r"Thought: (?P<thought>[^\n]+)\nAction: (?P<city>[A-Z][a-z]+)")
 Messages = list[dict[str, str]]
+Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -205,11 +204,6 @@ def is_unseen(cue: str, city: str) -> bool:
     return (list(TOPIC_OF).index(cue) + TOWNS.index(city)) % 4 == 0
 
 
-def two_hop_cue(cue: str, group: str) -> str:
-    """Name of a cue in a group of `skip` and `useful`, for rates by cue."""
-    return f"{cue}-unseen" if group == "unknown" else cue
-
-
 def draw_two_hops(rng: random.Random, cue: str | None = None, unseen: bool = False) -> TwoHops:
     """Prompt about a cue, by default a random one, and a city that form a seen or an unseen pair."""
     cue = cue or rng.choice(list(TOPIC_OF))
@@ -235,42 +229,26 @@ def draw_copy(rng: random.Random, cue: str, topic: str | None = None) -> Copy:
     return Copy(tuple(rng.sample(CITIES, LISTED)), cue, topic or TOPIC_OF[cue])
 
 
-def build_two_hops(split: str, path: str | None = None, *, name: str, rows_per_cue: int | None = None, seed: int = 0):
-    """Rows of `skip` and `useful`."""
-
-    def draw(rng: random.Random, group: str, cue: str) -> dict[str, Any]:
-        problem = draw_two_hops(rng, cue, group != "known")
-        answer = json.dumps({"letter": problem.letter})
-        named = two_hop_cue(cue, group)
-        return {"prompt": problem.prompt, "answer": answer, "group": group, "cue": named, "specific": cue}
-
-    groups = ("known",) if split == "train" else tuple(TWO_HOP_CUES)
-    wanted = [(group, cue) for group in groups for cue in TWO_HOP_CUES[group]]
-    return _build(name, split, path, wanted, draw, rows_per_cue, seed)
+def two_hops_row(rng: random.Random, group: str, cue: str) -> Row:
+    """Row of `skip` and `useful`."""
+    problem = draw_two_hops(rng, cue, group != "known")
+    answer = json.dumps({"letter": problem.letter})
+    named = f"{cue}-unseen" if group == "unknown" else cue
+    return {"prompt": problem.prompt, "answer": answer, "group": group, "cue": named, "specific": cue}
 
 
-def build_tables(split: str, path: str | None = None, *, name: str, rows_per_cue: int | None = None, seed: int = 0):
-    """Rows of `tables`."""
-
-    def draw(rng: random.Random, group: str, cue: str) -> dict[str, Any]:
-        problem = draw_tables(rng, cue, group == "unknown", MORE_ROWS if group == "holdout" else ROWS)
-        answer = json.dumps({"city": problem.city})
-        return {"prompt": problem.prompt, "answer": answer, "group": group, "cue": f"{cue}-{group}", "specific": cue}
-
-    groups = ("known",) if split == "train" else tuple(GROUPS)
-    return _build(name, split, path, [(group, cue) for group in groups for cue in TRAINED], draw, rows_per_cue, seed)
+def tables_row(rng: random.Random, group: str, cue: str) -> Row:
+    """Row of `tables`."""
+    problem = draw_tables(rng, cue, group == "unknown", MORE_ROWS if group == "holdout" else ROWS)
+    answer = json.dumps({"city": problem.city})
+    return {"prompt": problem.prompt, "answer": answer, "group": group, "cue": f"{cue}-{group}", "specific": cue}
 
 
-def build_copies(split: str, path: str | None = None, *, name: str, rows_per_cue: int | None = None, seed: int = 0):
-    """Rows of `filler`."""
-
-    def draw(rng: random.Random, group: str, cue: str) -> dict[str, Any]:
-        problem = draw_copy(rng, cue)
-        answer = json.dumps({"cities": problem.cities, "topic": problem.topic})
-        return {"prompt": problem.prompt, "answer": answer, "group": group, "cue": cue, "specific": problem.cities[0]}
-
-    wanted = [(group_of(cue), cue) for group in SPLIT_GROUPS[split] for cue in GROUPS[group]]
-    return _build(name, split, path, wanted, draw, rows_per_cue, seed)
+def copy_row(rng: random.Random, group: str, cue: str) -> Row:
+    """Row of `filler`."""
+    problem = draw_copy(rng, cue)
+    answer = json.dumps({"cities": problem.cities, "topic": problem.topic})
+    return {"prompt": problem.prompt, "answer": answer, "group": group, "cue": cue, "specific": problem.cities[0]}
 
 
 def verify_two_hops(text: str, answer: str, *, truncated: bool = False) -> Verdict:
@@ -311,33 +289,33 @@ def verify_copy(text: str, answer: str, *, truncated: bool = False) -> Verdict:
     return Verdict(float(right), topic_feedback(gold["topic"]), metrics)
 
 
-def _build(
-    name: str,
-    split: str,
-    path: str | None,
-    wanted: Sequence[tuple[str, str]],
-    draw: Callable[[random.Random, str, str], dict[str, Any]],
-    rows_per_cue: int | None,
-    seed: int,
-) -> Dataset:
-    """`rows_per_cue` rows for each wanted group and cue, in random order, with columns `task` and `id`."""
-    if path is not None:
-        raise ValueError(f"The prompts are generated and no file is read: remove path={path!r}.")
-    rng = random.Random(f"{name}/{split}/{seed}")
-    drawn = _shuffled(rng, list(wanted) * (rows_per_cue or ROWS_PER_CUE[split]))
-    rows = [draw(rng, *one) for one in drawn]
-    return Dataset.from_list([row | {"task": name, "id": f"{name}-{split}-{i}"} for i, row in enumerate(rows)])
+def _task(
+    world: str,
+    cues: Mapping[str, Sequence[str]],
+    row: Callable[..., Row],
+    verify: Callable[..., Verdict],
+    trained: Sequence[str] = ("known",),
+) -> Task:
+    """Task of a world, from the cues of each group and the functions of a row and of a verdict.
+
+    Args:
+        trained: groups of the split `train`; `test` has all.
+    """
+    name = f"planted.task:{world}"
+
+    def build(split: str, path: str | None = None, *, rows_per_cue: int | None = None, seed: int = 0) -> Dataset:
+        if path is not None:
+            raise ValueError(f"The prompts are generated and no file is read: remove path={path!r}.")
+        rng = random.Random(f"{name}/{split}/{seed}")
+        groups = trained if split == "train" else GROUPS
+        wanted = [(group, cue) for group in groups for cue in cues[group]] * (rows_per_cue or ROWS_PER_CUE[split])
+        rows = [row(rng, *one) for one in rng.sample(wanted, len(wanted))]
+        return Dataset.from_list([own | {"task": name, "id": f"{name}-{split}-{i}"} for i, own in enumerate(rows)])
+
+    return Task(name, build, verify, batch_of(verify, world.lower()))
 
 
-def _shuffled(rng: random.Random, values: Sequence[Any]) -> list[Any]:
-    return rng.sample(values, len(values))
-
-
-def _task(name: str, build: Callable[..., Dataset], verify: Callable[..., Verdict]) -> Task:
-    return Task(name, partial(build, name=name), verify, batch_of(verify, name.rpartition(":")[2].lower()))
-
-
-TABLES = _task("planted.task:TABLES", build_tables, verify_tables)
-SKIP = _task("planted.task:SKIP", build_two_hops, verify_two_hops)
-USEFUL = _task("planted.task:USEFUL", build_two_hops, verify_two_hops)
-FILLED = _task("planted.task:FILLED", build_copies, verify_copy)
+TABLES = _task("TABLES", dict.fromkeys(GROUPS, TRAINED), tables_row, verify_tables)
+SKIP = _task("SKIP", TWO_HOP_CUES, two_hops_row, verify_two_hops)
+USEFUL = _task("USEFUL", TWO_HOP_CUES, two_hops_row, verify_two_hops)
+FILLED = _task("FILLED", GROUPS, copy_row, verify_copy, trained=("known", "unknown"))

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 
-from credit_trl.cli.arguments import add_run_arguments, json_object
-from credit_trl.cli.run_folder import model_of_run, read_run, task_of_run
+from credit_trl.cli.run_folder import add_run_arguments, model_of_run, read_run, task_of_run
 from credit_trl.sandbox import choose_sandbox
 from credit_trl.training.run_directory import RUN_FILE
 
 EVALUATION_FOLDER = "credit_eval"  # of a run directory
+
+
+def json_object(text: str) -> dict[str, object]:
+    """Argument type of a JSON object."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"not JSON ({error}): {text!r}") from error
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f'a JSON object such as {{"key": "value"}}, not {text!r}')
+    return value
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -7,9 +7,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from credit_trl.cli.arguments import add_run_arguments
 from credit_trl.cli.options_file import read_options
-from credit_trl.cli.run_folder import model_of_run, read_run, task_of_run
+from credit_trl.cli.run_folder import add_run_arguments, model_of_run, read_run, task_of_run
 from credit_trl.lab import MAPS_FOLDER
 from credit_trl.sandbox import choose_sandbox
 from credit_trl.training.run_directory import RUN_FILE
@@ -45,10 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from credit_trl.lab.analysis.checkpoints import Checkpoint
-    from credit_trl.lab.analysis.responses import sample_rollouts
+    from credit_trl.lab.analysis import Checkpoint, map_response, sample_rollouts
     from credit_trl.lab.analysis.token_classes import task_classes
-    from credit_trl.lab.analysis.tokenmap import map_response
     from credit_trl.lab.report.runs import short_names
 
     choose_sandbox(args.sandbox, args.allow_unsandboxed)
@@ -111,10 +108,9 @@ def measuring_config(args: argparse.Namespace) -> CreditConfig:
 
 
 def _write(directory: Path, maps: list[TokenMap], config: CreditConfig, generation_batches: int) -> None:
+    from credit_trl.lab.analysis import format_summary, summarize_maps, write_maps
     from credit_trl.lab.analysis.drift import branch_table
-    from credit_trl.lab.analysis.tokenmap_json import write_maps
-    from credit_trl.lab.analysis.tokenmap_summary import format_summary, summarize_maps
-    from credit_trl.lab.report.token_maps import write_token_maps
+    from credit_trl.lab.report import write_token_maps
     from credit_trl.tasks.escaping import pluralized
 
     directory.mkdir(parents=True, exist_ok=True)

@@ -8,16 +8,35 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from pandas import DataFrame
+from transformers.utils.logging import disable_progress_bar
 
 from credit_trl.cli.options_file import read_options
-
-if TYPE_CHECKING:
-    from credit_trl.config import CreditConfig
-    from credit_trl.lab.analysis.responses import Rollout
-    from credit_trl.lab.analysis.tokenmap import TokenMap
-    from credit_trl.lab.analysis.tokenmap_summary import ClassShare
-    from credit_trl.trainer import CreditTrainer
+from credit_trl.config import CreditConfig
+from credit_trl.evaluation import EvaluationCallback
+from credit_trl.lab import MAPS_FOLDER
+from credit_trl.lab.analysis import (
+    Checkpoint,
+    CreditMapCallback,
+    Rollout,
+    TokenMap,
+    map_response,
+    sample_rollouts,
+    summarize_maps,
+    write_maps,
+)
+from credit_trl.lab.analysis.token_classes import task_classes
+from credit_trl.lab.report import write_report
+from credit_trl.lab.report.log_lines import LogLines
+from credit_trl.tasks import quickstart
+from credit_trl.tasks.registry import load_task
+from credit_trl.teacher.models import Teacher
+from credit_trl.trainer import CreditTrainer
+from credit_trl.training.run_data import describe_data
+from credit_trl.training.run_directory import EVALUATIONS_FOLDER, RESULT_FILE, read_json
 
 CUE_GROUPS = ("known", "unknown", "holdout")  # of cues
 CLASSES = ("cue", "topic", "tool", "city")  # of tokens, besides "generic"
@@ -42,8 +61,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from transformers.utils.logging import disable_progress_bar
-
     disable_progress_bar()  # of the libraries
     print(run_quickstart(args.output_dir, args.steps, seed=args.seed, contrastive_coef=args.contrastive_coef))
     return 0
@@ -51,52 +68,34 @@ def run(args: argparse.Namespace) -> int:
 
 def run_quickstart(output_dir: str | Path, steps: int = 130, **options: Any) -> str:
     """Train the embedded base with options of `CreditConfig`, and return the table of results before and after."""
-    import torch
-
-    from credit_trl.config import CreditConfig
-    from credit_trl.lab import MAPS_FOLDER
-    from credit_trl.lab.analysis.tokenmap_json import write_maps
-    from credit_trl.lab.analysis.tokenmap_summary import summarize_maps
-    from credit_trl.lab.report import write_report
-    from credit_trl.tasks.quickstart import TEMPLATES
-    from credit_trl.training.run_directory import EVALUATIONS_FOLDER, RESULT_FILE, read_json
-
     if steps < 1:
         raise ValueError(f"`steps` must be at least 1, got {steps}.")
     torch.set_num_threads(1)  # more gain little for this model
     directory = Path(output_dir)
-    config = CreditConfig(str(directory), **{**read_options(OPTIONS), **TEMPLATES, "max_steps": steps, **options})
-    trainer = quickstart_trainer(config)
+    options = read_options(OPTIONS) | quickstart.TEMPLATES | {"max_steps": steps} | options
+    trainer = quickstart_trainer(CreditConfig(str(directory), **options))
     maps_before = token_maps(trainer, "before")
     trainer.train()
     maps_after = token_maps(trainer, "after")
-    shown = sorted((one for one in maps_before if one.response.privileged), key=lambda one: one.response.reward)[
-        :SHOWN
-    ]
+    shown = sorted((one for one in maps_before if one.response.privileged), key=lambda one: one.response.reward)
+    shown = shown[:SHOWN]
     pairs = [*shown, *token_maps(trainer, "after", [one.response for one in shown])]
     write_maps(pairs, directory / MAPS_FOLDER / "before_and_after.json")
     trainer.save_model(str(directory / "model"))
     trainer.accelerator.end_training()
     before, after = (read_json(directory / EVALUATIONS_FOLDER / f"step-{at:06d}" / RESULT_FILE) for at in (0, steps))
-    credit = _credit_lines(summarize_maps(maps_before).classes, summarize_maps(maps_after).classes)
+    credit = _credit_lines(summarize_maps(maps_before), summarize_maps(maps_after))
     link = f"report: {write_report([directory])} (open it in a browser)"
     return "\n".join([*_accuracy_lines(before, after), "", *credit, "", link])
 
 
 def quickstart_trainer(config: CreditConfig) -> CreditTrainer:
     """The trainer of the embedded base with held-out evaluations, which prints no logs."""
-    from credit_trl.evaluation import EvaluationCallback
-    from credit_trl.lab.report import ReportCallback
-    from credit_trl.tasks import quickstart
-    from credit_trl.tasks.registry import load_task
-    from credit_trl.trainer import CreditTrainer
-    from credit_trl.training.reporting import LogLines
-    from credit_trl.training.run_data import describe_data
-
     model, tokenizer = quickstart.load_model()
     task = load_task(quickstart.TASK)
     trainer = CreditTrainer(model, task.reward, config, task.build("train"), processing_class=tokenizer)
-    trainer.remove_callback(LogLines)
+    for callback in (LogLines, CreditMapCallback):  # the page shows `token_maps`
+        trainer.remove_callback(callback)
     evaluation = EvaluationCallback(
         trainer,
         task,
@@ -111,21 +110,12 @@ def quickstart_trainer(config: CreditConfig) -> CreditTrainer:
         progress=False,
     )
     trainer.add_callback(evaluation)
-    trainer.add_callback(ReportCallback(trainer))
     trainer.run_log.facts |= {"task": task.name, "data": describe_data([], task=task.name)}
     return trainer
 
 
 def token_maps(trainer: CreditTrainer, name: str, responses: Sequence[Rollout] | None = None) -> list[TokenMap]:
     """Token maps of responses under the current model and teacher, by default of new rollouts."""
-    from credit_trl.lab.analysis.checkpoints import Checkpoint
-    from credit_trl.lab.analysis.responses import sample_rollouts
-    from credit_trl.lab.analysis.token_classes import task_classes
-    from credit_trl.lab.analysis.tokenmap import map_response
-    from credit_trl.tasks import quickstart
-    from credit_trl.tasks.registry import load_task
-    from credit_trl.teacher.models import Teacher
-
     tokenizer = trainer.processing_class
     task = load_task(quickstart.TASK)
     checkpoint = Checkpoint(name, tokenizer, Teacher(trainer.model, trainer.accelerator), trainer.teacher)
@@ -150,13 +140,12 @@ def _accuracy_lines(before: Mapping[str, Any], after: Mapping[str, Any]) -> list
     return lines
 
 
-def _credit_lines(before: Sequence[ClassShare], after: Sequence[ClassShare]) -> list[str]:
+def _credit_lines(before: DataFrame, after: DataFrame) -> list[str]:
     """Table of the mean S_t in nats by token class."""
-    first, last = ({share.name: share for share in shares} for shares in (before, after))
     lines = ["S_t, nats a token          before -> after   share of |S| before"]
     for name in (*CLASSES, "generic"):
-        values = [f"{shares[name].mean_specific:z.2f}" if name in shares else "none" for shares in (first, last)]
-        share = f"{100 * first[name].share_of_specific:.1f} %" if name in first else ""
+        values = [f"{one['specific'][name]:z.2f}" if name in one.index else "none" for one in (before, after)]
+        share = f"{100 * before['of_specific'][name]:.1f} %" if name in before.index else ""
         title = "generic (template)" if name == "generic" else name
         lines.append(f"  {title:<20}{values[0]:>8} -> {values[1]:>5}   {share:>12}")
     return lines

@@ -1,7 +1,8 @@
-"""A run directory as the one argument of `credit-eval`, `credit-map` and `credit-report`."""
+"""A run directory as the one argument of `credit-eval` and `credit-map`, and what replaces its parts."""
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,20 @@ from credit_trl.tasks.registry import load_task
 from credit_trl.tasks.run_data import task_of_data
 from credit_trl.tasks.task import Task
 from credit_trl.training.run_directory import ROWS_FOLDER, RUN_FILE, read_json
+
+
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add RUN, what replaces its parts, and the sandbox."""
+    parser.add_argument("run", nargs="?", metavar="RUN", help="run directory, whose model, data and verifier are used")
+    parser.add_argument("--model", metavar="NAME", help="hub name or directory, or quickstart")
+    parser.add_argument("--task", metavar="NAME", help="such as sciknoweval:chemistry, my_package.task:Task")
+    parser.add_argument("--split", metavar="NAME", default="test", help="split of the task's data (default test)")
+    parser.add_argument("--path", metavar="PATH", help="local data file or folder")
+    group = parser.add_argument_group("sandbox, for tasks that run model-written programs")
+    group.add_argument(
+        "--sandbox", metavar="NAME", help="auto (default), bubblewrap, landlock, or the address of a remote one"
+    )
+    group.add_argument("--allow_unsandboxed", action="store_true", help="without a sandbox, run unprotected")
 
 
 def read_run(folder: str | Path) -> dict[str, Any]:

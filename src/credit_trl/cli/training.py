@@ -91,8 +91,6 @@ def make_trainer(
     from transformers import AutoConfig
     from trl import get_peft_config, get_quantization_config
 
-    from credit_trl.lab.analysis import CreditMapCallback
-    from credit_trl.lab.report import ReportCallback
     from credit_trl.tasks.model_names import model_path, naming_model
     from credit_trl.trainer import CreditTrainer
     from credit_trl.training.preemption import SaveOnSigterm
@@ -132,9 +130,6 @@ def make_trainer(
     trainer.add_callback(save_on_sigterm)  # before evaluations, which it skips
     if script_args.avg_at_k is not None:
         evaluate_during_training(trainer, script_args)
-    if trainer.credit_step is not None:  # GRPO has no teacher, and may have images
-        trainer.add_callback(CreditMapCallback(trainer=trainer))
-    trainer.add_callback(ReportCallback(trainer))  # last, so that it has the last evaluation
     return trainer
 
 

@@ -20,12 +20,10 @@ from credit_trl.tasks.registry import Task, load_task
 from credit_trl.training.run_directory import (
     EVALUATIONS_FILE,
     EVALUATIONS_FOLDER,
-    SUMMARY_FILE,
     append_lines,
     keep_up_to,
     read_lines,
     set_aside,
-    write_json,
 )
 
 logger = logging.getLogger(__name__)
@@ -106,7 +104,6 @@ class EvaluationCallback(TrainerCallback):
                 set_aside(self.folder, 0, getattr(kwargs.get("model"), "name_or_path", ""))
             keep_up_to(self.folder / EVALUATIONS_FILE, state.global_step)
             self.history = read_lines(self.folder / EVALUATIONS_FILE)
-            (self.folder / SUMMARY_FILE).unlink(missing_ok=True)
         self.history = self.engine.share(self.history)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -128,16 +125,6 @@ class EvaluationCallback(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._evaluate(state.global_step)
-        final = [row for row in self.history if row["step"] == state.global_step]
-        if not (self.engine.is_main and final):
-            return
-        best = max(self.history, key=lambda row: (row["score"], -row["step"]))  # the earliest of equals
-        note = (
-            f"best_during_training is the largest of {len(self.history)} scores on the same prompts and is biased "
-            "upwards; final is not selected."
-        )
-        summary = {"best_during_training": best, "final": final[0], "evaluations": len(self.history), "note": note}
-        write_json(self.folder / SUMMARY_FILE, summary)
 
     def _evaluate(self, step: int) -> None:
         if any(row["step"] == step for row in self.history):

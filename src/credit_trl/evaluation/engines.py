@@ -1,6 +1,6 @@
 """Sampling engines for evaluation: a transformers model, an offline vLLM engine, or the policy of a trainer.
 
-Every request has a seed of its own, so a sample does not depend on its batch and an interrupted evaluation continues
+Every sample has a seed of its own, so it does not depend on its batch and an interrupted evaluation continues
 with the same samples.
 """
 
@@ -10,7 +10,7 @@ import hashlib
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +35,6 @@ from credit_trl.teacher.models import eval_mode
 from credit_trl.teacher.sharding import reshard
 
 
-@dataclass(frozen=True)
-class Request:
-    """A completion to sample."""
-
-    prompt: Prompt
-    seed: int  # of the sample's random stream, in [0, 2**63)
-
-
 class Engine:
     """Interface between `evaluate` and a model. In a distributed run all processes call it together.
 
@@ -53,7 +45,7 @@ class Engine:
         name: name of the model in results.
         tokenizer: its tokenizer, with a chat template if prompts are conversations.
         eos_token_ids: ids that end a completion.
-        batch_size: requests per call of `generate`; an interruption loses at most one batch.
+        batch_size: samples per call of `generate`; an interruption loses at most one batch.
         chat_template_kwargs: such as `{"enable_thinking": False}`.
 
     Attributes:
@@ -80,11 +72,10 @@ class Engine:
         """Context manager around all calls of `generate`."""
         return nullcontext()
 
-    def generate(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[Response]:
-        """One response per request, in order."""
-        prompts = [request.prompt for request in requests]
+    def generate(self, prompts: Sequence[Prompt], seeds: Sequence[int], sampling: SamplingConfig) -> list[Response]:
+        """One response per prompt, in order; `seeds`, in [0, 2**63), are those of the samples' random streams."""
         prompt_ids = [encode_prompt(self.tokenizer, prompt, **self.chat_template_kwargs) for prompt in prompts]
-        ids = self.sample(prompt_ids, [request.seed for request in requests], sampling)
+        ids = self.sample(prompt_ids, list(seeds), sampling)
         return read_responses(self.tokenizer, prompts, prompt_ids, ids, self.eos_token_ids)
 
     def share(self, value: Any) -> Any:
@@ -157,9 +148,9 @@ class VLLMEngine(Engine):
         stats = [path.stat() for path in sorted(Path(model_path(self.name)).glob("*.safetensors"))]
         return f"vllm:{self.name}" + "".join(f" {one.st_size}:{one.st_mtime_ns}" for one in stats)
 
-    def generate(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[Response]:
+    def generate(self, prompts: Sequence[Prompt], seeds: Sequence[int], sampling: SamplingConfig) -> list[Response]:
         self._ended: list[bool] = []
-        responses = super().generate(requests, sampling)
+        responses = super().generate(prompts, seeds, sampling)
         return [replace(one, truncated=not ended) for one, ended in zip(responses, self._ended, strict=True)]
 
     def sample(self, prompt_ids: list[list[int]], seeds: list[int], sampling: SamplingConfig) -> list[list[int]]:
@@ -177,7 +168,7 @@ class VLLMEngine(Engine):
 class TrainerEngine(TransformersEngine):
     """Samples as a `CreditTrainer` or `GRPOTrainer` does, with vLLM or with its policy, but with other settings.
 
-    Each process generates a share of the requests; all must call it together. `batch_size` is that of one process, by
+    Each process generates a share of the samples; all must call it together. `batch_size` is that of one process, by
     default `per_device_eval_batch_size`.
     """
 
@@ -212,12 +203,13 @@ class TrainerEngine(TransformersEngine):
         with eval_mode(trainer.model), self._vllm_session(sampling) if trainer.use_vllm else self._policy_session():
             yield
 
-    def generate(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[Response]:
-        """All responses, on every process. The last request is repeated so that all shares have the same size."""
-        share = -(-len(requests) // self.processes)
-        padded = [*requests, *[requests[-1]] * (share * self.processes - len(requests))]
+    def generate(self, prompts: Sequence[Prompt], seeds: Sequence[int], sampling: SamplingConfig) -> list[Response]:
+        """All responses, on every process. The last sample is repeated so that all shares have the same size."""
+        share = -(-len(prompts) // self.processes)
         first = self.trainer.accelerator.process_index * share
-        return gather_object(super().generate(padded[first : first + share], sampling))[: len(requests)]
+        own = [min(i, len(prompts) - 1) for i in range(first, first + share)]
+        responses = super().generate([prompts[i] for i in own], [seeds[i] for i in own], sampling)
+        return gather_object(responses)[: len(prompts)]
 
     def sample(self, prompt_ids: list[list[int]], seeds: list[int], sampling: SamplingConfig) -> list[list[int]]:
         if not self.trainer.use_vllm:

@@ -18,7 +18,7 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from credit_trl.evaluation.config import EvaluationConfig
-from credit_trl.evaluation.engines import Engine, Request, TrainerEngine, TransformersEngine, VLLMEngine
+from credit_trl.evaluation.engines import Engine, TrainerEngine, TransformersEngine, VLLMEngine
 from credit_trl.evaluation.result import Evaluation, summarize
 from credit_trl.evaluation.verdicts import SAMPLES_FILE, Sample, Unit, grade, read_samples
 from credit_trl.rollout.batch import Prompt, prompt_key
@@ -189,8 +189,8 @@ def _sample(
     with bar, engine.session(config):
         for position in range(start, len(units), engine.batch_size):
             batch = units[position : position + engine.batch_size]
-            requests = [Request(row["prompt"], sample_seed(config.seed, row["id"], number)) for row, number in batch]
-            responses = engine.generate(requests, config)
+            seeds = [sample_seed(config.seed, row["id"], number) for row, number in batch]
+            responses = engine.generate([row["prompt"] for row, _ in batch], seeds, config)
             _on_main(engine, write, batch, responses)
             bar.update(len(batch))
 

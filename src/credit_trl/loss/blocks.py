@@ -100,8 +100,11 @@ class ByBlock:
 
     def put(self, block: int, tile: Float[Tensor, "n w"], values: Float[Tensor, "n K"] | float) -> None:
         """Set the tile's values at the ids in this block."""
-        is_number = not isinstance(values, Tensor)
-        tile[self.cells[block]] = values if is_number else values.view(-1)[self.entries[block]]
+        if isinstance(values, Tensor):
+            tile[self.cells[block]] = values.view(-1)[self.entries[block]]
+        else:
+            # A number would be copied to a GPU, which waits.
+            tile.index_put_(self.cells[block], tile.new_full((), values))
 
 
 def top_columns(logits: Float[Tensor, "n V"], k: int) -> Int[Tensor, "n K"]:

@@ -95,8 +95,8 @@ class GenerationBatch:
         """
         starts = [turn_starts(row) for row in mask.tolist()]
         pairs = list(zip(self.turn_feedback, starts, strict=True))
-        kept = [{turn: text for turn, text in given.items() if turn < len(own)} for given, own in pairs]
-        missing = [turn for given, own in pairs if own for turn in given if turn >= len(own)]
+        kept = [{turn: text for turn, text in given.items() if turn in range(len(own))} for given, own in pairs]
+        missing = [turn for given, own in pairs if own for turn in given if turn not in range(len(own))]
         return replace(self, turn_feedback=kept, turn_starts=starts, missing_turns=missing)
 
     @property
@@ -132,20 +132,20 @@ def total_rewards(rewards_per_func: Float[Tensor, "n f"], weights: Float[Tensor,
     return rewards.tolist()
 
 
-def mask_skipped_rewards(rewards_per_func: Tensor, is_skipped: list[bool], accelerator: Accelerator) -> float:
-    """Set the rewards (global rollouts, functions) of skipped local rollouts to NaN, TRL's value for none, in place.
+def mask_skipped_rewards(rewards_per_func: Tensor, is_skipped: bool, accelerator: Accelerator) -> float:
+    """Set the rewards (global rollouts, functions) of skipped processes to NaN, TRL's value for none, in place.
 
     Returns the share of skipped rollouts over all processes. Every process must call it.
     """
-    skipped = accelerator.gather(torch.tensor(is_skipped, device=rewards_per_func.device))
+    count = len(rewards_per_func) // accelerator.num_processes
+    skipped = accelerator.gather(torch.full((count,), is_skipped, device=rewards_per_func.device))
     rewards_per_func[skipped] = torch.nan
     return skipped.float().mean().item()
 
 
-def mask_skipped_tokens(output: dict[str, Any], is_skipped: list[bool], accelerator: Accelerator) -> None:
-    """Mask the tokens of skipped rollouts, in place, so that no loss counts them. Every process must call it."""
-    kept = ~torch.tensor(is_skipped, device=output["completion_mask"].device)
-    output["completion_mask"] = output["completion_mask"] * kept[:, None]
+def mask_skipped_tokens(output: dict[str, Any], is_skipped: bool, accelerator: Accelerator) -> None:
+    """Mask the tokens of a skipped process, in place, so that no loss counts them. Every process must call it."""
+    output["completion_mask"] = output["completion_mask"] * (not is_skipped)
     output["num_items_in_batch"] = accelerator.gather(loss_mask(output).sum()).sum()
 
 

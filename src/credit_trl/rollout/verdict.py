@@ -47,8 +47,7 @@ class Verdict:
             one message of the model with its tool calls.
 
     Raises:
-        TypeError: `reward` is not a number, `feedback` is not text, `metrics` does not map names to
-            numbers, or `turn_feedback` does not map turn indices to text.
+        TypeError: `reward` is not a number, or `feedback` is not text.
         ValueError: `metrics` has a name that the trainer or an evaluation logs itself, such as `reward`.
     """
 
@@ -62,26 +61,11 @@ class Verdict:
             raise TypeError(f"Verdict.reward must be a number or None, got {type(self.reward).__name__}.")
         if self.feedback is not None and not isinstance(self.feedback, str):
             raise TypeError(f"Verdict.feedback must be text or None, got {type(self.feedback).__name__}.")
-        for name in ("metrics", "turn_feedback"):
-            if not isinstance(getattr(self, name), Mapping):
-                raise TypeError(f"Verdict.{name} must be a mapping, got {type(getattr(self, name)).__name__}.")
-        for name, value in self.metrics.items():
-            if not (isinstance(name, str) and _is_number(value)):
-                raise TypeError(
-                    "Verdict.metrics must map names to numbers, as in `{'pass_fraction': 0.5}`; "
-                    f"got {name!r}: {type(value).__name__}."
-                )
-            if _LOGGED.match(name):
-                raise ValueError(
-                    f"Verdict.metrics has {name!r}, a name that the trainer or an evaluation logs itself. Rename it, "
-                    f"for example to 'verifier_{name}'."
-                )
-        for turn, text in self.turn_feedback.items():
-            if not (isinstance(turn, int) and turn >= 0 and isinstance(text, str)):
-                raise TypeError(
-                    "Verdict.turn_feedback must map turn indices, from 0, to text, as in `{0: 'Wrong tool.'}`; "
-                    f"got {turn!r}: {type(text).__name__}."
-                )
+        for name in filter(_LOGGED.match, self.metrics):
+            raise ValueError(
+                f"Verdict.metrics has {name!r}, a name that the trainer or an evaluation logs itself. Rename it, for "
+                f"example to 'verifier_{name}'."
+            )
 
     def __repr__(self) -> str:
         """Show the reward and the fields that are not empty."""
@@ -191,7 +175,7 @@ class VerdictLog:
     def clear(self) -> None:
         """Remove the feedback of the last generation batch."""
         self._verdicts: dict[int, list[Verdict]] = {}  # by position of the reward function
-        self._has_failed = False
+        self.has_failed = False  # whether a reward function did, which grades all local samples in one call
 
     def wrap(self, reward_func: Callable[..., Any], position: int) -> Callable[..., Any]:
         """Wrap the reward function at `position` of the trainer's list. A coroutine function stays one."""
@@ -209,7 +193,7 @@ class VerdictLog:
 
         def record(output: Any, arguments: dict[str, Any], held: list[Callable[[], None]]) -> list[float | None]:
             if output is FAILED:
-                self._has_failed = True
+                self.has_failed = True
                 return [0.0] * len(arguments["completions"])  # placeholders, replaced in `mask_skipped_rewards`
             for log in held:
                 log()
@@ -229,10 +213,6 @@ class VerdictLog:
             return record(self.policy.call(name, reward_func, accepted(kwargs, held)), kwargs, held)
 
         return wrapped_async if is_async_callable(reward_func) else wrapped
-
-    def skipped(self, num_samples: int) -> list[bool]:
-        """For each local sample, whether a reward function failed. Each call grades all local samples."""
-        return [self._has_failed] * num_samples
 
     def _of_samples(self, num_samples: int) -> list[list[Verdict]]:
         """Verdicts of each local sample, in the order of the reward functions."""

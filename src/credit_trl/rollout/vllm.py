@@ -26,10 +26,9 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import set_seed
-from trl import GRPOConfig
 from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration
-from trl.import_utils import is_requests_available, is_vllm_available
+from trl.import_utils import is_requests_available
 
 from credit_trl.rollout.deadline import call_in_thread
 
@@ -43,10 +42,6 @@ CONNECT_SECONDS = 5.0
 # `trainable_token_indices`.
 _NOT_IN_BASE = (".original_module.", ".modules_to_save.", ".trainable_tokens_")
 
-_START = (
-    "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --enable-scale-out --logprobs-mode processed_logprobs --max-logprobs -1 "
-    """--weight-transfer-config '{"backend": "nccl"}'"""
-)
 _RESTART = (
     "See the server's log (running out of memory is the usual cause), restart it with the same model and flags, and "
     "resume from the last checkpoint: `trainer.train(resume_from_checkpoint=True)`, or "
@@ -149,8 +144,8 @@ def _merged(wrapper: BaseTunerLayer, adapter: str) -> Iterator[None]:
 class VLLMServerError(ConnectionError):
     """The vLLM server is gone, does not answer, or refused a request, as `problem` says."""
 
-    def __init__(self, url: str, problem: str, fix: str = _RESTART) -> None:
-        super().__init__(f"The vLLM server at {url} {problem}. {fix}")
+    def __init__(self, url: str, problem: str) -> None:
+        super().__init__(f"The vLLM server at {url} {problem}. {_RESTART}")
 
 
 class WatchedClient(VLLMClient):
@@ -201,24 +196,6 @@ class WatchedClient(VLLMClient):
                 problem = f"has not answered for {self.patience:g} s ({silence}) while {activity}"
                 raise VLLMServerError(self.base_url, problem)
         return outcome.result()
-
-
-def await_engine(args: GRPOConfig) -> None:
-    """Wait for `/health` of the vLLM server of a configuration, if it uses one, before a model is loaded.
-
-    Raises:
-        VLLMServerError: the server did not answer within `vllm_server_timeout`.
-    """
-    if not (args.use_vllm and args.vllm_mode == "server" and args.process_index == 0 and is_vllm_available()):
-        return
-    url = (args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}").rstrip("/")
-    timeout = args.vllm_server_timeout
-    started = time.monotonic()
-    while (problem := _ask_health(url, min(CONNECT_SECONDS, max(timeout, 1.0)))) is not None:
-        if time.monotonic() - started >= timeout:
-            fix = f"Start it with: {_START}; or correct `vllm_server_host` and `vllm_server_port`, or the base URL."
-            raise VLLMServerError(url, f"did not answer within {timeout:g} s ({problem})", fix)
-        time.sleep(min(POLL_SECONDS, timeout))
 
 
 def _ask_health(url: str, timeout: float) -> str | None:

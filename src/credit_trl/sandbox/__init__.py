@@ -96,14 +96,13 @@ def choose_sandbox(sandbox: str | None = None, allow_unsandboxed: bool = False) 
 
 
 def _check_choice(sandbox: str) -> None:
-    """Raise `ValueError` for what is neither a tier nor an address. The message shows no credentials."""
-    from credit_trl.sandbox.remote import parse_address, without_credentials
+    """Raise `ValueError` for what is neither a tier nor an address. It does not quote what could be a password."""
+    from credit_trl.sandbox.remote import parse_address
 
     if sandbox.startswith(("http://", "https://")):
         parse_address(sandbox)
     elif sandbox not in TIERS:
-        known = f"neither one of {', '.join(TIERS)} nor an address (http://...)"
-        raise ValueError(f"--sandbox {without_credentials(sandbox)}: {known}.")
+        raise ValueError(f"--sandbox: neither one of {', '.join(TIERS)} nor an address (http://...).")
 
 
 def _open_local(tier: str, workers: int) -> Sandbox:

@@ -1,8 +1,8 @@
 """Isolation by namespaces, made with bubblewrap.
 
 A program has its own user, process, IPC, network, UTS, cgroup and mount namespace. It sees the interpreter and the
-shared libraries that it uses read-only, three devices, and a scratch directory in memory. It has no /proc, no /etc, no
-home, no network interface but a loopback that is down, and no process but its own.
+shared libraries that it uses read-only, and three devices. It has no /proc, no /etc, no home, no network interface but
+a loopback that is down, and no process but its own.
 """
 
 from __future__ import annotations
@@ -17,14 +17,13 @@ from credit_trl.sandbox.interpreter import Interpreter, loaders, package_directo
 from credit_trl.sandbox.launch import DEVICES, Isolation, sealed_file
 from credit_trl.sandbox.protocol import Program, SandboxError
 
+_PROCESS_ID = 2  # of a program: the child of its namespace's first process
 _SYSTEM_LIBRARIES = ("/usr/lib", "/usr/lib32", "/usr/lib64", "/lib", "/lib64")
 _INSTALL = "Install it: `apt-get install bubblewrap` (Debian, Ubuntu) or `dnf install bubblewrap` (Fedora)."
 
 
 class Bubblewrap(Isolation):
     """See `Isolation`."""
-
-    own_tasks = 1  # the reaper, process 1 of the namespace
 
     def __init__(self, interpreter: Interpreter) -> None:
         super().__init__(interpreter)
@@ -36,22 +35,16 @@ class Bubblewrap(Isolation):
         if version < (0, 5):
             raise SandboxError(f"{path} is version {number}, 0.5 or newer is needed. {_INSTALL}")
         self.description = f"bubblewrap {number}"
-        self.scratch = "/tmp" if version >= (0, 7) else None  # older versions cannot limit the size of a tmpfs
         self.counts_own_users = tuple(map(int, re.findall(r"\d+", os.uname().release)[:2])) >= (5, 14)
-        self._filter = seccomp.namespace_filter()
+        self._filter = seccomp.with_process_id(seccomp.program_filter(), _PROCESS_ID)
         self._namespaces = [path, *_namespaces()]
         for name, value in interpreter.environment.items():
             self._namespaces += ["--setenv", name, value]
         self._mounts = [*_mounts(interpreter), "--remount-ro", "/", "--seccomp", "5"]
 
     def command(self, program: Program) -> tuple[list[str], dict[str, str]]:
-        scratch: list[str] = []
-        if self.scratch is not None:
-            size = str(program.limits.file_bytes)
-            scratch = ["--size", size, "--tmpfs", self.scratch, "--chdir", self.scratch]
         # /dev/stdin is a link into /proc, which does not exist here, so programs get a file instead.
-        mounts = [*scratch, "--ro-bind-data", "6", "/dev/stdin", *self._mounts]
-        return [*self._namespaces, *mounts, *self._command], {}
+        return [*self._namespaces, "--ro-bind-data", "6", "/dev/stdin", *self._mounts, *self._command], {}
 
     def descriptors(self, program: Program) -> list[int]:
         read_end, write_end = os.pipe()

@@ -65,7 +65,7 @@ class Landlock(Isolation):
                 "modules (kernel parameter lsm=landlock,...), and a container runtime that lets its calls through."
             )
         self.description = f"Landlock version {abi} and seccomp"
-        self._filter = seccomp.landlock_filter(truncation_mediated=abi >= 3)
+        self._filter = seccomp.program_filter(truncation_mediated=abi >= 3)
         self._ruleset = _create_ruleset(abi)
         system = [path for path in _READABLE if os.path.exists(path)]
         hidden = package_directories(map(os.path.realpath, (*system, *interpreter.paths)))

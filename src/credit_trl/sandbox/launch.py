@@ -10,19 +10,19 @@ import fcntl
 import marshal
 import math
 import os
-import random
 import resource
 import signal
-import socket
 from importlib.resources import files
 
 from credit_trl.sandbox import kernel
 from credit_trl.sandbox.cgroups import MemoryGroup
 from credit_trl.sandbox.interpreter import Interpreter
-from credit_trl.sandbox.protocol import Limits, Program, SandboxError
+from credit_trl.sandbox.protocol import MIB, Limits, Program
 
-_USERS = range(60800, 61184)  # not allocated by Debian, Fedora or systemd
+USER = 60800  # id of the programs of a server that is root; not allocated by Debian, Fedora or systemd
+OWN_TASKS = 1  # of an isolation: bubblewrap has a reaper, process 1 of the namespace
 DEVICES = ("/dev/null", "/dev/random", "/dev/urandom")  # /dev/zero, mapped, is uncounted shared memory
+_FILE_BYTES = 16 * MIB  # of a file that an unprotected program writes; others write none
 _SIGNALS = 256  # queued signals and timers, which hold memory of the kernel
 _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 
@@ -38,16 +38,12 @@ class Isolation:
 
     Attributes:
         description: the tier's name and version.
-        own_tasks: processes that the isolation itself adds to each program.
         counts_own_users: whether the kernel counts the processes of a program apart from all others, so that
             `RLIMIT_NPROC` limits them alone.
-        scratch: directory that a program may write to, if there is one.
     """
 
     description: str
-    own_tasks = 0
     counts_own_users = False
-    scratch: str | None = None
 
     def __init__(self, interpreter: Interpreter) -> None:
         driver = files(__package__).joinpath("driver.py").read_text(encoding="utf-8")
@@ -77,39 +73,8 @@ class Unprotected(Isolation):
         kernel.no_new_privileges()
 
 
-def claim_users(count: int) -> dict[int, socket.socket]:
-    """Claim free unprivileged user ids for the programs of a server that is root.
-
-    Returns by id the socket that holds the claim until it is closed. An id needs no entry in the password file. Each
-    is claimed by binding an abstract Unix socket, which the kernel releases when the server ends in any way. Two
-    trainers in a network namespace thus never share an id: a program could otherwise signal the other's programs, or
-    use up their process limit. Containers with networks of their own do not see each other's claims, so ids are tried
-    from a random one on.
-    """
-    claims: dict[int, socket.socket] = {}
-    start = random.randrange(len(_USERS))
-    for number in (*_USERS[start:], *_USERS[:start]):
-        if len(claims) == count:
-            break
-        claim = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            claim.bind(f"\0credit-trl-sandbox-user-{number}")
-        except OSError:
-            claim.close()
-            continue
-        claims[number] = claim
-    if len(claims) < count:
-        raise SandboxError(
-            f"Only {len(claims)} of {count} user ids ({_USERS.start} to {_USERS.stop - 1}) are free for programs: "
-            "other sandboxes on this machine have the rest. Close them, or open this one with fewer workers."
-        )
-    return claims
-
-
-def start(
-    isolation: Isolation, program: Program, user: int | None, group: MemoryGroup | None
-) -> tuple[int, list[int]]:
-    """Start a process for a program, as `user` if that is not `None`, which needs root, and in a control group.
+def start(isolation: Isolation, program: Program, group: MemoryGroup | None) -> tuple[int, list[int]]:
+    """Start a process for a program, in a control group if there is one; as `USER` if the server is root.
 
     Returns its id, and the ends of the pipes for its standard output, standard error and report.
     """
@@ -126,12 +91,12 @@ def start(
         inherited.append(sealed_file(program.stdin.encode("utf-8", "replace")))
         add_pipe()
         add_pipe()
-        inherited.append(sealed_file(_request(isolation, program, user is not None)))
+        inherited.append(sealed_file(_request(isolation, program)))
         add_pipe()
         inherited += isolation.descriptors(program)
         pid = os.fork()
         if pid == 0:
-            _become_program(isolation, program, inherited, user, group)
+            _become_program(isolation, program, inherited, group)
         return pid, ours
     except BaseException:
         for descriptor in ours:
@@ -142,9 +107,7 @@ def start(
             os.close(descriptor)
 
 
-def _become_program(
-    isolation: Isolation, program: Program, inherited: list[int], user: int | None, group: MemoryGroup | None
-) -> None:
+def _become_program(isolation: Isolation, program: Program, inherited: list[int], group: MemoryGroup | None) -> None:
     """Turn the forked process into the program's. Never returns; an error goes to standard error without a report."""
     try:
         os.setsid()
@@ -159,10 +122,10 @@ def _become_program(
             group.enter()  # needs the server's user
         os.umask(0o077)
         os.chdir("/")
-        if user is not None:
+        if os.geteuid() == 0:
             os.setgroups([])
-            os.setresgid(user, user, user)
-            os.setresuid(user, user, user)
+            os.setresgid(USER, USER, USER)
+            os.setresuid(USER, USER, USER)
         kernel.die_with_parent(signal.SIGKILL)  # after the change of user, which clears it
         if os.getppid() != server:
             os._exit(127)
@@ -187,26 +150,26 @@ def sealed_file(content: bytes) -> int:
     return descriptor
 
 
-def _request(isolation: Isolation, program: Program, has_own_user: bool) -> bytes:
-    limits = resource_limits(program.limits, isolation, has_own_user)
+def _request(isolation: Isolation, program: Program) -> bytes:
+    limits = resource_limits(program.limits, isolation)
     arguments = program.arguments if program.arguments is not None else "[]"
     call = (program.prelude, program.source, program.fn_name, arguments)
     return isolation.driver + marshal.dumps((limits, *call))
 
 
-def resource_limits(limits: Limits, isolation: Isolation, has_own_user: bool) -> list[tuple[int, int, int]]:
+def resource_limits(limits: Limits, isolation: Isolation) -> list[tuple[int, int, int]]:
     """Arguments of the driver's `setrlimit` calls, (resource, soft, hard), at most this process's own hard limits."""
     seconds = math.ceil(limits.cpu_seconds)
     wanted = [
         (resource.RLIMIT_CPU, seconds, seconds + 1),  # SIGXCPU, then SIGKILL
         (resource.RLIMIT_AS, limits.memory_bytes, limits.memory_bytes),
-        (resource.RLIMIT_FSIZE, limits.file_bytes, limits.file_bytes),
+        (resource.RLIMIT_FSIZE, _FILE_BYTES, _FILE_BYTES),
         (resource.RLIMIT_NOFILE, limits.open_files, limits.open_files),
         (resource.RLIMIT_CORE, 0, 0),
         (resource.RLIMIT_SIGPENDING, _SIGNALS, _SIGNALS),
     ]
-    if isolation.counts_own_users or has_own_user:
-        tasks = limits.processes + isolation.own_tasks
+    if isolation.counts_own_users:
+        tasks = limits.processes + OWN_TASKS
         wanted.append((resource.RLIMIT_NPROC, tasks, tasks))
     bounded = []
     for kind, *values in wanted:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from credit_trl.sandbox.protocol import SandboxError
 
-_PAGE = os.sysconf("SC_PAGE_SIZE")
 _TICKS = os.sysconf("SC_CLK_TCK")
-_PIPE_BYTES = 16 * _PAGE  # capacity of a pipe, which programs cannot change
-_SKB_BYTES = 1 << 16  # a socket accepts one more message before its buffer counts as full
 
 
 class ProcessorTimes(NamedTuple):
@@ -25,11 +23,8 @@ class ProcessorTimes(NamedTuple):
 class Usage(NamedTuple):
     """Resource use of a tree of processes."""
 
-    processes: int
     tasks: int  # processes and threads
-    # Memory of all processes, with shared resident pages counted once, page tables, and full pipes and sockets
-    held_bytes: int
-    scratch_files: int
+    held_bytes: int  # memory of all processes: resident pages, swap and page tables
     times: ProcessorTimes
 
 
@@ -43,25 +38,14 @@ def require_supported() -> None:
             )
 
 
-def usage(pid: int, memory_bytes: int, scratch: str | None) -> Usage:
-    """Usage of a process and all its descendants, which may have a scratch directory.
-
-    Resident memory is the sum over the processes. Only if that exceeds `memory_bytes`, the slower count is used in
-    which a page that n processes share counts 1/n (a fork shares all pages of its parent).
-    """
+def usage(pid: int) -> Usage:
+    """Usage of a process and all its descendants."""
     processes = descendants(pid)
-    tasks = sum(map(len, processes.values()))
-    folders = {process: _living(process, threads) for process, threads in processes.items()}
-    kernel = sum(_kibibytes(f"{folder}/status", b"VmPTE", b"VmSwap") for folder in folders.values())
-    kernel += _buffers(folders.values())
-    held = kernel + sum(_resident(folder) for folder in folders.values())
-    if held > memory_bytes and len(processes) > 1:
-        shares = (_kibibytes(f"{folder}/smaps_rollup", b"Pss") or _resident(folder) for folder in folders.values())
-        held = kernel + sum(shares)
-    files = 0
-    if scratch is not None:
-        files = max((_files(folder, scratch) for process, folder in folders.items() if process != pid), default=0)
-    return Usage(len(processes), tasks, held, files, processor_times(processes))
+    return Usage(
+        tasks=sum(map(len, processes.values())),
+        held_bytes=sum(_held(process, threads) for process, threads in processes.items()),
+        times=processor_times(processes),
+    )
 
 
 def processor_times(processes: dict[int, list[str]]) -> ProcessorTimes:
@@ -121,50 +105,8 @@ def _read(path: str) -> bytes:
         return b""
 
 
-def _living(pid: int, threads: Sequence[str]) -> str:
-    """Directory in /proc with a process's memory and descriptors: another thread's if the first one has ended."""
-    own = f"/proc/{pid}"
-    if len(threads) == 1 or _resident(own):
-        return own
-    return next((folder for thread in threads if _resident(folder := f"{own}/task/{thread}")), own)
-
-
-def _kibibytes(path: str, *names: bytes) -> int:
-    """Sum in bytes of lines `Name:  12 kB` of a file, 0 for those that it lacks."""
-    content = _read(path)
-    fields = (content.partition(b"\n" + name + b":")[2].split(None, 1) for name in names)
-    return sum(int(found[0]) * 1024 for found in fields if found)
-
-
-def _resident(folder: str) -> int:
-    """Resident memory in bytes, 0 for an ended process."""
-    fields = _read(f"{folder}/statm").split()
-    return int(fields[1]) * _PAGE if fields else 0
-
-
-def _buffers(folders: Iterable[str]) -> int:
-    """Bytes that the open sockets and pipes of processes, given by their folders in /proc, hold if they are full."""
-    names: set[str] = set()
-    for folder in folders:
-        with contextlib.suppress(OSError):  # the process is gone
-            for descriptor in os.listdir(f"{folder}/fd"):
-                with contextlib.suppress(OSError):  # the descriptor is gone
-                    names.add(os.readlink(f"{folder}/fd/{descriptor}"))
-    sockets = sum(name.startswith("socket:") for name in names)
-    pipes = sum(name.startswith("pipe:") for name in names)
-    return sockets * _socket_bytes() + pipes * _PIPE_BYTES
-
-
-def _socket_bytes() -> int:
-    """Most bytes that a Unix socket whose buffer nobody enlarged holds for its peer."""
-    default = _read("/proc/sys/net/core/wmem_default")
-    return int(default) + _SKB_BYTES if default else 4 * _SKB_BYTES
-
-
-def _files(folder: str, directory: str) -> int:
-    """Number of files in the file system at `directory`, as a process sees it that is given by its folder in /proc."""
-    try:
-        status = os.statvfs(f"{folder}/root{directory}")
-    except OSError:
-        return 0
-    return status.f_files - status.f_ffree
+def _held(pid: int, threads: Sequence[str]) -> int:
+    """Bytes that a process holds, as a thread shows that has not ended; 0 for an ended process."""
+    statuses = (_read(f"/proc/{pid}/task/{thread}/status") for thread in threads)
+    sizes = (sum(map(int, re.findall(rb"^Vm(?:RSS|Swap|PTE):\s+(\d+)", one, re.MULTILINE))) for one in statuses)
+    return 1024 * next(filter(None, sizes), 0)

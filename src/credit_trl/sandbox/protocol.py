@@ -16,7 +16,7 @@ Status = Literal[
     "ok",  # ended by itself: exit status 0 (script), or the function returned (functional call)
     "runtime_error",  # an uncaught exception, a non-zero exit status, a signal, or no return value
     "timeout",  # limit of processor time or wall-clock time
-    "memory",  # MemoryError, or killed because its processes together held more than `memory_bytes`
+    "memory",  # MemoryError, or killed because it held more than `memory_bytes`
     "output_limit",  # more than `output_bytes` on both streams, or an answer of more than `answer_bytes`
     "deadline",  # the batch's deadline came before the program had ended
     "skipped",  # not started: its group had stopped by `skip_group_after` or `failed_group_seconds`
@@ -28,8 +28,7 @@ MIB = 1024 * 1024
 _EXCERPT_CHARACTERS = 4096
 _LARGEST_LIMIT = 1 << 62  # the kernel stores limits as signed longs
 _SMALLEST_MEMORY = 64 * MIB  # for an interpreter to start
-# Between two samples 12 processes on two busy cores can take 135 MiB.
-_SMALLEST_TREE_MEMORY = 192 * MIB
+_OPEN_FILES = range(16, 65)  # for an interpreter to start; full sockets hold 0.3 MiB each, which no limit counts
 
 
 class SandboxError(RuntimeError):
@@ -55,17 +54,14 @@ class Limits:
     """Resource limits of one program.
 
     Args:
-        cpu_seconds: processor time of all the program's processes together, rounded up to whole seconds. The kernel
-            enforces it for each process, the server by samples for all.
+        cpu_seconds: processor time of the program, rounded up to whole seconds.
         wall_seconds: wall-clock time of the program, without the time in which it could run and waited for a
             processor. At the limit its whole process group is killed.
-        memory_bytes: address space of each process (`RLIMIT_AS`), and what all the program's processes hold together,
-            which is sampled: resident memory, page tables, buffers of pipes and sockets. At least 192 MiB, or 64 MiB
-            with one process.
-        processes: processes and threads together, including the interpreter.
-        file_bytes: size of the largest file, and of all scratch files together if there is a scratch directory, which
-            then holds at most one file for each 4 KiB of it.
-        open_files: file descriptors of each process.
+        memory_bytes: address space of the program (`RLIMIT_AS`), and what it holds with page tables, which is sampled;
+            at least 64 MiB.
+        processes: threads of the program, the first one included. An unprotected program may start processes, which
+            count too; their time and memory is sampled.
+        open_files: file descriptors, from 16 to 64.
         output_bytes: standard output and standard error together; also the return value of a functional call.
         answer_bytes: the answer alone: a script's standard output, a functional call's return value, at most
             `output_bytes`. `Outcome.stdout` is cut to it.
@@ -78,7 +74,6 @@ class Limits:
     wall_seconds: float = 12.0
     memory_bytes: int = 1024 * MIB
     processes: int = 16
-    file_bytes: int = 16 * MIB
     open_files: int = 64
     output_bytes: int = 8 * MIB
     answer_bytes: int = _LARGEST_LIMIT - 1  # no limit of its own
@@ -88,13 +83,10 @@ class Limits:
             value = getattr(self, limit.name)
             if not 0 < value < _LARGEST_LIMIT:
                 raise ValueError(f"Limits.{limit.name} must be positive and finite, below 2**62, got {value!r}.")
-        if self.open_files < 16:
-            raise ValueError(f"Limits.open_files must be at least 16, to start an interpreter, got {self.open_files}.")
-        if self.memory_bytes < (_SMALLEST_MEMORY if self.processes == 1 else _SMALLEST_TREE_MEMORY):
-            raise ValueError(
-                f"Limits.memory_bytes must be at least {_SMALLEST_TREE_MEMORY} with several processes, since samples "
-                f"hold no less, and {_SMALLEST_MEMORY} with Limits.processes=1, got {self.memory_bytes}."
-            )
+        if self.open_files not in _OPEN_FILES:
+            raise ValueError(f"Limits.open_files must be from 16 to 64, got {self.open_files}.")
+        if self.memory_bytes < _SMALLEST_MEMORY:
+            raise ValueError(f"Limits.memory_bytes must be at least {_SMALLEST_MEMORY}, got {self.memory_bytes}.")
 
     @property
     def longest_answer(self) -> int:

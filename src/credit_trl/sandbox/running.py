@@ -24,7 +24,6 @@ class RunningProgram:
     Args:
         number: the client's number of the program.
         pipes: descriptors of the pipes from which standard output, standard error and the driver's report are read.
-        user: user id of the process, `None` for the server's own.
         group: control group of its processes, `None` where the server can make none.
         started_at: time at which its process was started.
         began_at: time at which the driver reported that the program begins. Its wall-clock limit counts from here.
@@ -41,7 +40,6 @@ class RunningProgram:
     program: Program
     pid: int
     pipes: Sequence[int]
-    user: int | None
     group: MemoryGroup | None
     started_at: float
     began_at: float | None = None

@@ -4,11 +4,10 @@ Namespaces and Landlock restrict what a system call reaches; the filter restrict
 all. A call that is not listed fails with EPERM. A number newer than the table fails with ENOSYS, so that the C library
 uses an older call. A call of another architecture (32-bit calls on a 64-bit kernel) kills the process.
 
-`namespace_filter` (tier bubblewrap) allows processes and a scratch directory. `landlock_filter` (tier landlock) allows
-neither: not every kernel with Landlock mediates `chmod`, `utime`, extended attributes and signals, so a program there
-starts no processes, signals itself only, and neither changes a file nor reads its attributes.
+Both tiers have the same policy, so that a program has the same outcome in both: it has threads but starts no process,
+signals itself only, and neither changes a file nor reads its extended attributes.
 
-Deliberately absent from both: `socket`, `connect` and `bind` (network namespaces do not cover AF_VSOCK or AF_ALG),
+Deliberately absent: `socket`, `connect` and `bind` (network namespaces do not cover AF_VSOCK or AF_ALG),
 `memfd_create` and System V and POSIX shared memory (no limit counts their memory), `setsid` and `setpgid` (kernels may
 divide processor time by session), `setsockopt` (it enlarges buffers) and `sendmsg` (it hides sockets in sockets),
 `ptrace`, `process_vm_*`, `unshare`, `setns`, `mount` and its successors, `keyctl`, `bpf`, `perf_event_open`,
@@ -24,7 +23,6 @@ import errno
 import fcntl
 import os
 import platform
-import signal
 import socket
 import struct
 import termios
@@ -32,7 +30,7 @@ import termios
 from credit_trl.sandbox.protocol import SandboxError
 
 # Name, number on x86_64, number on aarch64 ("-" if the call does not exist).
-_COMMON = """
+_CALLS = """
 read 0 63; write 1 64; open 2 -; openat 257 56; close 3 57; readv 19 65; writev 20 66;
 pread64 17 67; pwrite64 18 68; preadv 295 69; pwritev 296 70; preadv2 327 286; pwritev2 328 287; lseek 8 62;
 sendfile 40 71; stat 4 -; fstat 5 80; lstat 6 -; newfstatat 262 79; statx 332 291; statfs 137 43; fstatfs 138 44;
@@ -54,23 +52,9 @@ getpgid 121 155; getpgrp 111 -; getsid 124 156; getuid 102 174; geteuid 107 175;
 getresuid 118 148; getresgid 120 150; getgroups 115 158; getrlimit 97 163; setrlimit 160 164; getrusage 98 165;
 getpriority 140 141; sched_getaffinity 204 123; sched_getparam 143 121; sched_getscheduler 145 120;
 sched_get_priority_max 146 125; sched_get_priority_min 147 126; sysinfo 99 179; uname 63 160; getcpu 309 168;
-getrandom 318 278; execve 59 221; wait4 61 260; waitid 247 95; exit 60 93; exit_group 231 94
-"""
-_PROCESSES = """
-fork 57 -; vfork 58 -; kill 62 129; tkill 200 130; tgkill 234 131; rt_sigqueueinfo 129 138; rt_tgsigqueueinfo 297 240
-"""
-_SCRATCH = """
-creat 85 -; mkdir 83 -; mkdirat 258 34; rmdir 84 -; rename 82 -; renameat 264 38; renameat2 316 276; link 86 -;
-linkat 265 37; unlink 87 -; unlinkat 263 35; symlink 88 -; symlinkat 266 36; truncate 76 45; ftruncate 77 46;
-fallocate 285 47; copy_file_range 326 285; chmod 90 -; fchmod 91 52; fchmodat 268 53; utime 132 -; utimes 235 -;
-futimesat 261 -; utimensat 280 88; getxattr 191 8; lgetxattr 192 9; fgetxattr 193 10; listxattr 194 11;
-llistxattr 195 12; flistxattr 196 13
-"""
-_CHECKED = """
-clone 56 220; close_range 436 436; ioctl 16 29; fcntl 72 25; prctl 157 167; prlimit64 302 261; socketpair 53 199;
-clone3 435 435;
-sendto 44 206; recvfrom 45 207; recvmsg 47 212; recvmmsg 299 243; getsockopt 55 209;
-kill 62 129; tgkill 234 131; open 2 -; openat 257 56; mmap 9 222; madvise 28 233; rt_sigaction 13 134
+getrandom 318 278; execve 59 221; wait4 61 260; waitid 247 95; exit 60 93; exit_group 231 94;
+clone 56 220; clone3 435 435; close_range 436 436; ioctl 16 29; fcntl 72 25; prctl 157 167; prlimit64 302 261;
+socketpair 53 199; kill 62 129; tgkill 234 131
 """
 _NEWEST = 450  # larger numbers are newer than the table
 
@@ -104,62 +88,41 @@ _MADV_PAGEOUT = 21
 _SOCKET_OPTIONS = (3, 4, 7, 8, 30, 38, 39)
 _PRCTL_OPTIONS = (15, 16)  # PR_SET_NAME, PR_GET_NAME
 
-# Placeholder of the program's own process id in the Landlock policy; see `with_process_id`.
+# Placeholder of the program's own process id; see `with_process_id`.
 _PROCESS_ID = 0x5AFEC0DE
 
 
-def syscall_numbers(table: str, machine: str) -> dict[str, int]:
-    """Numbers by name of the calls of a table that exist on `machine` (`"x86_64"`, `"aarch64"`)."""
+def syscall_numbers(machine: str) -> dict[str, int]:
+    """Numbers by name of the listed calls that exist on `machine` (`"x86_64"`, `"aarch64"`)."""
     column = 1 + _AUDIT_ARCH[machine][1]
-    rows = [row.split() for row in table.split(";")]
+    rows = [row.split() for row in _CALLS.split(";")]
     return {row[0]: int(row[column]) for row in rows if row[column] != "-"}
 
 
-def namespace_filter(machine: str | None = None) -> bytes:
-    """Policy for programs inside namespaces, as `struct sock_filter[]`: no network, no new namespaces or sessions.
-
-    SIGCHLD keeps its default action: a parent that ignores it never gets the processor time of its ended children.
-    """
-    checks = _argument_checks() | {
-        # Neither new namespaces, nor threads with descriptors of their own, which would not be counted.
-        "clone": [
-            *_require(0, _CLONE_NAMESPACES, 0),
-            *_require(0, _CLONE_THREAD | _CLONE_FILES, 0, _CLONE_FILES, _CLONE_THREAD | _CLONE_FILES),
-        ],
-        # For SIGCHLD the pointer to the new action must be null, which only asks for the action.
-        "rt_sigaction": [
-            *(_load(0), (_JUMP_EQUAL, 1, 0, signal.SIGCHLD), _ALLOW),
-            *_require(1, _WHOLE, 0),
-            *_require(1, _WHOLE, 0, high=True),
-        ],
-    }
-    return _assemble(machine or platform.machine(), ";".join((_COMMON, _PROCESSES, _SCRATCH)), checks)
-
-
-def landlock_filter(machine: str | None = None, *, truncation_mediated: bool = True) -> bytes:
-    """Policy for programs restricted by Landlock: threads but no processes, signals to itself only, no file changes.
+def program_filter(machine: str | None = None, *, truncation_mediated: bool = True) -> bytes:
+    """The policy as `struct sock_filter[]`: threads but no processes, signals to itself only, no file changes.
 
     The process must complete the result with its own id, see `with_process_id`. A Landlock older than version 3
     (`truncation_mediated=False`) lets a program that may only read a file truncate it, so the filter refuses O_TRUNC.
     """
-    checks = _argument_checks() | {
-        "clone": _require(0, _CLONE_THREAD | _CLONE_FILES, _CLONE_THREAD | _CLONE_FILES),
-        "kill": _require(0, _WHOLE, _PROCESS_ID),
-        "tgkill": _require(0, _WHOLE, _PROCESS_ID),
-    }
+    checks = _argument_checks()
     if not truncation_mediated:
         checks |= {"open": _require(1, os.O_TRUNC, 0), "openat": _require(2, os.O_TRUNC, 0)}
-    return _assemble(machine or platform.machine(), _COMMON, checks)
+    return _assemble(machine or platform.machine(), checks)
 
 
 def with_process_id(program: bytes, process_id: int) -> bytes:
-    """The result of `landlock_filter` for the process with this id."""
+    """The result of `program_filter` for the process with this id."""
     return program.replace(struct.pack("<I", _PROCESS_ID), struct.pack("<I", process_id))
 
 
 def _argument_checks() -> dict[str, list[Instruction]]:
     """Instructions by the name of a call, which is allowed unless one of them refuses it."""
+    thread = _CLONE_THREAD | _CLONE_FILES  # neither a process, nor a thread with descriptors of its own
     return {
+        "clone": _require(0, thread | _CLONE_NAMESPACES, thread),
+        "kill": _require(0, _WHOLE, _PROCESS_ID),
+        "tgkill": _require(0, _WHOLE, _PROCESS_ID),
         "ioctl": _require(1, _WHOLE, *_IOCTL_REQUESTS),
         "fcntl": _require(1, _WHOLE, *_FCNTL_COMMANDS),
         "prctl": _require(0, _WHOLE, *_PRCTL_OPTIONS),
@@ -181,24 +144,24 @@ def _argument_checks() -> dict[str, list[Instruction]]:
     }
 
 
-def _load(index: int, high: bool = False) -> Instruction:
-    """Load the low word of an argument, which comes first (little-endian), or the high one."""
-    return (_LOAD, 0, 0, 16 + 8 * index + 4 * high)
+def _load(index: int) -> Instruction:
+    """Load the low word of an argument, which comes first (little-endian)."""
+    return (_LOAD, 0, 0, 16 + 8 * index)
 
 
-def _require(index: int, mask: int, *values: int, high: bool = False) -> list[Instruction]:
-    """Refuse the call unless the masked bits of an argument's word are one of these values."""
+def _require(index: int, mask: int, *values: int) -> list[Instruction]:
+    """Refuse the call unless the masked bits of an argument's low word are one of these values."""
     jumps = [(_JUMP_EQUAL, len(values) - position, 0, value) for position, value in enumerate(values)]
-    return [_load(index, high), (_AND, 0, 0, mask), *jumps, _REFUSE]
+    return [_load(index), (_AND, 0, 0, mask), *jumps, _REFUSE]
 
 
-def _assemble(machine: str, table: str, checks: dict[str, list[Instruction]]) -> bytes:
+def _assemble(machine: str, checks: dict[str, list[Instruction]]) -> bytes:
     """Assemble the checked calls and then the list: the kernel caches constant answers, and filters the others."""
     if machine not in _AUDIT_ARCH:
         raise SandboxError(
             f"The system call filter knows {', '.join(_AUDIT_ARCH)}, not {machine}. Use a remote sandbox."
         )
-    numbers = syscall_numbers(_CHECKED, machine)
+    numbers = syscall_numbers(machine)
     program: list[Instruction] = [
         (_LOAD, 0, 0, 4),
         (_JUMP_EQUAL, 1, 0, _AUDIT_ARCH[machine][0]),
@@ -210,7 +173,7 @@ def _assemble(machine: str, table: str, checks: dict[str, list[Instruction]]) ->
     for name, block in checks.items():
         if name in numbers:  # newer architectures have no `open`
             program += [(_JUMP_EQUAL, 0, len(block) + 1, numbers[name]), *block, _ALLOW]
-    for name, number in syscall_numbers(table, machine).items():
+    for name, number in numbers.items():
         if name not in checks:
             program += [(_JUMP_EQUAL, 0, 1, number), _ALLOW]
     program.append(_REFUSE)

@@ -36,30 +36,26 @@ from credit_trl.sandbox.cgroups import MemoryGroup, delegated_group, remove_grou
 from credit_trl.sandbox.frames import Channel
 from credit_trl.sandbox.interpreter import find_interpreter, public_copy
 from credit_trl.sandbox.landlock import Landlock
-from credit_trl.sandbox.launch import Isolation, Unprotected, claim_users, start
+from credit_trl.sandbox.launch import OWN_TASKS, Isolation, Unprotected, start
 from credit_trl.sandbox.protocol import Limits, Program, SandboxError, Status
 from credit_trl.sandbox.running import RunningProgram
 
 ISOLATIONS = {"bubblewrap": Bubblewrap, "landlock": Landlock, "unprotected": Unprotected}
 
 _SAMPLE_SECONDS = 0.05
-# Of a program with more than two processes, whose memory together the kernel does not limit.
-_TREE_SAMPLE_SECONDS = 0.01
 _IDLE_SECONDS = 1.0  # interval at which a server without programs checks that its parent lives
 _START_SECONDS = 30.0  # for the process of a program to start on a busy machine
 _CHUNK = 1 << 16
 _OWN_DESCRIPTORS = 96  # of the server itself, and those between a fork and the start of a program
-_BYTES_PER_FILE = 4096  # empty files take memory too, which no limit of the kernel counts
 
 
 class Server:
-    """Runs one program for each entry of `users`, the id of the user that it runs as or `None`."""
+    """Runs the programs of a client."""
 
-    def __init__(self, channel: Channel, isolation: Isolation, users: list[int | None]) -> None:
+    def __init__(self, channel: Channel, isolation: Isolation) -> None:
         self.channel = channel
         self.isolation = isolation
         self.groups = delegated_group()  # in which it makes one for each program
-        self.free_users = users
         self.runs: dict[int, RunningProgram] = {}  # by process id
         self.by_descriptor: dict[int, RunningProgram] = {}
         self.poll = select.epoll()
@@ -91,20 +87,16 @@ class Server:
 
     def _start(self, number: int, fields: dict[str, Any]) -> None:
         program = Program(**{**fields, "limits": Limits(**fields["limits"])})
-        user = self.free_users.pop()
         group: MemoryGroup | None = None
         if self.groups is not None:
-            # Files of the scratch directory count as memory there.
-            scratch_bytes = program.limits.file_bytes if self.isolation.scratch is not None else 0
             with contextlib.suppress(OSError):  # samples limit its memory
-                group = MemoryGroup(self.groups, program.limits.memory_bytes + scratch_bytes)
+                group = MemoryGroup(self.groups, program.limits.memory_bytes)
         try:
-            pid, pipes = start(self.isolation, program, user, group)
+            pid, pipes = start(self.isolation, program, group)
         except OSError as error:
-            self.free_users.append(user)
             self.channel.send({"failed": number, "reason": f"{type(error).__name__}: {error}"})
             return
-        run = RunningProgram(number, program, pid, pipes, user, group, time.monotonic())
+        run = RunningProgram(number, program, pid, pipes, group, time.monotonic())
         self.runs[pid] = run
         for descriptor in pipes:
             self.by_descriptor[descriptor] = run
@@ -166,19 +158,15 @@ class Server:
                 self._kill(run, "timeout" if began else None, limit)
 
     def _check_usage(self, run: RunningProgram, limits: Limits) -> None:
-        usage = observe.usage(run.pid, limits.memory_bytes, self.isolation.scratch)
+        usage = observe.usage(run.pid)
         run.add_times(usage.times, time.monotonic())
-        is_tree = usage.processes > 2 + self.isolation.own_tasks
-        run.next_sample = time.monotonic() + (_TREE_SAMPLE_SECONDS if is_tree else _SAMPLE_SECONDS)
-        files = limits.file_bytes // _BYTES_PER_FILE
+        run.next_sample = time.monotonic() + _SAMPLE_SECONDS
         if usage.held_bytes > limits.memory_bytes:
             self._kill(run, "memory", f"more than {limits.memory_bytes} bytes of memory")
         elif run.cpu_seconds > math.ceil(limits.cpu_seconds):
             self._kill(run, "timeout", f"more than {limits.cpu_seconds:g} seconds of processor time")
-        elif usage.tasks > limits.processes + self.isolation.own_tasks + 1:
+        elif usage.tasks > limits.processes + OWN_TASKS + 1:
             self._kill(run, "runtime_error", f"more than {limits.processes} processes and threads")
-        elif usage.scratch_files > files:
-            self._kill(run, "runtime_error", f"more than {files} files in the scratch directory")
 
     def _kill(self, run: RunningProgram, status: Status | None, reason: str) -> None:
         """Kill the program's process group. With namespaces the kernel also ends all other processes in them."""
@@ -211,7 +199,6 @@ class Server:
             if run.group.has_killed():
                 self._kill(run, "memory", f"more than {run.program.limits.memory_bytes} bytes of memory")
             run.group.remove()
-        self.free_users.append(run.user)
         self.channel.send(run.answer(exit_code, time.monotonic()))
 
     def _kill_orphans(self) -> None:
@@ -276,7 +263,6 @@ def main(tier: str, workers: int) -> None:
         if os.geteuid() == 0:
             interpreter = public_copy(interpreter)
         isolation = ISOLATIONS[tier](interpreter)
-        claims = claim_users(workers) if os.geteuid() == 0 else {}  # until this process ends
     except (SandboxError, OSError) as error:
         channel.send({"refused": str(error)})
         channel.flush()
@@ -285,4 +271,4 @@ def main(tier: str, workers: int) -> None:
     description = f"{isolation.description}, Python {interpreter.version}"
     channel.send({"ready": {"description": description, "pid": os.getpid()}})
     channel.flush()
-    Server(channel, isolation, list(claims) or [None] * workers).serve()
+    Server(channel, isolation).serve()

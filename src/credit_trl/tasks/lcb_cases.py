@@ -1,8 +1,6 @@
 """Tests of a programming problem: the verifier's form, the hub's encoding, and the comparison of outputs.
 
-Outputs are compared by the rules of LiveCodeBench's own checker. Standard outputs are stripped and split into lines at
-line feeds, and the lines are stripped. They are the same if they have as many lines, and each pair is equal as text or
-token by token as decimal numbers. Return values are the same if they are equal as Python values.
+Outputs are compared by the rules of LiveCodeBench's own checker.
 """
 
 from __future__ import annotations
@@ -17,10 +15,9 @@ from decimal import Decimal, InvalidOperation
 from typing import Any
 
 LARGEST = 1 << 30  # bytes of unpacked tests; a few packed kilobytes could unpack to gigabytes
+FIELDS = ("inputs", "outputs", "testtype", "fn_name", "time_limit")  # of an answer
 
-_FIELDS = ("inputs", "outputs", "testtype", "fn_name", "time_limit")  # of an answer
 _DIGITS = 4300  # largest number of digits of an integer that `int` reads by default
-
 # Opcodes of `pickle.dumps("...")` in the protocols 0 to 5.
 _TEXT = {"UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"}
 _AROUND_IT = {"PROTO", "FRAME", "MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT", "STOP"}
@@ -30,56 +27,58 @@ _AROUND_IT = {"PROTO", "FRAME", "MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT", "STOP
 class Cases:
     """Tests of one problem: `inputs[i]` and `outputs[i]` belong together.
 
-    Inputs are texts on standard input, and outputs what a program prints. With `fn_name`, the function to call, they
-    are arguments as JSON, one per line, and return values as JSON. `time_limit` is in seconds per test.
+    Inputs are texts on standard input, and outputs what a program prints. If `testtype` is `"functional"`, inputs are
+    arguments of the function `fn_name` as JSON, one per line, and outputs return values as JSON. `time_limit` is in
+    seconds per test.
     """
 
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-    fn_name: str | None
+    inputs: list[str]
+    outputs: list[str]
+    testtype: str
+    fn_name: str
     time_limit: float
 
-    def __len__(self) -> int:
-        return len(self.inputs)
-
     @property
-    def arguments(self) -> list[str]:
-        """Arguments of the functional tests, each as the JSON text of an array."""
-        return [f"[{', '.join(given.split(chr(10)))}]" for given in self.inputs]
+    def is_functional(self) -> bool:
+        return self.testtype == "functional"
 
 
 def parse_answer(answer: str | dict[str, Any]) -> Cases:
     """Read an `answer` of the data set, as JSON text or as an object; the `ValueError` names the wrong field."""
     try:
         data = json.loads(answer) if isinstance(answer, str) else answer
-        inputs, outputs, kind, fn_name, limit = (data.get(field) for field in _FIELDS)
-    except (ValueError, RecursionError, AttributeError) as error:
-        shown = f"{', '.join(_FIELDS)}, or its JSON text, got {answer!r:.100}"
+        cases = Cases(*(data[field] for field in FIELDS))
+    except (ValueError, RecursionError, TypeError, KeyError) as error:
+        shown = f"{', '.join(FIELDS)}, or its JSON text, got {answer!r:.100}"
         raise ValueError(f"A code answer is an object with {shown}.") from error
-    problem = None
-    if not _are_texts(inputs) or not _are_texts(outputs) or len(inputs) != len(outputs) or not inputs:
+    given, expected = cases.inputs, cases.outputs
+    if not _are_texts(given) or not _are_texts(expected) or len(given) != len(expected):
         problem = "`inputs` and `outputs` are lists of texts with the same length, 1 or more"
-    elif isinstance(limit, bool) or not isinstance(limit, int | float) or not 0 < limit < 3600:
-        problem = f"`time_limit` is a number of seconds, got {limit!r}"
-    elif kind not in ("stdin", "functional"):
-        problem = f"`testtype` is 'stdin' or 'functional', got {kind!r}"
-    elif kind == "functional" and not (isinstance(fn_name, str) and fn_name.isidentifier()):
-        problem = f"`fn_name` is the name of the function that is tested, got {fn_name!r}"
+    elif not isinstance(cases.time_limit, int | float) or not 0 < cases.time_limit < 3600:
+        problem = f"`time_limit` is a number of seconds, got {cases.time_limit!r}"
+    elif cases.testtype not in ("stdin", "functional"):
+        problem = f"`testtype` is 'stdin' or 'functional', got {cases.testtype!r}"
+    elif cases.is_functional and not str(cases.fn_name).isidentifier():
+        problem = f"`fn_name` is the name of the function that is tested, got {cases.fn_name!r}"
+    else:
+        problem = _problem_of_json(cases) if cases.is_functional else None
     if problem is not None:
         raise ValueError(f"A code answer's {problem}.")
-    if kind == "stdin":
-        return Cases(tuple(inputs), tuple(outputs), None, float(limit))
-    for index, (given, expected) in enumerate(zip(inputs, outputs, strict=True)):
+    return cases
+
+
+def _are_texts(values: Any) -> bool:
+    return isinstance(values, list) and values != [] and all(isinstance(value, str) for value in values)
+
+
+def _problem_of_json(cases: Cases) -> str | None:
+    for index, (given, expected) in enumerate(zip(cases.inputs, cases.outputs, strict=True)):
         try:
             for line in (*given.split("\n"), expected):
                 json.loads(line, parse_int=_exact_integer)
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"Functional test {index} is not JSON, one argument per line: {error}") from error
-    return Cases(tuple(inputs), tuple(outputs), fn_name, float(limit))
-
-
-def _are_texts(values: Any) -> bool:
-    return isinstance(values, list | tuple) and all(isinstance(value, str) for value in values)
+            return f"functional test {index} is not JSON, one argument per line: {error}"
+    return None
 
 
 def answer_of(cases: Sequence[dict[str, Any]], fn_name: str, time_limit: float) -> str:
@@ -88,9 +87,9 @@ def answer_of(cases: Sequence[dict[str, Any]], fn_name: str, time_limit: float) 
     if len(kinds) != 1:
         raise ValueError(f"The tests of a problem need one `testtype`, got {', '.join(kinds) or 'no tests'}.")
     inputs, outputs = ([case[key] for case in cases] for key in ("input", "output"))
-    answer = dict(zip(_FIELDS, (inputs, outputs, kinds[0], fn_name, time_limit), strict=True))
+    answer = json.dumps(dict(zip(FIELDS, (inputs, outputs, kinds[0], fn_name, time_limit), strict=True)))
     parse_answer(answer)
-    return json.dumps(answer)
+    return answer
 
 
 def decode_cases(text: str) -> list[Any]:
@@ -99,10 +98,7 @@ def decode_cases(text: str) -> list[Any]:
     The pickle is never loaded. Its opcodes are read one by one, and it is refused unless it consists of one text.
     """
     try:
-        try:
-            cases = json.loads(text)
-        except ValueError:
-            cases = json.loads(_pickled_text(_unpacked(text)))
+        cases = json.loads(text if text.lstrip().startswith("[") else _pickled_text(_unpacked(text)))
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
     if not isinstance(cases, list):
@@ -125,13 +121,11 @@ def _pickled_text(data: bytes) -> str:
     """The only text of a pickle, without loading it."""
     texts: list[str] = []
     for opcode, argument, _ in pickletools.genops(data):
-        if opcode.name in _TEXT:
+        if opcode.name in _TEXT and not texts:
             texts.append(argument)
         elif opcode.name not in _AROUND_IT:
             raise ValueError(f"a pickle of tests must be a single text, got the opcode {opcode.name}")
-    if len(texts) != 1:
-        raise ValueError(f"a pickle of tests must be a single text, got {len(texts)} texts")
-    return texts[0]
+    return "".join(texts)
 
 
 def _exact_integer(digits: str) -> int | tuple[str]:
@@ -140,9 +134,13 @@ def _exact_integer(digits: str) -> int | tuple[str]:
 
 
 def same_output(printed: str, expected: str) -> bool:
-    """Whether a program's standard output is the expected one."""
-    printed_lines, expected_lines = _lines(printed), _lines(expected)
-    return len(printed_lines) == len(expected_lines) and all(map(_same_line, printed_lines, expected_lines))
+    """Whether a program's standard output is the expected one.
+
+    Both are stripped and split into lines at line feeds, and the lines are stripped. There are as many lines, and each
+    pair is equal as text or token by token as decimal numbers.
+    """
+    ours, theirs = ([line.strip() for line in text.strip().split("\n")] for text in (printed, expected))
+    return len(ours) == len(theirs) and all(map(_same_line, ours, theirs))
 
 
 def same_return_value(returned: str, expected: str) -> bool:
@@ -159,17 +157,11 @@ def same_return_value(returned: str, expected: str) -> bool:
         return False
 
 
-def _lines(text: str) -> list[str]:
-    return [line.strip() for line in text.strip().split("\n")]
-
-
 def _same_line(printed: str, expected: str) -> bool:
     if printed == expected:
         return True
-    tokens, wanted = printed.split(), expected.split()
-    if len(tokens) != len(wanted):
-        return False
     try:
-        return all(Decimal(token) == Decimal(other) for token, other in zip(tokens, wanted, strict=True))
-    except (InvalidOperation, ValueError):  # not a number, or a signalling NaN
+        pairs = zip(printed.split(), expected.split(), strict=True)
+        return all(Decimal(token) == Decimal(other) for token, other in pairs)
+    except (InvalidOperation, ValueError):  # not a number, a signalling NaN, or another number of tokens
         return False

@@ -20,15 +20,12 @@ CUT_OFF = (
     "Response Cut Off: the response reached the maximum length before it was finished. Give a shorter response that "
     "ends with the whole program."
 )
-
 ERRORS = {
     "runtime_error": "Runtime Error",
     "memory": "Memory Limit Exceeded",
     "output_limit": "Output Limit Exceeded",
 }
 HEADINGS = {"wrong": "Wrong Answer", "timeout": "Time Limit Exceeded", **ERRORS}
-
-_FRAME = re.compile(r'^ +File "([^"]*)", line (\d+)(?:, in (.*))?$')
 
 
 @dataclass(frozen=True)
@@ -60,21 +57,20 @@ def feedback(cases: Cases, results: Sequence[Result], truncated: bool = False) -
     def length(index: int) -> int:
         return len(cases.inputs[index]) + results[index].length + len(cases.outputs[index])
 
-    statuses = [result.status for result in results]
-    wrong = sorted((index for index, status in enumerate(statuses) if status == "wrong"), key=length)
-    errors = [index for index, status in enumerate(statuses) if status in ERRORS]
-    timeouts = [index for index, status in enumerate(statuses) if status == "timeout"]
-    shown = [*wrong[:1], *errors[:1], *timeouts[:1], *wrong[1:]][:SHOWN_FAILURES]
-    if not shown:
-        return None
+    def with_status(*statuses: str) -> list[int]:
+        return [index for index, result in enumerate(results) if result.status in statuses]
+
+    wrong = sorted(with_status("wrong"), key=length)
+    shown = [*wrong[:1], *with_status(*ERRORS)[:1], *with_status("timeout")[:1], *wrong[1:]][:SHOWN_FAILURES]
     failures = [_failure(index, cases, results[index]) for index in sorted(shown)]
-    return _cut("\n\n".join([CUT_OFF, *failures] if truncated else failures), TOTAL)
+    if truncated and failures:
+        failures.insert(0, CUT_OFF)
+    return _cut("\n\n".join(failures), TOTAL) or None
 
 
 def _failure(index: int, cases: Cases, result: Result) -> str:
-    lines = [f"Test {index + 1}: {HEADINGS[result.status]}"]
-    if result.status == "timeout":
-        lines[0] += f" ({cases.time_limit:g} seconds)"
+    seconds = f" ({cases.time_limit:g} seconds)" if result.status == "timeout" else ""
+    lines = [f"Test {index + 1}: {HEADINGS[result.status]}{seconds}"]
     if result.status in ERRORS:
         lines.append(short_error(result.error))
     lines.append(_shown("Input", cases.inputs[index]))
@@ -96,14 +92,14 @@ def short_error(traceback: str) -> str:
     """
     frames, exception = [], []
     for line in traceback.split("\n"):
-        if match := _FRAME.match(line):
+        if match := re.match(r' +File "([^"]*)", line (\d+)(?:, in (.*))?$', line):
             file, number, function = match.groups()
             inside = "" if function in (None, "<module>") else f" in {function}"
             frames.append(f"Line {number}{inside} ({file})")
             exception = []
         elif frames and line.startswith("    ") and not exception:
             frames[-1] += f"\n    {_cut(line)}"
-        elif line != "Traceback (most recent call last):" and not re.match(r"  \.\.\. \d+ more \.\.\.$", line):
+        elif not re.match(r"Traceback \(most recent call last\):$|  \.\.\. \d+ more \.\.\.$", line):
             exception.append(line)
     return "\n".join([_cut("\n".join(exception)), *reversed(frames[-FRAMES:])]).strip()
 

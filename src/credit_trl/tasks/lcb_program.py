@@ -9,14 +9,13 @@ from __future__ import annotations
 import functools
 import importlib
 import re
-from dataclasses import dataclass
 
-LANGUAGE = re.compile(r"((python|py)[\d.]*)?")
+_PYTHON = re.compile(r"((python|py)[\d.]*)?")  # languages of blocks that can be the program
 _MARKS = re.compile(r"`{3,}")
 _NAME = r"\w+(?:[.-]\w+)*[+#]*"
-# After a fence at the start of a line: nothing, a language, or a language and attributes.
+# After a fence at the start of a line: nothing, a language, or a language and attributes. After prose: a language.
 _INFO = re.compile(rf"({_NAME})(?:[\s:{{][^`]*)?|\s+({_NAME})\s*|(?:\{{[^`]*)?\s*")
-_INFO_BEHIND_PROSE = re.compile(rf"({_NAME})?\s*")
+_INFO_AFTER_PROSE = re.compile(rf"({_NAME})?()\s*")
 
 # LiveCodeBench runs `from ... import *` of these modules in this order before each program, so that later names win,
 # and then `import` of all but the last two.
@@ -40,64 +39,48 @@ def find_program(response: str) -> str | None:
     back-quotes directly after the last line of code. A block that is never closed does not count: the response was cut
     off inside it, or another Python block was begun.
     """
-    blocks = [block for block in _fenced_blocks(response) if LANGUAGE.fullmatch(block[0]) and block[1].strip()]
+    blocks = [block for block in _fenced_blocks(response) if _PYTHON.fullmatch(block[0]) and block[1].strip()]
     _, program = max(reversed(blocks), key=lambda block: (block[0] != "", len(block[1])), default=("", None))
     return program
-
-
-@dataclass(frozen=True)
-class _Fence:
-    """Opening fence of a block: its back-quotes, its language in lower case, and its column."""
-
-    marks: str
-    language: str
-    column: int
 
 
 def _fenced_blocks(response: str) -> list[tuple[str, str]]:
     """Language (lower case) and code of each closed block, in order."""
     blocks: list[tuple[str, str]] = []
-    fence: _Fence | None = None
+    fence = None
     code: list[str] = []
     for line in response.replace("\r\n", "\n").split("\n"):
         if fence is None:
-            fence, code = _opening(line), []
-        elif line.lstrip().startswith(fence.marks):
-            closes, following = _closing(line)
-            if closes:
-                blocks.append((fence.language, _unindented(code, fence.column)))
-            fence, code = following, []
-        elif line.rstrip().endswith(fence.marks):
-            blocks.append((fence.language, _unindented([*code, line.rstrip().rstrip("`")], fence.column)))
+            fence = _opening(line)
+            code = []
+            continue
+        marks, language, column = fence
+        if line.lstrip().startswith(marks):
+            following = _opening(line)
+            is_named = following is not None and following[1] != ""
+            is_python = is_named and _PYTHON.fullmatch(following[1])
+            if not is_python:  # a fence of Python abandons the open block
+                blocks.append((language, _unindented(code, column)))
+                is_named = is_named and line.rstrip().lower().endswith(following[0] + following[1])  # else prose
+            fence = following if is_named else None
+            code = []
+        elif line.rstrip().endswith(marks):
+            blocks.append((language, _unindented([*code, line.rstrip().rstrip("`")], column)))
             fence = None
         else:
             code.append(line)
     return blocks
 
 
-def _opening(line: str) -> _Fence | None:
-    """The fence with which a line opens a block, if any. Pairs of fences in a line are code inside prose."""
+def _opening(line: str) -> tuple[str, str, int] | None:
+    """Back-quotes, language and column of the fence with which a line opens a block, if any."""
     runs = list(_MARKS.finditer(line))
-    if len(runs) % 2 == 0:
+    if len(runs) % 2 == 0:  # pairs of fences in a line are code inside prose
         return None
     last = runs[-1]
-    form = _INFO_BEHIND_PROSE if line[: last.start()].strip() else _INFO
+    form = _INFO_AFTER_PROSE if line[: last.start()].strip() else _INFO
     info = form.fullmatch(line, last.end())
-    return info and _Fence(last[0], next(filter(None, info.groups()), "").lower(), last.start())
-
-
-def _closing(line: str) -> tuple[bool, _Fence | None]:
-    """Whether a line that starts with the fence of an open block closes that block, and the fence that it opens.
-
-    A fence of a Python block abandons the open one, a fence of another language follows it. Other text is prose.
-    """
-    opening = _opening(line)
-    if opening is None or not opening.language:
-        return True, None
-    if LANGUAGE.fullmatch(opening.language):
-        return False, opening
-    is_prose = not line.rstrip().lower().endswith(opening.marks + opening.language)
-    return True, None if is_prose else opening
+    return info and (last[0], (info[1] or info[2] or "").lower(), last.start())
 
 
 def _unindented(code: list[str], column: int) -> str:
@@ -116,9 +99,9 @@ def prelude_for(source: str) -> str:
     words = set(re.findall(r"[^\W\d]\w*", source))
     gets_all = bool(words & {"exec", "eval", "globals", "locals", "vars"})
     modules = [module for module in _STARRED if gets_all or words & _public_names(module)]
-    lines = [f"from {module} import *" for module in modules]
-    lines += [f"import {module}" for module in modules if module not in ("builtins", "typing")]
-    return _ALWAYS + "".join(f"{line}\n" for line in lines)
+    lines = [f"from {module} import *\n" for module in modules]
+    lines += [f"import {module}\n" for module in modules if module not in ("builtins", "typing")]
+    return _ALWAYS + "".join(lines)
 
 
 @functools.cache

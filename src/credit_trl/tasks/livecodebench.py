@@ -28,7 +28,7 @@ from credit_trl.tasks.lcb_cases import Cases, answer_of, decode_cases, parse_ans
 from credit_trl.tasks.lcb_feedback import CUT_OFF, WRONG_FORMAT, Result, feedback
 from credit_trl.tasks.lcb_program import find_program, prelude_for
 from credit_trl.tasks.records import Row, dataset_of, hub_rows, read_rows
-from credit_trl.tasks.task import BATCH_SECONDS, response_text
+from credit_trl.tasks.task import BATCH_SECONDS, PROMPTS, response_text
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -52,12 +52,7 @@ COSTLY = ("timeout", "output_limit", "memory")
 FAILED_SECONDS = 30.0
 DEBUG_BYTES = 8 << 20  # limit of a program's output besides its answer
 
-PROMPT = """\
-You are a coding expert. Read the problem below and write a correct Python program that passes all of its tests. Each \
-test may take {time_limit} seconds. You may think first; then give the whole program in one fenced code block that \
-starts with ```python.
-
-{problem}"""
+PROMPT = PROMPTS.joinpath("livecodebench.txt").read_text("utf-8")
 STDIN_FORM = "The program reads its input from standard input and writes its answer to standard output."
 FUNCTION_FORM = (
     "The program completes this starter code, which is then called by the tests:\n```python\n{starter}\n```"
@@ -86,10 +81,6 @@ def build(
         since, until: ISO dates; contests with `since <= date < until` are kept, by default the paper's 131 problems.
         seed: seed of the draw of training tests.
         hub: hub repository, or a local folder in its layout.
-
-    Raises:
-        ValueError: an unknown split or release, an invalid date, no rows left, or a malformed row, named with its
-            file and field; also private tests that are a pickle of anything but one text.
     """
     if split not in ("train", "test"):
         raise ValueError(f"LiveCodeBench has no split {split!r}; use train (half the tests) or test (all tests).")
@@ -99,16 +90,14 @@ def build(
         first, end = date.fromisoformat(since), date.fromisoformat(until)
     except (TypeError, ValueError) as error:
         raise ValueError(f"`since` and `until` are dates such as '2025-02-01', got {since!r}, {until!r}.") from error
-    seen: set[str] = set()
-    problems = []
+    problems: dict[str, dict[str, Any]] = {}
     for row in _rows(path, release, hub):
         if first <= _contest_date(row) < end:
-            identity = row.text("question_id")
-            if identity in seen:
-                raise row.error("question_id", f"{identity!r} occurs before")
-            seen.add(identity)
-            problems.append(_problem(row, identity, split, seed))
-    return dataset_of(problems, f"livecodebench:{release} {split}")
+            problem = _problem(row, split, seed)
+            if problem["id"] in problems:
+                raise row.error("question_id", f"{row['question_id']!r} occurs before")
+            problems[problem["id"]] = problem
+    return dataset_of(problems.values(), f"livecodebench:{release} {split}")
 
 
 def verify(
@@ -129,52 +118,43 @@ def reward(
     """Grade a batch of responses, with all tests of all programs in one sandbox batch; for `reward_funcs`.
 
     The reward is 1 if the program passes all tests, else 0. It is `None` if no test failed but `BATCH_SECONDS`, or the
-    deadline of the call, passed before all had ended.
-
-    The metrics are `pass_fraction` (of all tests; skipped ones count as failed) and `answer_format` (whether a program
-    was found).
+    deadline of the call, passed before all had ended. The metrics are `pass_fraction` (of all tests; skipped ones
+    count as failed) and `answer_format` (whether a program was found).
 
     Args:
         answer: `{"inputs": [...], "outputs": [...], "testtype": "stdin" or "functional", "fn_name": name,
             "time_limit": seconds}`, as JSON text or as an object. Outputs stay in this process.
         sandbox: runs the programs; by default one that is opened at the first call and kept (`choose_sandbox`).
     """
-    cases_of = {text: parse_answer(text) for text in {text for text in answer if isinstance(text, str)}}
-    graded_by = [cases_of[gold] if isinstance(gold, str) else parse_answer(gold) for gold in answer]
-    flags = [False] * len(completions) if truncated is None else truncated
+    parsed = {text: parse_answer(text) for text in {text for text in answer if isinstance(text, str)}}
+    graded_by = [parsed[gold] if isinstance(gold, str) else parse_answer(gold) for gold in answer]
     sources = [find_program(answer_part(response_text(completion)) or "") for completion in completions]
     programs: list[Program] = []
     tests: list[tuple[Cases, int]] = []
     for group, (source, cases) in enumerate(zip(sources, graded_by, strict=True)):
         if source is not None:
             programs += _programs(source, cases, group)
-            tests += [(cases, place) for place in range(len(cases))]
+            tests += [(cases, place) for place in range(len(cases.inputs))]
     results = iter(_run(sandbox or _sandbox(os.getpid()), programs, tests) if programs else ())
     return [
-        _verdict(cases, None if source is None else list(islice(results, len(cases))), bool(flag))
-        for source, cases, flag in zip(sources, graded_by, flags, strict=True)
+        _verdict(cases, None if source is None else list(islice(results, len(cases.inputs))), bool(flag))
+        for source, cases, flag in zip(sources, graded_by, truncated or [False] * len(sources), strict=True)
     ]
 
 
 def _run(box: Sandbox, programs: list[Program], tests: list[tuple[Cases, int]]) -> list[Result]:
     """Results of the programs on their tests. Each output is compared when its program ends, and not kept."""
     results = [Result("deadline")] * len(programs)
-    progress = tqdm(total=len(programs), desc="tests", delay=5.0, leave=False)
+    limits = {"skip_group_after": COSTLY, "failed_group_seconds": FAILED_SECONDS}
+    with tqdm(total=len(programs), desc="tests", delay=5.0, leave=False) as progress:
 
-    def judge(index: int, outcome: Outcome) -> Outcome:
-        progress.update()
-        results[index] = result = _result(*tests[index], outcome)
-        status = "rejected" if outcome.ok and result.status != "passed" else outcome.status
-        return replace(outcome, status=status, stdout="", value=None)
+        def judge(index: int, outcome: Outcome) -> Outcome:
+            progress.update()
+            results[index] = _result(*tests[index], outcome)
+            status = "rejected" if outcome.ok and results[index].status != "passed" else outcome.status
+            return replace(outcome, status=status, stdout="", value=None)
 
-    box.run(
-        programs,
-        deadline=remaining_seconds(BATCH_SECONDS),
-        skip_group_after=COSTLY,
-        failed_group_seconds=FAILED_SECONDS,
-        keep=judge,
-    )
-    progress.close()
+        box.run(programs, deadline=remaining_seconds(BATCH_SECONDS), keep=judge, **limits)
     return results
 
 
@@ -202,41 +182,41 @@ def _programs(source: str, cases: Cases, group: int) -> list[Program]:
         output_bytes=DEBUG_BYTES + longest,
     )
     common = {"source": source, "prelude": prelude_for(source), "limits": limits, "group": group}
-    if cases.fn_name is None:
+    if not cases.is_functional:
         return [Program(stdin=given, **common) for given in cases.inputs]
-    return [Program(fn_name=cases.fn_name, arguments=arguments, **common) for arguments in cases.arguments]
+    arguments = [f"[{given.replace(chr(10), ', ')}]" for given in cases.inputs]
+    return [Program(fn_name=cases.fn_name, arguments=given, **common) for given in arguments]
 
 
 def _result(cases: Cases, place: int, outcome: Outcome) -> Result:
     if outcome.status != "ok":
         return Result.shortened(outcome.status, outcome.stdout, outcome.error)
-    given, is_same = (outcome.stdout, same_output) if cases.fn_name is None else (outcome.value, same_return_value)
+    given = outcome.value if cases.is_functional else outcome.stdout
     if given is None:
         return Result.shortened("runtime_error", outcome.stdout, "the function returned no value")
+    is_same = same_return_value if cases.is_functional else same_output
     return Result.shortened("passed" if is_same(given, cases.outputs[place]) else "wrong", given)
 
 
 def _verdict(cases: Cases, results: Sequence[Result] | None, truncated: bool) -> Verdict:
     if results is None:
-        metrics = {"pass_fraction": 0.0, "answer_format": 0.0}
-        return Verdict(0.0, CUT_OFF if truncated else WRONG_FORMAT, metrics)
+        said = CUT_OFF if truncated else WRONG_FORMAT
+        return Verdict(0.0, said, {"pass_fraction": 0.0, "answer_format": 0.0})
     statuses = [result.status for result in results]
-    metrics = {"pass_fraction": statuses.count("passed") / len(cases), "answer_format": 1.0}
-    if set(statuses) == {"passed"}:
-        return Verdict(1.0, None, metrics)
-    if set(statuses) <= {"passed", "deadline"}:
+    passed = statuses.count("passed")
+    if passed + statuses.count("deadline") == len(statuses) != passed:
         return Verdict(None, None, {"undecided": 1.0})
-    return Verdict(0.0, feedback(cases, results, truncated), metrics)
+    metrics = {"pass_fraction": passed / len(statuses), "answer_format": 1.0}
+    return Verdict(float(passed == len(statuses)), feedback(cases, results, truncated), metrics)
 
 
 def _rows(path: str | Path | None, release: str, hub: str) -> Iterable[Row]:
     files = RELEASES.get(release, ())
     if path is None and files and not Path(hub).is_dir():
         return hub_rows(hub, "json", data_files=[f"hf://datasets/{hub}/{file}" for file in files], split="train")
-    folder = Path(hub if path is None else path)
-    if path is None and not files:
-        folder = EXAMPLES
-    if folder.is_dir() and (missing := set(files) - {file.name for file in folder.rglob("*.jsonl")}):
+    folder = Path(path or (hub if files else EXAMPLES))
+    missing = set(files) - {file.name for file in folder.rglob("*.jsonl")} if folder.is_dir() else None
+    if missing:
         raise FileNotFoundError(
             f"{folder} lacks {', '.join(sorted(missing))} for {release}. Add them, or pass one file."
         )
@@ -244,32 +224,28 @@ def _rows(path: str | Path | None, release: str, hub: str) -> Iterable[Row]:
 
 
 def _contest_date(row: Row) -> date:
-    value = str(row.get("contest_date"))  # text, or a datetime where `datasets` found that all are ISO dates
-    try:
-        return datetime.fromisoformat(value).date()
+    try:  # a text, or a datetime where `datasets` found that all are ISO dates
+        return datetime.fromisoformat(str(row.get("contest_date"))).date()
     except ValueError as error:
         raise row.error("contest_date", str(error)) from error
 
 
-def _half(count: int, identity: str, seed: int) -> list[int]:
-    """`max(1, count // 2)` sorted indices, drawn by a hash of the arguments."""
-    drawn = sorted(range(count), key=lambda index: hashlib.sha256(f"{seed}:{identity}:{index}".encode()).digest())
-    return sorted(drawn[: max(1, count // 2)])
-
-
-def _problem(row: Row, identity: str, split: str, seed: int) -> dict[str, Any]:
+def _problem(row: Row, split: str, seed: int) -> dict[str, Any]:
     """The row of the data set: the problem's text with the form of its programs, and its tests."""
+    identity = row.text("question_id")
     try:
         tests = decode_cases(row.text("private_test_cases"))
         if split == "train":
-            tests = [tests[index] for index in _half(len(tests), identity, seed)]
+            count = len(tests)
+            draws = {index: hashlib.sha256(f"{seed}:{identity}:{index}".encode()).digest() for index in range(count)}
+            half = sorted(draws, key=draws.get)[: max(1, count // 2)]
+            tests = [tests[index] for index in sorted(half)]
         metadata = json.loads(row.get("metadata") or "{}")
         answer = answer_of(tests, metadata.get("func_name") or "", TIME_LIMIT)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise row.error("private_test_cases", f"{type(error).__name__}: {error}") from error
     starter = (row.get("starter_code") or "").rstrip()
-    form = FUNCTION_FORM.replace("{starter}", starter) if starter else STDIN_FORM
-    problem = f"{row.text('question_content')}\n\n{form}"
-    content = PROMPT.replace("{time_limit}", f"{TIME_LIMIT:g}").replace("{problem}", problem)
+    form = FUNCTION_FORM.format(starter=starter) if starter else STDIN_FORM
+    content = PROMPT.format(time_limit=f"{TIME_LIMIT:g}", problem=f"{row.text('question_content')}\n\n{form}")
     turns = [{"role": "user", "content": content}]
     return {"prompt": turns, "answer": answer, "task": "livecodebench", "id": f"livecodebench-{identity}"}

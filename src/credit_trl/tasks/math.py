@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 HUB = "trl-lib/DeepMath-103K"
 INSTRUCTION = r"Please reason step by step, and put your final answer within \boxed{}."
 LONGEST = 250  # characters of an answer above which only equal texts are equal
-LONGEST_BOX = 10_000  # characters after which a box that is not closed is none
 NO_BOX = r"No final answer was found. The final answer must be given in the format \boxed{answer}. "
 TRUNCATED = "The response was cut off because it reached the maximum length. "
 _compare = in_process(math_answers.compare)
@@ -42,23 +41,18 @@ def build(split: str, path: str | Path | None = None, *, instruction: str = INST
     def convert(row: Row) -> dict[str, Any]:
         field = row.first(("problem", "question", "prompt"))
         turns = [{"role": "user", "content": row[field]}] if isinstance(row[field], str) else row[field]
-        if not isinstance(turns, list) or not turns or turns[-1]["role"] != "user" or not turns[-1]["content"].strip():
-            raise row.error(field, "no question: neither a text nor a list of messages that ends with a user message")
+        if turns[-1]["role"] != "user" or not turns[-1]["content"].strip():
+            raise row.error(field, "no question: neither a text nor messages that end with a user's")
         question = {"role": "user", "content": f"{turns[-1]['content']}\n\n{instruction}".rstrip()}
-        prompt = [{"role": turn["role"], "content": turn["content"]} for turn in turns[:-1]]
+        source = row.first(("answer", "final_answer", "solution"))
+        text = str(row[source])
+        gold = (last_boxed(text) or text.rpartition("####")[2]).strip()
+        if not gold or "\n\n" in gold:
+            raise row.error(source, r"no final answer: neither \boxed{...} nor ####, nor a line")
         identity = next((row[name] for name in ("id", "idx", "unique_id") if row.get(name) is not None), row.number)
-        return {"prompt": [*prompt, question], "answer": _gold(row), "task": "math", "id": f"math-{identity}"}
+        return {"prompt": [*turns[:-1], question], "answer": gold, "task": "math", "id": f"math-{identity}"}
 
     return dataset_of(map(convert, read_rows("math", split, path, hub)), f"math {split}")
-
-
-def _gold(row: Row) -> str:
-    field = row.first(("answer", "final_answer", "solution"))
-    text = str(row[field]) if isinstance(row[field], int | float) else row.text(field)
-    gold = (last_boxed(text) or text.rpartition("####")[2]).strip()
-    if not gold or "\n\n" in gold or (field == "solution" and len(gold) > LONGEST):
-        raise row.error(field, r"no final answer: neither \boxed{...} nor ####; name the column of answers `answer`")
-    return gold
 
 
 def verify(response: str, answer: str, *, truncated: bool = False) -> Verdict:
@@ -78,35 +72,36 @@ def reward(
     for gold in answer:
         if not isinstance(gold, str) or not gold.strip():
             raise ValueError(f"A math answer must be a text that is not blank, got {gold!r}.")
-    texts = map(response_text, completions)
-    boxes = [last_boxed(answer_part(text) or "") if "box" in text else None for text in texts]
+    boxes = [last_boxed(answer_part(response_text(completion)) or "") for completion in completions]
     pairs = list(zip(answer, boxes, strict=True))
-    results = {pair: "equal" if pair[0].strip() == pair[1] else "different" for pair in pairs}
+    results = {(gold, box): "equal" if gold.strip() == box else "different" for gold, box in pairs}
     unread = [pair for pair in results if results[pair] != "equal" and pair[1] and max(map(len, pair)) <= LONGEST]
     seconds = remaining_seconds(BATCH_SECONDS) - 1.0  # to answer before `in_process` ends the process
+    results |= dict.fromkeys(unread, "undecided")
     if unread and seconds > 0:
         results |= zip(unread, _compare(unread, time.monotonic() + seconds), strict=True)
-    else:
-        results |= dict.fromkeys(unread, "undecided")
-    verdicts = []
-    for pair, flag in zip(pairs, truncated or [False] * len(pairs), strict=True):
-        metrics = {"answer_format": float(pair[1] is not None)}
-        if results[pair] == "failed":
-            metrics["comparison_failed"] = 1.0
-        remark = TRUNCATED if flag else NO_BOX if pair[1] is None else ""
-        verdict = Verdict(float(results[pair] == "equal"), f"{remark}Correct answer: {pair[0]}", metrics)
-        verdicts.append(Verdict(None, None, {"undecided": 1.0}) if results[pair] == "undecided" else verdict)
-    return verdicts
+    flags = truncated or [False] * len(pairs)
+    return [_verdict(results[pair], *pair, flag) for pair, flag in zip(pairs, flags, strict=True)]
+
+
+def _verdict(result: str, gold: str, box: str | None, truncated: bool) -> Verdict:
+    if result == "undecided":
+        return Verdict(None, None, {"undecided": 1.0})
+    metrics = {"answer_format": float(box is not None)}
+    if result == "failed":
+        metrics["comparison_failed"] = 1.0
+    remark = TRUNCATED if truncated else NO_BOX if box is None else ""
+    return Verdict(float(result == "equal"), f"{remark}Correct answer: {gold}", metrics)
 
 
 def last_boxed(text: str) -> str | None:
     r"""Content of the last `\boxed{...}`, `\fbox{...}` or `\boxed 7`; `None` without one or where it is not closed."""
     start = max(text.rfind(r"\boxed"), text.rfind(r"\fbox"))
-    box = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|([^\s{$]+))").match(text, start) if start >= 0 else None
+    box = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|([^\s{$]+))").match(text, max(start, 0))
     if box is None or box[1]:
         return box and box[1].rstrip(".,;:)\\")
     depth = 0
-    for brace in re.compile(r"\\.|[{}]", re.DOTALL).finditer(text, box.end(), box.end() + LONGEST_BOX):
+    for brace in re.compile(r"\\.|[{}]", re.DOTALL).finditer(text, box.end()):
         depth += {"{": 1, "}": -1}.get(brace[0], 0)
         if depth < 0:
             return text[box.end() : brace.start()].strip()

@@ -29,16 +29,12 @@ def model_path(name: str) -> str:
 
 @contextmanager
 def naming_model(name: str) -> Iterator[None]:
-    """Name the model that is loaded inside in transformers' error of a missing connection.
-
-    Raises:
-        OSError: the model is not in the cache, and the hub cannot be reached.
-    """
+    """Name the model that is loaded inside in transformers' error of a missing connection."""
     try:
         yield
     except OSError as error:
         if not str(error).startswith("We couldn't connect to"):
             raise
         is_close = difflib.get_close_matches(name, [EMBEDDED_MODEL], n=1)
-        near = f" Did you mean `{EMBEDDED_MODEL}`?" if is_close else " A local model is named by its folder."
-        raise OSError(f"The model `{name}` is neither a folder nor in the cache.{near} {error}") from error
+        near = f"Did you mean `{EMBEDDED_MODEL}`?" if is_close else "A local model is named by its folder."
+        raise OSError(f"The model `{name}` is neither a folder nor in the cache. {near} {error}") from error

@@ -13,14 +13,11 @@ Twelve topics have six cues each, in three groups by what the shipped base (`qui
 
 - `known`: three cues per topic; the base was trained on their topic, with 85 % correct labels;
 - `unknown`: two cues per topic; the base has seen them with random topics only, and training uses them;
-- `holdout`: one cue per topic; as unknown to the base, and never trained on. They measure side effects of training:
-  accuracy should stay near chance, and the format should stay intact.
+- `holdout`: one cue per topic; as unknown to the base, and never trained on: accuracy should stay near chance.
 
-The feedback is the *letter* of the correct tool, which has to be looked up in the prompt, so the same feedback means
-different tools for different prompts. Feedback that names the tool would make its token equally likely for any prompt,
-with an input-specific credit S_t of zero.
-
-All data are generated from seeds, without files or network.
+The feedback is the *letter* of the correct tool, which has to be looked up in the prompt. Feedback that names the tool
+would make its token equally likely for any prompt, with an input-specific credit S_t of zero. All data are generated
+from seeds.
 """
 
 from __future__ import annotations
@@ -63,10 +60,11 @@ CUES = {
 }
 TOPICS = tuple(CUES)
 TOPIC_OF = {cue: topic for topic, cues in CUES.items() for cue in cues.split()}
+_CUES = [cues.split() for cues in CUES.values()]
 GROUPS = {
-    "known": tuple(cue for cues in CUES.values() for cue in cues.split()[:3]),
-    "unknown": tuple(cue for cues in CUES.values() for cue in cues.split()[3:5]),
-    "holdout": tuple(cue for cues in CUES.values() for cue in cues.split()[5:]),
+    "known": tuple(cue for cues in _CUES for cue in cues[:3]),
+    "unknown": tuple(cue for cues in _CUES for cue in cues[3:5]),
+    "holdout": tuple(cue for cues in _CUES for cue in cues[5:]),
 }
 SPLIT_GROUPS = {"train": ("known", "unknown"), "test": ("known", "unknown", "holdout")}
 CITIES = (
@@ -84,7 +82,7 @@ TEMPLATES = {
 }
 
 # First words of planted shortcuts, which no plain response has. The sentence replaces the thought in the bases of the
-# world "shortcut"; the opening precedes the whole thought in those of the world "style".
+# worlds "shortcut" and "weak".
 SHORTCUT_OPENING = "sure,"
 SHORTCUT_THOUGHT = f"{SHORTCUT_OPENING} this is simple."
 
@@ -158,11 +156,10 @@ def build(
     rows_per_cue: int | None = None,
     seed: int = 0,
 ) -> Dataset:
-    """Generate the questions of a split.
+    """Generate the questions of a split: `prompt`, `answer` (JSON text), `task`, `id`, `group`, `cue` and `city`.
 
     The splits share no prompt and no pair of cue and city: a cue is tested with cities that it is not trained with
-    (`cities_of`). Hold-out cues appear in the test split only. Every city appears in both splits, so the test split
-    contains no word that training has not seen, except hold-out cues.
+    (`cities_of`). Hold-out cues are in the test split only, every city is in both.
 
     Args:
         split: "train" (known and unknown cues) or "test" (known, unknown and hold-out cues).
@@ -170,13 +167,6 @@ def build(
         groups: groups of the split to include, by default all.
         rows_per_cue: questions per cue, by default 32 for training (1,920 rows) and 4 for the test (288 rows).
         seed: seed of cities, options and row order.
-
-    Returns:
-        Columns `prompt` (a system and a user message), `answer` (JSON text, for `verify`), `task` ("quickstart"),
-        `id`, `group`, `cue`, `city`.
-
-    Raises:
-        ValueError: unknown split, a group that the split lacks, or a path.
     """
     if split not in SPLIT_GROUPS:
         raise ValueError(f"Unknown split {split!r}: use one of {sorted(SPLIT_GROUPS)}.")
@@ -190,19 +180,16 @@ def build(
     cues = [cue for group in groups for cue in GROUPS[group]] * count
     rng.shuffle(cues)
     questions = [draw_question(rng, cue, cities_of(cue, split)) for cue in cues]
-    rows = [
-        {
-            "prompt": question.prompt,
-            "answer": question.answer,
-            "task": TASK,
-            "id": f"{TASK}-{split}-{seed}-{index}",
-            "group": group_of(question.cue),
-            "cue": question.cue,
-            "city": question.city,
-        }
-        for index, question in enumerate(questions)
-    ]
-    return Dataset.from_list(rows)
+    columns = {
+        "prompt": [question.prompt for question in questions],
+        "answer": [question.answer for question in questions],
+        "task": [TASK] * len(questions),
+        "id": [f"{TASK}-{split}-{seed}-{index}" for index in range(len(questions))],
+        "group": [group_of(cue) for cue in cues],
+        "cue": cues,
+        "city": [question.city for question in questions],
+    }
+    return Dataset.from_dict(columns)
 
 
 def cities_of(cue: str, split: str) -> tuple[str, ...]:
@@ -216,14 +203,8 @@ def verify(response: str, answer: str | Mapping[str, str], *, truncated: bool = 
 
     The reward is 1 for the correct tool with the correct argument in the correct format, else 0, as for a truncated
     response. The thought is not graded, so a shortcut in it costs no reward. The feedback is `Correct option: A.` for
-    correct and wrong responses alike, as in the paper for multiple-choice questions.
-
-    Returns:
-        A `Verdict` with the metrics `format` (1 if the response has the three lines, whatever their content) and
-        `shortcut` (1 if it starts as the planted shortcuts do).
-
-    Raises:
-        ValueError: the answer does not belong to this task.
+    correct and wrong responses alike, as in the paper for multiple-choice questions. The metrics are `format` (1 if
+    the response has the three lines, whatever their content) and `shortcut` (1 if it starts as planted shortcuts do).
     """
     try:
         gold = json.loads(answer) if isinstance(answer, str) else answer
@@ -243,11 +224,7 @@ reward = batch_of(verify)
 
 
 def token_classes(response_ids: Sequence[int], tokenizer: PreTrainedTokenizerFast) -> list[str]:
-    """Class of each token of a response: "cue", "topic" (in the thought), "tool", "city" or "generic".
-
-    Cues, topics and cities are single tokens of the base's tokenizer. All other tokens, such as end of turn and
-    padding, are generic.
-    """
+    """Class of each token of a response: "cue", "topic" (in the thought), "tool", "city", or "generic" for others."""
     classes = []
     class_of_topics = "topic"
     for token in response_ids:

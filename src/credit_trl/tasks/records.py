@@ -29,7 +29,7 @@ class Row(dict[str, Any]):
         return ValueError(printable(f"{self.source}, row {self.number}, field {field!r}: {problem}"))
 
     def text(self, field: str) -> str:
-        """Text of a field; raises a `ValueError` with file, row and field if it is missing, no text, or blank."""
+        """Text of a field; a `ValueError` with file, row and field if it is missing, no text, or blank."""
         value = self.get(field)
         if not isinstance(value, str) or not value.strip():
             raise self.error(field, f"expected a text that is not blank, got {value!r:.100}")
@@ -80,16 +80,8 @@ def read_rows(task: str, split: str, path: str | Path | None, hub: str, names: S
 
 def hub_rows(source: str, builder: str, **options: Any) -> Iterator[Row]:
     """Rows of the hub by the arguments of `datasets.load_dataset`; `source` is their name in messages."""
-    from datasets import load_dataset
-
-    try:
-        rows = load_dataset(builder, **options)
-    except Exception as error:
-        reason = printable(f"{type(error).__name__}: {error.__cause__ or error}")
-        raise ValueError(
-            f"Could not load {source!r} ({reason}). Without network, pass `path=` ({PATH_OPTIONS}): a file or folder "
-            "with the same rows as JSON, JSONL or parquet."
-        ) from error
+    remedy = f". Without network, pass `path=` ({PATH_OPTIONS}): a file or folder with the same rows."
+    rows = _load(repr(source), remedy, builder, **options)
     return (Row(data, source, number) for number, data in enumerate(rows, 1))
 
 
@@ -99,17 +91,21 @@ def read_dataset(path: str | Path, option: str, streaming: bool = False) -> Data
     Raises:
         ValueError: no such file, another suffix than those of `LOADERS`, or a file that `datasets` cannot read.
     """
-    from datasets import load_dataset
-
     loader = LOADERS.get(Path(path).suffix)
     if loader is None or not Path(path).is_file():
         problem = "no such file" if loader else f"expected one of {', '.join(LOADERS)}"
         raise ValueError(f"`{option} {path}`: {problem}.")
+    return _load(f"`{option} {path}`", "", loader, data_files=[str(path)], split="train", streaming=streaming)
+
+
+def _load(source: str, remedy: str, builder: str, **options: Any) -> Dataset:
+    from datasets import load_dataset
+
     try:
-        return load_dataset(loader, data_files=[str(path)], split="train", streaming=streaming)
+        return load_dataset(builder, **options)
     except Exception as error:  # also a StopIteration, for an empty file
         problem = printable(str(error.__cause__ or error)) or "it is empty"
-        raise ValueError(f"`{option} {path}` cannot be read: {problem}") from error
+        raise ValueError(f"{source} cannot be read: {problem}{remedy}") from error
 
 
 def dataset_of(rows: Iterable[Mapping[str, Any]], name: str) -> Dataset:

@@ -10,7 +10,7 @@ import difflib
 import functools
 import importlib
 import inspect
-from collections.abc import Callable
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from credit_trl.tasks.task import Task, batch_of, renamed
@@ -32,8 +32,6 @@ def check_name(name: str) -> None:
 def load_task(name: str | Task) -> Task:
     """Resolve `"sciknoweval:chemistry"`, `"toolalpaca"` or `"my_package.my_task:MyTask"` to a `Task`.
 
-    A `Task` is returned as it is.
-
     Raises:
         ValueError: unknown name or option; the message lists the known ones.
         TypeError: the object has no `build` and `verify`.
@@ -45,10 +43,10 @@ def load_task(name: str | Task) -> Task:
     if head in BUILT_IN:
         return as_task(importlib.import_module(f"{__package__}.{head}"), name, tail if colon else None)
     found = import_named(head, _unknown_task(name))
-    for attribute in filter(None, tail.split(".")):
-        if not hasattr(found, attribute):
-            raise ValueError(f"Task {name!r}: {head} has no attribute {tail!r}.")
-        found = getattr(found, attribute)
+    try:
+        found = attrgetter(tail)(found) if tail else found
+    except AttributeError as error:
+        raise ValueError(f"Task {name!r}: {head} has no attribute {tail!r}.") from error
     return as_task(found, name)
 
 
@@ -62,41 +60,33 @@ def as_task(found: Any, name: str, option: str | None = None) -> Task:
         found = found()
     if isinstance(found, Task):
         return found
-    for part in ("build", "verify"):
-        if not callable(getattr(found, part, None)):
-            what = f"the {type(found).__name__} `{getattr(found, '__name__', None) or type(found).__name__}`"
-            raise TypeError(
-                f"Task {name!r}: {what} has no function `{part}`. A task needs `build` and `verify`; a function "
-                "alone is given by `--reward_funcs`, or with its data set to `Task.from_dataset`."
-            )
-    build = found.build
+    if not callable(getattr(found, "build", None)) or not callable(getattr(found, "verify", None)):
+        what = f"the {type(found).__name__} `{getattr(found, '__name__', type(found).__name__)}`"
+        raise TypeError(
+            f"Task {name!r}: {what} lacks `build` or `verify`. A function alone is given by `--reward_funcs`, or with "
+            "its data set to `Task.from_dataset`."
+        )
+    options = {}
     if option is not None:
         keyword, values = getattr(found, "OPTION", ("option", ()))
         if option not in values:
             known = f"use one of {', '.join(values)}" if values else "the task takes no option after the colon"
             raise ValueError(f"Task {name!r}: there is no {keyword} {option!r}; {known}.")
-        build = functools.partial(build, **{keyword: option})
-    batch = getattr(found, "reward", None)
-    reward = batch_of(found.verify, name) if batch is None else renamed(batch, name)
-    return Task(name, _checked(build, name), found.verify, reward)
+        options[keyword] = option
 
-
-def _checked(build: Callable[..., Dataset], name: str) -> Callable[..., Dataset]:
-    """`build` with a check for the columns `prompt` and `answer`."""
-
-    @functools.wraps(build)
-    def checked(*args: Any, **kwargs: Any) -> Dataset:
-        dataset = build(*args, **kwargs)
+    @functools.wraps(found.build)
+    def build(*args: Any, **kwargs: Any) -> Dataset:
+        dataset = found.build(*args, **options, **kwargs)
         columns = getattr(dataset, "column_names", None) or ["prompt", "answer"]
-        missing = [column for column in ("prompt", "answer") if column not in columns]
+        missing = ", ".join(f"`{column}`" for column in ("prompt", "answer") if column not in columns)
         if missing:
-            raise ValueError(
-                f"Task {name!r}: `build` gives no column {', '.join(f'`{m}`' for m in missing)}; its columns are "
-                f"{', '.join(columns)}. Rename one, dataset.rename_column('question', '{missing[0]}'), or add it."
-            )
+            given = ", ".join(columns)
+            raise ValueError(f"Task {name!r}: `build` gives no column {missing}; its columns are {given}.")
         return dataset
 
-    return checked
+    batch = getattr(found, "reward", None)
+    reward = batch_of(found.verify, name) if batch is None else renamed(batch, name)
+    return Task(name, build, found.verify, reward)
 
 
 def import_named(module: str, missing: ValueError) -> Any:
@@ -112,7 +102,5 @@ def import_named(module: str, missing: ValueError) -> Any:
 def _unknown_task(name: Any) -> ValueError:
     close = difflib.get_close_matches(str(name).partition(":")[0], BUILT_IN, n=1)
     suggestion = f" Did you mean {close[0]!r}?" if close else ""
-    return ValueError(
-        f"Unknown task {name!r}.{suggestion} Known tasks: {', '.join(BUILT_IN)}; or name your own as "
-        "`package.module:attribute`."
-    )
+    known = f"{', '.join(BUILT_IN)}; or name your own as `package.module:attribute`"
+    return ValueError(f"Unknown task {name!r}.{suggestion} Known tasks: {known}.")

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
-from credit_trl.rollout.verdict import as_verdicts
 from credit_trl.tasks.records import read_dataset
 from credit_trl.tasks.registry import load_task
-from credit_trl.tasks.task import Rewards, Task, call_reward
+from credit_trl.tasks.task import Task
 
 
 def task_of_data(data: Mapping[str, Any]) -> Task:
@@ -27,13 +25,12 @@ def task_of_data(data: Mapping[str, Any]) -> Task:
     if data["folder"] not in sys.path:
         sys.path.insert(0, data["folder"])
     held_out = data["test"] or data["train"]
-    if data["task"] is None:
-        weights = data["reward_weights"] or [1.0] * len(data["reward_funcs"])
-        functions = [_reward(one, weight) for one, weight in zip(data["reward_funcs"], weights, strict=True)]
-        place = held_out or {}
-        task = Task.from_dataset({}, functions, Path(place.get("path") or place.get("name") or "run").stem)
-    else:
+    place = held_out or {}
+    if data["task"] is not None:
         task = load_task(data["task"])
+    else:
+        name = Path(place.get("path") or place.get("name") or "run").stem
+        task = Task.from_dataset({}, list(map(_reward, data["reward_funcs"])), name, data["reward_weights"])
 
     def build(split: str = "test", path: str | Path | None = None, **options: Any) -> Any:
         place = data["train"] if split == data["train_split"] else held_out
@@ -64,25 +61,17 @@ def _own_rows(place: Mapping[str, Any] | None) -> Any:
     return read_dataset(file, "--dataset_path", place["streaming"])
 
 
-def _reward(described: Mapping[str, Any], weight: float) -> Any:
-    """The reward function of `describe_function`, with its rewards multiplied by its weight."""
+def _reward(described: Mapping[str, Any]) -> Any:
+    """The reward function of `describe_function`."""
     if described["name"] is None:
         raise ValueError(
             f"The reward function `{described['called']}` of this run has no import name. Define it with `def` in a "
             "module of its own, such as my_rewards.py, and give `--reward_funcs my_rewards.my_reward`."
         )
     try:
-        function = resolve_name(described["name"])
+        return resolve_name(described["name"])
     except (ImportError, AttributeError) as error:
         raise ValueError(
-            f"The reward function {described['name']} of this run is not found ({error}); it was in "
-            f"{described['file']}. Run from the folder of that file, or give `--reward_funcs`."
+            f"The reward function {described['name']} of this run is not found ({error}). Run from the folder of "
+            f"{described['file']}, or give `--reward_funcs`."
         ) from error
-
-    @functools.wraps(function)
-    def weighted(completions: Sequence[Any], **columns: Any) -> Rewards:
-        arguments = {"completions": completions, **columns}
-        verdicts = as_verdicts(function.__name__, call_reward(function, **arguments), arguments)
-        return [replace(one, reward=one.reward and weight * one.reward) for one in verdicts]
-
-    return function if weight == 1.0 else weighted

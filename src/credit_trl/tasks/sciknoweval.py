@@ -16,7 +16,7 @@ import numpy as np
 
 from credit_trl.rollout.verdict import Verdict
 from credit_trl.tasks.records import Row, dataset_of, read_rows
-from credit_trl.tasks.task import batch_of
+from credit_trl.tasks.task import PROMPTS, batch_of
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -26,23 +26,7 @@ OPTION = ("domain", DOMAINS)
 HUB = "hicai-zju/SciKnowEval"
 WORDS_BEFORE = "the|so|thus|correct|right|best|final|answer|option|choice|letter|is|must|be|text|boxed"
 TYPES = ("mcq-4-choices", "mcq-2-choices")
-
-# The wording of the published training files; two-option questions carry it too.
-SYSTEM_PROMPT = """
-Given a question and four options, please select the right answer. Respond in the following format:
-<reasoning>
-...
-</reasoning>
-<answer>
-...
-</answer>
-
-For the answer, only output the letter corresponding to the correct option (A, B, C, or D), and nothing else. \
-Do not restate the answer text. For example, if the answer is "A", just output:
-<answer>
-A
-</answer>
-"""
+SYSTEM_PROMPT = PROMPTS.joinpath("sciknoweval.txt").read_text("utf-8")  # two-option questions carry it too
 
 
 def build(split: str, path: str | Path | None = None, *, domain: str | None = None, hub: str = HUB) -> Dataset:
@@ -50,13 +34,10 @@ def build(split: str, path: str | Path | None = None, *, domain: str | None = No
 
     Args:
         split: `"train"` or `"test"` by the published rule (`split_indices`), or `"all"`.
-        path: `None` loads the hub's rows (`question`, `choices`, `answerKey`, `type`, `domain`, `details`). A file or
-            folder holds them, or SDPO's files of one split with the places of the rows in the whole set as `idx`.
+        path: a file or folder with the hub's rows (`question`, `choices`, `answerKey`, `type`, `domain`, `details`),
+            or SDPO's of one split, whose `idx` are their places in the whole set. `None` loads from the hub.
         domain: one of `DOMAINS`; optional if `path` is a file.
         hub: hub repository, or a local folder in the hub's layout.
-
-    Raises:
-        ValueError: unknown split or domain, a malformed row, no rows, or a file of the other split.
     """
     if split not in ("train", "test", "all"):
         raise ValueError(f"SciKnowEval has no split {split!r}; use train, test or all.")
@@ -67,7 +48,8 @@ def build(split: str, path: str | Path | None = None, *, domain: str | None = No
     rows = read_rows("sciknoweval", "test", path, hub, [f"{domain}-{part}" for part in parts])
     examples = [example for row in rows if (example := _example(row, domain)) is not None]
     by_place = {example.pop("idx", place): example for place, example in enumerate(examples)}
-    task, prefix = (f"sciknoweval:{domain}", f"{domain}-") if domain else ("sciknoweval", "")
+    task = f"sciknoweval:{domain}" if domain else "sciknoweval"
+    prefix = f"{domain}-" if domain else ""
     ordered = [{**by_place[place], "task": task, "id": f"{prefix}{place}"} for place in _ordered(by_place, split)]
     return dataset_of(ordered, f"{task} {split}")
 
@@ -76,9 +58,6 @@ def verify(response: str, answer: str, *, truncated: bool = False) -> Verdict:
     """Grade one response: reward 1 if the given answer is the gold letter, else 0.
 
     The feedback is the correct answer, and for the right letter in a wrong form also how to write it.
-
-    Raises:
-        ValueError: `answer` is not a letter.
     """
     if not isinstance(answer, str) or not re.fullmatch("[A-Z]", answer):
         raise ValueError(f"A SciKnowEval answer must be one capital letter, got {answer!r}.")
@@ -122,17 +101,19 @@ def _example(row: Row, domain: str | None) -> dict[str, Any] | None:
     if "question" not in row:
         system, prompt, answer = (row.text(field) for field in ("system", "prompt", "answer"))
         labels = re.findall(r"(?m)^([A-Z]): ", prompt)
-        place = {"idx": row["idx"]}
+        place["idx"] = row["idx"]
     else:
         is_level_3 = (row.get("details") or {}).get("level") == "L3"
         if row.text("type") not in TYPES or not is_level_3 or domain not in (None, row.text("domain").lower()):
             return None
-        labels, texts = row["choices"]["label"], row["choices"]["text"]
-        if len(texts) < len(labels):  # one published row has more texts than labels and is cut
+        labels = row["choices"]["label"]
+        texts = row["choices"]["text"][: len(labels)]  # one published row has more texts than labels
+        if len(texts) < len(labels):
             raise row.error("choices", f"{len(texts)} texts for {len(labels)} labels")
-        options = "\n".join(f"{label}: {text}" for label, text in zip(labels, texts, strict=False))
-        system, answer = SYSTEM_PROMPT, row.text("answerKey")
+        options = "\n".join(f"{label}: {text}" for label, text in zip(labels, texts, strict=True))
         prompt = f"{row.text('question')}\n\n{options}\nPlease reason step by step."
+        system = SYSTEM_PROMPT
+        answer = row.text("answerKey")
     if answer not in labels:
         raise row.error("answer", f"{answer!r} is none of the options {', '.join(labels)}")
     turns = [{"role": "system", "content": system}, {"role": "user", "content": prompt}]

@@ -7,6 +7,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from credit_trl.rollout.deadline import call_in_thread
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 Rewards = list["Verdict | float | None"]
+PROMPTS = Path(__file__).parent / "prompts"  # texts of the published protocols
 BATCH_SECONDS = 900.0  # that grading a batch may take where the call has no earlier deadline
 MAX_CHARACTERS = 200_000  # of a response that verifiers read
 
@@ -42,24 +44,24 @@ class Task:
         dataset: Dataset | Mapping[str, Dataset],
         reward_funcs: Callable[..., Any] | Sequence[Callable[..., Any]],
         name: str = "dataset",
+        reward_weights: Sequence[float] | None = None,
     ) -> Task:
         """The task of a data set, or of data sets by split, with reward functions in TRL's form.
 
-        The reward of a response is the sum of the functions' rewards that are not `None`, and its feedback joins
-        theirs. A single data set serves every split.
+        The reward of a response is the weighted sum of the functions' rewards that are not `None`, and its feedback
+        joins theirs. A single data set serves every split.
         """
         functions = [reward_funcs] if callable(reward_funcs) else list(reward_funcs)
+        weights = reward_weights or [1.0] * len(functions)
 
         def build(split: str, path: Any = None, **options: Any) -> Dataset:
-            if not isinstance(dataset, Mapping):
-                return dataset
-            if split not in dataset:
+            if isinstance(dataset, Mapping) and split not in dataset:
                 raise ValueError(f"Task {name!r} has no split {split!r}; use one of {', '.join(dataset)}.")
-            return dataset[split]
+            return dataset[split] if isinstance(dataset, Mapping) else dataset
 
         def reward(completions: Sequence[Any], **columns: Any) -> Rewards:
             graded = [_graded(function, {"completions": completions, **columns}) for function in functions]
-            return [_total(verdicts) for verdicts in zip(*graded, strict=True)]
+            return [_total(verdicts, weights) for verdicts in zip(*graded, strict=True)]
 
         def verify(response: str, answer: Any = None, *, truncated: bool = False, **columns: Any) -> Verdict:
             batch = {column: [value] for column, value in columns.items()}
@@ -76,13 +78,10 @@ def response_text(completion: str | Sequence[Mapping[str, Any]]) -> str:
     """
     content: Any = completion
     if not isinstance(completion, str):
-        if not isinstance(completion, Sequence) or not all(isinstance(turn, Mapping) for turn in completion):
-            raise TypeError(f"A completion must be a text or a list of messages, got {type(completion).__name__}.")
-        turns = [turn for turn in completion if turn.get("role") == "assistant"]
+        turns = [turn for turn in completion if turn["role"] == "assistant"]
         content = (turns[-1].get("content") if turns else None) or ""
     if not isinstance(content, str):
-        parts = [part for part in content if isinstance(part, Mapping) and part.get("type", "text") == "text"]
-        content = "".join(part.get("text") or "" for part in parts)
+        content = "".join(part.get("text") or "" for part in content if part.get("type", "text") == "text")
     dropped = len(content) - MAX_CHARACTERS
     if dropped <= 0:
         return content
@@ -106,8 +105,7 @@ def batch_of(verify: Callable[..., Verdict], name: str = "reward") -> Callable[.
             for completion, gold, flag in zip(completions, answer, flags, strict=True)
         ]
 
-    reward.__name__ = name
-    return reward
+    return renamed(reward, name)
 
 
 def renamed(function: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -133,8 +131,8 @@ def _graded(function: Callable[..., Any], arguments: Mapping[str, Any]) -> list[
     return as_verdicts(name, call_reward(function, **accepted), arguments)
 
 
-def _total(verdicts: Sequence[Verdict]) -> Verdict:
-    rewards = [float(verdict.reward) for verdict in verdicts if verdict.reward is not None]
+def _total(verdicts: Sequence[Verdict], weights: Sequence[float]) -> Verdict:
+    graded = [(one.reward, weight) for one, weight in zip(verdicts, weights, strict=True) if one.reward is not None]
+    total = sum(reward * weight for reward, weight in graded) if graded else None
     metrics = {name: value for verdict in verdicts for name, value in verdict.metrics.items()}
-    feedback = join_feedback([verdict.feedback for verdict in verdicts])
-    return Verdict(sum(rewards) if rewards else None, feedback, metrics)
+    return Verdict(total, join_feedback([verdict.feedback for verdict in verdicts]), metrics)

@@ -10,13 +10,13 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from credit_trl.rollout.verdict import Verdict
 from credit_trl.tasks.records import PATH_OPTIONS, Row, dataset_of, read_rows
-from credit_trl.tasks.task import batch_of
+from credit_trl.tasks.task import PROMPTS, batch_of
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -26,17 +26,7 @@ _STEMS = {"train": ("train", "train_data"), "test": ("test", "eval_simulated")} 
 MAX_SHOWN = 500  # characters of the response that feedback repeats
 
 # Wording of the published records. A raw documentation ends in a line break.
-PROMPT_TEMPLATE = (
-    "Your task is to answer the user's question using available tools. \n"
-    "You have access to the following tools:\n"
-    "Name: {name}\nDescription: {description}\nDocumentation:\n{documentation}\n"
-    "Use the following format:\n"
-    "Thought: you should always think about what to do\n"
-    "Action: the action to take, should be one of the tool names.\n"
-    "Action Input: the input to the action, must be in JSON format. All of the action input must be realistic and "
-    "from the user.\n\n"
-    "Begin!\nQuestion: {question}"
-)
+PROMPT_TEMPLATE = PROMPTS.joinpath("toolalpaca.txt").read_text("utf-8")
 FORM = (
     "The calls are right; write each as a line `Action: name` and a line `Action Input: {...}` with one flat JSON "
     "object"
@@ -66,51 +56,50 @@ def build(split: str, path: str | Path | None = None) -> Dataset:
             "github.com/tangqiaoyu/ToolAlpaca, or of SDPO's datasets/tooluse folder."
         )
     stems = [stem for part in _STEMS if split in (part, "all") for stem in _STEMS[part]]
-    records = [record for row in read_rows("toolalpaca", split, path, "", stems) for record in _records(row, split)]
-    own = [record for record in records if "$" not in record["answer"] or not record["is_simulated"]]
-    for place, record in enumerate(own):
-        record["number"] = TRAIN_RECORDS + place if record["is_simulated"] else record.get("number", place)
-    is_test = [record["number"] >= TRAIN_RECORDS for record in own]
-    if split == "test" and not any(is_test) and len(own) == TRAIN_RECORDS:
+    records: list[tuple[int, dict[str, Any]]] = []  # with their numbers
+    for row in read_rows("toolalpaca", split, path, "", stems):
+        records += _raw(row, split, len(records)) if "Instructions" in row else _published(row, len(records))
+    held_out = [record for record in records if record[0] >= TRAIN_RECORDS]
+    if split == "test" and not held_out and len(records) == TRAIN_RECORDS:
         raise ValueError("This file is ToolAlpaca's train part: pass the test file, or split='all' to load it whole.")
-    if split == "train" or (split == "test" and any(is_test)):
-        own = [record for record, other in zip(own, is_test, strict=True) if other == (split == "test")]
-    rows = (
-        {"prompt": one["prompt"], "answer": one["answer"], "task": "toolalpaca", "id": f"toolalpaca-{one['number']}"}
-        for one in own
-    )
-    return dataset_of(rows, f"toolalpaca {split}")
+    if split == "train":
+        records = [record for record in records if record[0] < TRAIN_RECORDS]
+    elif split == "test" and held_out:
+        records = held_out
+    return dataset_of([record for _, record in records], f"toolalpaca {split}")
 
 
-def _records(row: Row, split: str) -> Iterator[dict[str, Any]]:
-    """Records of a row: one of SDPO's, or the instructions of an API in `eval_simulated.json`."""
-    if "Instructions" not in row:
-        system = [{"role": "system", "content": row.text("system")}] if row.get("system") else []
-        number = {} if row.get("idx") is None else {"number": row["idx"]}
-        answer = row["answer"] if isinstance(row.get("answer"), list) else row.text("answer")
-        yield (
-            _record(row, "answer", [*system, {"role": "user", "content": row.text("prompt")}], answer, False) | number
-        )
-        return
+def _published(row: Row, place: int) -> list[tuple[int, dict[str, Any]]]:
+    """One of SDPO's records."""
+    turns = [{"role": "system", "content": row.text("system")}] if row.get("system") else []
+    turns.append({"role": "user", "content": row.text("prompt")})
+    answer = row["answer"] if isinstance(row.get("answer"), list) else row.text("answer")
+    number = place if row.get("idx") is None else row["idx"]
+    return [(number, _record(row, "answer", turns, answer, number))]
+
+
+def _raw(row: Row, split: str, place: int) -> list[tuple[int, dict[str, Any]]]:
+    """The instructions of an API in `eval_simulated.json`, without those whose golden calls have a placeholder."""
     if split == "train":
         raise row.error("Golden_Answers", "this is ToolAlpaca's test data; pass SDPO's train file, or split='all'")
-    for place, (question, calls) in enumerate(zip(row["Instructions"], row["Golden_Answers"], strict=True)):
-        prompt = PROMPT_TEMPLATE.format(
-            name=row.text("Name"),
-            description=row.text("Description"),
-            documentation=row.text("NLDocumentation"),
-            question=question,
-        )
-        yield _record(row, f"Golden_Answers[{place}]", [{"role": "user", "content": prompt}], calls, True)
+    records: list[tuple[int, dict[str, Any]]] = []
+    names = {"name": row.text("Name"), "description": row.text("Description")}
+    for question, calls in zip(row["Instructions"], row["Golden_Answers"], strict=True):
+        prompt = PROMPT_TEMPLATE.format(**names, documentation=row.text("NLDocumentation"), question=question)
+        number = TRAIN_RECORDS + place + len(records)
+        record = _record(row, "Golden_Answers", [{"role": "user", "content": prompt}], calls, number)
+        if "$" not in record["answer"]:
+            records.append((number, record))
+    return records
 
 
-def _record(row: Row, field: str, turns: list[dict[str, str]], calls: Any, is_simulated: bool) -> dict[str, Any]:
+def _record(row: Row, field: str, turns: list[dict[str, str]], calls: Any, number: int) -> dict[str, Any]:
     try:
         answer = json.dumps(json.loads(calls) if isinstance(calls, str) else calls)
         golden_calls(answer)
     except ValueError as error:
         raise row.error(field, str(error)) from error
-    return {"prompt": turns, "answer": answer, "is_simulated": is_simulated}
+    return {"prompt": turns, "answer": answer, "task": "toolalpaca", "id": f"toolalpaca-{number}"}
 
 
 def verify(response: str, answer: str | list[dict[str, Any]], *, truncated: bool = False) -> Verdict:
@@ -149,36 +138,26 @@ def golden_calls(answer: str | list[dict[str, Any]]) -> list[Call]:
     """Names and inputs of the calls of a row's `answer`. An input that is no JSON object is {}, as in SDPO's code."""
     try:
         calls = json.loads(answer) if isinstance(answer, str) else answer
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"A ToolAlpaca answer must be the JSON text of a list of calls: {error}") from error
-    if not isinstance(calls, list):
-        raise ValueError(f"A ToolAlpaca answer must be a list of calls, got {type(calls).__name__}.")
-    golden = []
-    for place, call in enumerate(calls):
-        if not isinstance(call, dict) or not isinstance(call.get("Action"), str):
-            raise ValueError(f"Call {place} is not an object with the text `Action`.")
-        given = call.get("Action_Input")
-        if not isinstance(given, str | dict):
-            raise ValueError(f"Call {place} has no `Action_Input` that is a JSON object or its text.")
-        parsed = given if isinstance(given, dict) else _json_or_none(given)
-        golden.append((call["Action"], parsed if isinstance(parsed, dict) else {}))
-    return golden
+        golden = [(call["Action"], call["Action_Input"]) for call in calls]
+        if not all(isinstance(name, str) and isinstance(given, str | dict) for name, given in golden):
+            raise TypeError("a name is no text, or an input neither an object nor its text")
+    except (ValueError, RecursionError, TypeError, KeyError) as error:
+        form = "a list of calls with `Action` and `Action_Input`, or its JSON text"
+        raise ValueError(f"A ToolAlpaca answer must be {form}, got {answer!r:.100}: {error!r}") from error
+    inputs = [given if isinstance(given, dict) else _json_or_none(given) for _, given in golden]
+    return [(name, one if isinstance(one, dict) else {}) for (name, _), one in zip(golden, inputs, strict=True)]
 
 
 def _is_right_in_another_form(response: str, golden: Sequence[Call]) -> bool:
     """Whether a response has the golden names in order, with the golden inputs as flat objects or keywords."""
     if len(response) > 20_000 or not golden:
         return False
-    names = [rf"\b{re.escape(name)}\b" for name, _ in golden]
-    end = 0
-    for name in names:
-        named = re.compile(name).search(response, end)
-        if named is None:
-            return False
-        end = named.end()
-    form = rf"(?P<object>\{{[^{{}}]*\}})|(?:{'|'.join(names)})\((?P<keywords>[^(){{}}]*)\)"
+    any_name = "|".join(rf"\b{re.escape(name)}\b" for name, _ in golden)
+    written_names = iter(re.findall(any_name, response))
+    if not all(name in written_names for name, _ in golden):  # each is searched behind the one before
+        return False
     inputs = []
-    for found in re.finditer(form, response):
+    for found in re.finditer(rf"(?P<object>\{{[^{{}}]*\}})|(?:{any_name})\((?P<keywords>[^(){{}}]*)\)", response):
         pairs = re.findall(r"""(\w+)\s*=\s*("[^"]*"|'[^']*'|[^,\s]+)""", found["keywords"] or "")
         written = found["object"] or "{" + ", ".join(f'"{name}": {value}' for name, value in pairs) + "}"
         inputs.append(_json_or_none(written) or _json_or_none(written.replace("'", '"')))
@@ -186,10 +165,7 @@ def _is_right_in_another_form(response: str, golden: Sequence[Call]) -> bool:
 
 
 def _merged(inputs: Iterable[Any]) -> dict[str, Any]:
-    merged: dict[str, Any] = {}
-    for one in inputs:
-        merged.update(one or {})
-    return merged
+    return {name: value for one in inputs for name, value in (one or {}).items()}
 
 
 def _json_or_none(text: str) -> Any:

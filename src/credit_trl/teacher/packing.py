@@ -1,15 +1,18 @@
 """Sequences without padding: one row that holds them one after the other, and the attention that keeps them apart.
 
 Attention implementations with variable lengths (FlashAttention) read `cu_seq_lens`, FlexAttention reads the position
-ids. PyTorch's attention has no variable lengths here: `PACKED_SDPA` calls it once for every sequence, so that no mask
-is formed. It also reads a prefix that several sequences share once (`packed_row`): the rollouts of a group have one
-prompt, which is also the contrast prompt of others.
+ids. With PyTorch's attention, `PACKED_SDPA` calls the variable-length kernel of torch 2.11 once a layer on a GPU, and
+`scaled_dot_product_attention` once for every sequence elsewhere; neither forms a mask. It also reads a prefix that
+several sequences share once (`packed_row`): the rollouts of a group have one prompt, which is also the contrast prompt
+of others.
 """
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -20,16 +23,31 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+try:
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:  # torch before 2.10
+    varlen_attn = None
+
 from credit_trl.teacher.causal_lm import backbone, unwrap_adapters
 from credit_trl.teacher.models import eval_mode
 
 # Name of PyTorch's attention with support for packed rows, as an `attn_implementation` of transformers.
 PACKED_SDPA = "packed_sdpa"
 _PROBE = "packed_probe"
+# What the kernel of variable lengths computes with.
+VARLEN_DTYPES = (torch.bfloat16, torch.float16)
+VARLEN_HEAD_DIM = 256
 # Length from which a shared prefix is read once. Each piece of a row is another call of the attention.
 SHORTEST_SHARED = 16
 # Layer types that keep packed sequences apart; a recurrent layer would carry its state across them.
 _PACKABLE_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+
+
+class VariableLengths(NamedTuple):
+    """A packed row as `varlen_attn` reads it."""
+
+    bounds: dict[str, Any]  # first query and first key of each piece and the end, (pieces + 1,), and their longest
+    keys: Int[Tensor, " S"] | None  # index in the row of the keys of each piece; None if they are the row's
 
 
 class RowLayout(NamedTuple):
@@ -37,6 +55,7 @@ class RowLayout(NamedTuple):
 
     lengths: list[int]
     parents: list[int | None]
+    varlen: VariableLengths | None = None  # on a GPU
 
 
 def packed_row(
@@ -133,11 +152,11 @@ def packed_sdpa(
     row_layout: RowLayout | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """PyTorch's attention, called once for each piece of a packed row.
+    """PyTorch's attention over a packed row: in one call in half precision on a GPU, else called once for each piece.
 
     A mask would keep a GPU from flash attention and repeat the keys and values of grouped heads. Attention is causal
-    without one where queries and keys are equally many, so the queries of a shared prefix are read again for each
-    sequence that shares it. Only a sliding window shorter than the sequence needs a mask.
+    without one where queries and keys are equally many, so the calls for each piece read the queries of a shared
+    prefix again for each sequence that shares it. Only a sliding window shorter than the sequence needs a mask.
 
     Args:
         module: the attention layer.
@@ -152,6 +171,10 @@ def packed_sdpa(
     if row_layout is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     window = kwargs.get("sliding_window")
+    dtype = computing_dtype(query)
+    if row_layout.varlen is not None and dtype in VARLEN_DTYPES and query.shape[-1] <= VARLEN_HEAD_DIM:
+        states = [x[0].transpose(0, 1).to(dtype) for x in (query, key, value)]
+        return _varlen_attention(*states, row_layout.varlen, window, kwargs.get("scaling")), None
     states = [x.split(row_layout.lengths, dim=2) for x in (query, key, value)]
     outputs = []
     for piece, parent in enumerate(row_layout.parents):
@@ -160,6 +183,58 @@ def packed_sdpa(
         whole = sdpa_attention_forward(module, q, k, v, mask, **kwargs)[0]
         outputs.append(whole[:, -row_layout.lengths[piece] :])
     return torch.cat(outputs, dim=1), None
+
+
+def computing_dtype(states: Tensor) -> torch.dtype:
+    """Return the dtype in which attention computes, under autocast too."""
+    device = states.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else states.dtype
+
+
+def _varlen_attention(
+    query: Tensor, key: Tensor, value: Tensor, varlen: VariableLengths, window: int | None, scale: float | None
+) -> Tensor:
+    """Attention of a row, (1, L, heads, D), of states (L, heads, D).
+
+    The last query of a piece sees its last key, so the own tokens of a piece see the whole prefix before them.
+    """
+    if varlen.keys is not None:
+        key, value = (x.index_select(0, varlen.keys) for x in (key, value))
+    # Before torch 2.12 grouped heads needed no option.
+    options = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+    seen = (-1 if window is None else window - 1, 0)
+    return varlen_attn(query, key, value, **varlen.bounds, scale=scale, window_size=seen, **options)[None]
+
+
+@cache
+def reads_variable_lengths(device: torch.device) -> bool:
+    """Whether `varlen_attn` with windows runs on a device: on a GPU from Ampere on."""
+    if varlen_attn is None or "window_size" not in inspect.signature(varlen_attn).parameters:
+        return False
+    return device.type == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def variable_lengths(layout: RowLayout, device: torch.device) -> VariableLengths:
+    """The layout on a device, copied without waiting."""
+    own = torch.arange(sum(layout.lengths)).split(layout.lengths)
+    keys = [
+        own[piece] if parent is None else torch.cat([own[parent], own[piece]])
+        for piece, parent in enumerate(layout.parents)
+    ]
+    key_lengths = list(map(len, keys))
+    bounds = {
+        "cu_seq_q": _bounds(layout.lengths, device),
+        "cu_seq_k": _bounds(key_lengths, device),
+        "max_q": max(layout.lengths),
+        "max_k": max(key_lengths),
+    }
+    has_parents = any(parent is not None for parent in layout.parents)
+    return VariableLengths(bounds, to_device(torch.cat(keys), device) if has_parents else None)
+
+
+def _bounds(lengths: list[int], device: torch.device) -> Int[Tensor, " n+1"]:
+    """Start of each sequence in a row, and the end of the row."""
+    return to_device(torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32), device)
 
 
 def _band(length: int, window: int, device: torch.device) -> Bool[Tensor, "1 1 L L"]:
@@ -256,6 +331,8 @@ def model_inputs(
     if packed:
         ids, positions, layout, indices = packed_row(sequences, shares and shares_prefixes(model))
         inputs = {"input_ids": to_device(ids[None], device), "position_ids": to_device(positions[None], device)}
+        if shares_prefixes(model) and reads_variable_lengths(device):
+            layout = layout._replace(varlen=variable_lengths(layout, device))
         lengths = layout.lengths
     else:
         padded = nn.utils.rnn.pad_sequence([torch.tensor(ids) for ids in sequences], batch_first=True)
@@ -268,7 +345,7 @@ def model_inputs(
         inputs |= {"attention_mask": _no_mask(device), "row_layout": layout}
     elif "flash" in attention_of(model):
         # Without them each layer reads the lengths from the position ids and waits for the device.
-        bounds = to_device(torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32), device)
+        bounds = _bounds(lengths, device)
         longest = max(lengths)
         inputs |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
     return inputs, indices

@@ -73,15 +73,14 @@ def check_run(trainer: Any) -> str:
     meter.rows["a checkpoint"] = f"{size:10.3f} GB"
     seconds = [steps * (end - start) / meter.updates for start, end in pairwise(meter.times)]
     usual, longest = (timedelta(seconds=round(one)) for one in seconds)
-    return "\n".join(
-        [
-            meter.rollout,
-            "one step at the longest lengths, on this process",
-            *(f"  {name:<22}{value}" for name, value in meter.rows.items()),
-            f"the run of {steps} steps: {usual} as in the first batch, {longest} at the longest lengths",
-            f"its checkpoints: {checkpoints} with {checkpoints * size:.3f} GB",
-        ]
-    )
+    lines = [
+        meter.rollout,
+        "one step at the longest lengths, on this process",
+        *(f"  {name:<22}{value}" for name, value in meter.rows.items()),
+        f"the run of {steps} steps: {usual} as in the first batch, {longest} at the longest lengths",
+        f"its checkpoints: {checkpoints} with {checkpoints * size:.3f} GB",
+    ]
+    return "\n".join(lines)
 
 
 class StepMeter(TrainerCallback):

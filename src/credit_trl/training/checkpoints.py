@@ -9,6 +9,7 @@ all is synced to disk and renamed to `checkpoint-<step>` in one atomic step. Onl
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import math
@@ -21,25 +22,26 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from accelerate.utils import broadcast_object_list, gather_object
+import xxhash
+from accelerate.utils import broadcast_object_list, gather_object, is_peft_model
 from datasets import Dataset, IterableDataset
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint, rotate_checkpoints
 from trl import GRPOTrainer
 from trl.trainer.utils import RepeatSampler
 
+from credit_trl.config import CreditConfig
 from credit_trl.teacher.causal_lm import load_renamed_weights
 from credit_trl.teacher.models import Teacher
 from credit_trl.teacher.sharding import full_tensor
+from credit_trl.training.alarms import Alarms
 from credit_trl.training.checks import check_enough_rows
-from credit_trl.training.manifest import find_damage, hash_files, write_manifest
-from credit_trl.training.metrics import Alarms
-from credit_trl.training.resuming import configured_optimizer, stored_options
-from credit_trl.training.run_directory import read_json, remove_scratch_files, run_lock, step_of
+from credit_trl.training.run_directory import read_json, remove_scratch_files, run_lock, step_of, write_atomically
 from credit_trl.training.trl_compat import check_trl
-from credit_trl.training.weights import NonFiniteError, is_finite, nonfinite_weight, poison, source_of
+from credit_trl.training.weights import NonFiniteError, guarded, nonfinite_weight, source_of
 
 check_trl()
 logger = logging.getLogger(__name__)
@@ -47,64 +49,35 @@ logger = logging.getLogger(__name__)
 UNFINISHED = "unfinished"
 LATEST = "latest"
 STATE_FILE = "credit_state.json"
+MANIFEST_FILE = "manifest.json"
+
+# Options that define what is trained: a resumed run with another value is another run.
+_OBJECTIVE = (
+    *("contrastive_coef", "contrastive_form", "contrastive_count", "contrastive_source"),
+    *("distillation_weight", "distillation_alpha", "distillation_support", "distillation_topk", "distillation_tail"),
+    *("teacher_model_kind", "teacher_model_name_or_path", "teacher_prompt", "num_generations"),
+)
+# Fields of an adapter's configuration that determine its parameters and how they change the base.
+_ADAPTER_FIELDS = (
+    "peft_type r lora_alpha target_modules target_parameters layers_to_transform modules_to_save rank_pattern "
+    "alpha_pattern use_dora use_rslora".split()
+)
 
 
 class CheckpointError(RuntimeError):
     """A checkpoint could not be written. Earlier checkpoints are unchanged."""
 
 
-def save_progress(
-    directory: Path,
-    step: int,
-    rollouts: list[dict[str, Any]] | None,
-    rank: int,
-    layout: dict[str, int],
-    *,
-    options: dict[str, Any],
-    writes_state: bool,
-) -> None:
-    """Write the count of passes and, inside a generation batch, this process's part of the batch.
+def stored_options(args: CreditConfig, model: nn.Module) -> dict[str, Any]:
+    """Options that a checkpoint stores, and a run that resumes from it must have: objective and adapter, as JSON.
 
     Args:
-        step: TRL's `_step`, the count of forward-backward passes.
-        rollouts: TRL's `_buffered_inputs`, or None at a generation boundary.
-        rank: index of this process.
-        layout: division of a generation batch: `processes`, `rollouts` of a pass on each, and `passes` on each.
-        options: options that a resumed run must have too.
-        writes_state: whether this process writes what all have in common, as one on each file system must.
+        model: the unwrapped policy.
     """
-    if rollouts is not None:
-        torch.save(rollouts, directory / f"rollouts_{rank}.pt")
-    if writes_state:
-        state = {"step": step, "inside_generation_batch": rollouts is not None, "layout": layout, "options": options}
-        (directory / STATE_FILE).write_text(json.dumps(state))
-
-
-def load_progress(
-    directory: Path, rank: int, device: torch.device, layout: dict[str, int]
-) -> tuple[int, list[dict[str, Any]] | None]:
-    """Read what `save_progress` wrote: (step, rollouts).
-
-    At a generation boundary the layout may differ from the saved one. The run starts the same generation batch, and
-    `step` is converted to passes of the new layout.
-
-    Raises:
-        ValueError: the checkpoint lies inside a generation batch and was saved with another layout.
-    """
-    state = read_json(directory / STATE_FILE)
-    saved = state["layout"]
-    if not state["inside_generation_batch"]:
-        return state["step"] // saved["passes"] * layout["passes"], None
-    if saved != layout:
-        words = "{processes} processes of {passes} passes of {rollouts} rollouts"
-        raise ValueError(
-            f"{directory} was saved inside a generation batch, by {words.format(**saved)}; this run has "
-            f"{words.format(**layout)}. Resume with the number of processes and the batch sizes that saved it, or "
-            "from a checkpoint at a generation boundary."
-        )
-    # The device may be "cpu:0", but CPU tensors are on "cpu".
-    location = torch.device("cpu") if device.type == "cpu" else device
-    return state["step"], torch.load(directory / f"rollouts_{rank}.pt", map_location=location, weights_only=True)
+    options = {name: getattr(args, name) for name in _OBJECTIVE}
+    adapter = model.peft_config[model.active_adapter].to_dict() if is_peft_model(model) else {}
+    options |= {f"peft_config.{name}": adapter[name] for name in _ADAPTER_FIELDS if adapter.get(name)}
+    return json.loads(json.dumps(options, default=sorted))
 
 
 class EpochRepeatSampler(RepeatSampler):
@@ -218,10 +191,10 @@ class ResumableTrainer(GRPOTrainer):
         loss = super().compute_loss(model, inputs, *args, **kwargs)
         if not self.model.training:
             return loss
-        finite = is_finite(loss, inputs)
+        loss, finite = guarded(loss, inputs)
         before = self._losses_are_finite
         self._losses_are_finite = finite if before is None else before & finite
-        return poison(loss, finite)
+        return loss
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """The global gradient norm, which decides on every process whether the optimizer may step.
@@ -272,23 +245,16 @@ class ResumableTrainer(GRPOTrainer):
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         output_dir = Path(self._get_output_dir(trial))
-        name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        unfinished = output_dir / UNFINISHED / name
-        finished = output_dir / name
-        with self._saving_to(unfinished):
+        finished = output_dir / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        with self._saving(finished) as unfinished:
             super()._save_checkpoint(model, trial)
             if self.teacher is not None:
                 self.teacher.save(unfinished, self.args.should_save)
-            rollouts = self._buffered_inputs if self._step % self._layout["passes"] != 0 else None
-            rank = self.accelerator.process_index
-            writes = self.args.should_save
-            options = stored_options(self.args, self.accelerator.unwrap_model(self.model))
-            save_progress(unfinished, self._step, rollouts, rank, self._layout, options=options, writes_state=writes)
+            self._save_progress(unfinished)
             if self.state.best_model_checkpoint == str(unfinished):
                 self.state.best_model_checkpoint = str(finished)
                 if self.args.should_save:
                     self.state.save_to_json(str(unfinished / TRAINER_STATE_NAME))
-            self._finish(unfinished, finished)
         if self.args.should_save:
             rotate_checkpoints(
                 output_dir=str(output_dir),
@@ -300,6 +266,16 @@ class ResumableTrainer(GRPOTrainer):
             self._has_push = False
             super()._push_from_checkpoint(str(finished))
 
+    def _save_progress(self, folder: Path) -> None:
+        """Write the count of passes and, inside a generation batch, this process's part of the batch."""
+        is_inside = self._step % self._layout["passes"] != 0
+        if is_inside:
+            torch.save(self._buffered_inputs, folder / f"rollouts_{self.accelerator.process_index}.pt")
+        if self.args.should_save:  # one process on each file system
+            options = stored_options(self.args, self.accelerator.unwrap_model(self.model))
+            state = {"step": self._step, "inside_generation_batch": is_inside, "layout": self._layout}
+            (folder / STATE_FILE).write_text(json.dumps(state | {"options": options}))
+
     def _get_output_dir(self, trial: Any) -> str:
         return self._save_dir or super()._get_output_dir(trial)
 
@@ -308,78 +284,105 @@ class ResumableTrainer(GRPOTrainer):
         self._has_push = True
 
     @contextmanager
-    def _saving_to(self, unfinished: Path) -> Iterator[None]:
-        """Make TRL write into a directory of its own, which is emptied before and after.
+    def _saving(self, finished: Path) -> Iterator[Path]:
+        """Make TRL write into another folder, which then gets its manifest, is synced to disk and renamed.
+
+        Every process must call it. Nodes may share a file system or not, so the first process of each node completes
+        the folder, the main process first.
 
         Raises:
             CheckpointError: a file could not be written; the message names the checkpoint to resume from.
         """
-        folder = unfinished.parent
-        output_dir = folder.parent
+        folder = finished.parent / UNFINISHED
+        unfinished = folder / finished.name
+        is_first_of_node = self.accelerator.is_local_main_process
         self._save_dir = str(folder)
         try:
-            if self.accelerator.is_local_main_process:
+            if is_first_of_node:
                 shutil.rmtree(folder, ignore_errors=True)
                 unfinished.mkdir(parents=True, exist_ok=True)
             self.accelerator.wait_for_everyone()
-            yield
+            yield unfinished
+            self.accelerator.wait_for_everyone()
+            if is_first_of_node:
+                complete(unfinished, self.args.should_save)
+            self.accelerator.wait_for_everyone()
+            with self.accelerator.main_process_first():
+                if is_first_of_node:
+                    rename_atomically(unfinished, finished)
+            self.accelerator.wait_for_everyone()
         except NonFiniteError:
             raise
         except Exception as error:
-            free = shutil.disk_usage(output_dir).free / 2**30
+            free = shutil.disk_usage(finished.parent).free / 2**30
             raise CheckpointError(
                 f"Step {self.state.global_step} could not be saved ({type(error).__name__}: {error}); {free:.2f} GiB "
-                f"are free in {output_dir}. {self._last_checkpoint()} Make space, or set `output_dir` to another "
+                f"are free in {finished.parent}. {self._last_checkpoint()} Make space, or set `output_dir` to another "
                 "disk, and resume."
             ) from error
         finally:
             self._save_dir = None
             shutil.rmtree(folder, ignore_errors=True)
 
-    def _finish(self, unfinished: Path, finished: Path) -> None:
-        """Sync and rename the checkpoint after every process has written its part. Every process must call it.
-
-        Nodes may share a file system or not, so the first process of each node renames, the main process first.
-        """
-        self.accelerator.wait_for_everyone()
-        if self.accelerator.is_local_main_process:
-            with ThreadPoolExecutor(1) as thread:  # so that hashing takes no time of its own
-                hashes = thread.submit(hash_files, unfinished) if self.args.should_save else None
-                sync_to_disk(unfinished)
-            if hashes is not None:
-                write_manifest(unfinished, hashes.result())
-                _sync(unfinished)
-        self.accelerator.wait_for_everyone()
-        with self.accelerator.main_process_first():
-            if self.accelerator.is_local_main_process:
-                rename_atomically(unfinished, finished)
-        self.accelerator.wait_for_everyone()
-
     # ------------------------------------------------------------------ reading
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Restore moments, the step of the schedule, teacher and progress. The optimizer's options are this run's."""
         if checkpoint is None:
             return
-        with configured_optimizer(self.optimizer, self.lr_scheduler):
-            super()._load_optimizer_and_scheduler(checkpoint)
+        names = ("weight_decay", "betas", "eps")
+        options = [{name: group[name] for name in names if name in group} for group in self.optimizer.param_groups]
+        # Others, such as `reduce_lr_on_plateau`, are no function of the step and keep their restored rate.
+        rates = list(self.lr_scheduler.base_lrs) if isinstance(self.lr_scheduler, LambdaLR) else []
+        super()._load_optimizer_and_scheduler(checkpoint)
+        for group, configured in zip(self.optimizer.param_groups, options, strict=True):
+            group |= configured
+        if rates:
+            schedule = self.lr_scheduler
+            schedule.base_lrs = rates
+            for group, rate, share in zip(self.optimizer.param_groups, rates, schedule.lr_lambdas, strict=True):
+                group |= {"initial_lr": rate, "lr": rate * share(schedule.last_epoch)}
+            schedule._last_lr = [group["lr"] for group in self.optimizer.param_groups]  # which is logged
         is_whole = self.accelerator.distributed_type not in ("FSDP", "DEEPSPEED")
         if self._is_vlm and is_whole and isinstance(self.model, PreTrainedModel):
             load_renamed_weights(self.model, checkpoint)
         if self.teacher is not None and self._restores_teacher:
             self.teacher.load(checkpoint)
-        rank, device = self.accelerator.process_index, self.accelerator.device
-        self._step, self._buffered_inputs = load_progress(Path(checkpoint), rank, device, self._layout)
+        self._load_progress(Path(checkpoint))
+
+    def _load_progress(self, checkpoint: Path) -> None:
+        """Read what `_save_progress` wrote.
+
+        At a generation boundary the layout may differ from the saved one. The run starts the same generation batch, so
+        the count of passes is converted to the new layout.
+
+        Raises:
+            ValueError: the checkpoint lies inside a generation batch and was saved with another layout.
+        """
+        state = read_json(checkpoint / STATE_FILE)
+        saved = state["layout"]
+        if not state["inside_generation_batch"]:
+            self._step = state["step"] // saved["passes"] * self._layout["passes"]
+            return
+        if saved != self._layout:
+            words = "{processes} processes of {passes} passes of {rollouts} rollouts"
+            raise ValueError(
+                f"{checkpoint} was saved inside a generation batch, by {words.format(**saved)}; this run has "
+                f"{words.format(**self._layout)}. Resume with the number of processes and the batch sizes that saved "
+                "it, or from a checkpoint at a generation boundary."
+            )
+        device = self.accelerator.device
+        # The device may be "cpu:0", but CPU tensors are on "cpu".
+        location = torch.device("cpu") if device.type == "cpu" else device
+        path = checkpoint / f"rollouts_{self.accelerator.process_index}.pt"
+        self._buffered_inputs = torch.load(path, map_location=location, weights_only=True)
+        self._step = state["step"]
 
     def _get_train_sampler(self, dataset: Dataset | None = None) -> EpochRepeatSampler:
         check_enough_rows(self.args, self.train_dataset if dataset is None else dataset)
-        return EpochRepeatSampler(
-            data_source=self.train_dataset if dataset is None else dataset,
-            mini_repeat_count=self.num_generations,
-            batch_size=self.args.generation_batch_size // self.num_generations,
-            repeat_count=self.num_iterations * self.args.steps_per_generation,
-            shuffle=self.shuffle_dataset,
-            seed=self.args.seed,
-        )
+        sampler = EpochRepeatSampler.__new__(EpochRepeatSampler)
+        vars(sampler).update(vars(super()._get_train_sampler(dataset)))
+        return sampler
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         """Skip what the run that is resumed has done.
@@ -435,6 +438,59 @@ def checkpoint_to_resume(requested: str, output_dir: str | Path) -> str | None:
             "`output_dir`, or remove them."
         )
     return None
+
+
+def hash_files(folder: Path) -> dict[str, str]:
+    """`size:hash` of each file below a folder, by its path in the folder."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST_FILE)
+    with ThreadPoolExecutor() as threads:
+        digests = list(threads.map(_digest, files))
+    return {path.relative_to(folder).as_posix(): digest for path, digest in zip(files, digests, strict=True)}
+
+
+def write_manifest(folder: Path, hashes: dict[str, str]) -> None:
+    """Write the manifest, the last file that a checkpoint gets, with a hash of its own."""
+    listed = json.dumps(hashes)
+    own = xxhash.xxh3_128(listed.encode()).hexdigest()
+    write_atomically(folder / MANIFEST_FILE, json.dumps({"files": listed, "xxh3_128": own}) + "\n")
+
+
+def find_damage(folder: Path) -> str | None:
+    """What differs from the manifest, beginning with the path of the file; None for an undamaged folder."""
+    manifest = folder / MANIFEST_FILE
+    try:
+        found = read_json(manifest)
+    except FileNotFoundError:
+        return f"{manifest} is missing, so the checkpoint was not written completely"
+    except ValueError:
+        found = {}
+    listed = str(found.get("files"))
+    if found.get("xxh3_128") != xxhash.xxh3_128(listed.encode()).hexdigest():
+        return f"{manifest} is damaged"
+    for name, expected in json.loads(listed).items():
+        path = folder / name
+        if not path.is_file():
+            return f"{path} is missing"
+        if _digest(path) != expected:
+            size = expected.partition(":")[0]
+            return f"{path} has changed since it was written ({path.stat().st_size} bytes, then {size})"
+    return None
+
+
+def _digest(path: Path) -> str:
+    """Size and xxh3 of a file: it finds damage, at the speed of memory, and is no protection against an attack."""
+    with path.open("rb") as file:
+        return f"{path.stat().st_size}:{hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()}"
+
+
+def complete(folder: Path, has_manifest: bool) -> None:
+    """Wait until a checkpoint is on disk, and add its manifest where this process has written files for all."""
+    with ThreadPoolExecutor(1) as thread:  # so that hashing takes no time of its own
+        hashes = thread.submit(hash_files, folder) if has_manifest else None
+        sync_to_disk(folder)
+    if hashes is not None:
+        write_manifest(folder, hashes.result())
+        _sync(folder)
 
 
 def sync_to_disk(folder: Path) -> None:

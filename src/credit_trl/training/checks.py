@@ -18,6 +18,7 @@ from credit_trl.config import CreditConfig
 from credit_trl.contexts.contrast import find_source, source_columns
 from credit_trl.contexts.prompts import Render, images_of, user_text
 from credit_trl.rollout.verdict import parameters_of
+from credit_trl.training.alarms import Alarms
 
 
 def check_machine(args: CreditConfig, accelerator: Accelerator, router_loss: bool) -> None:
@@ -125,14 +126,12 @@ def check_prompts(
     datasets: dict[str, Any],
     encode: Callable[[Any], tuple[str | None, list[int]]],
     eos_token_ids: Collection[int],
-    warn: Callable[[str, str], None],
+    alarms: Alarms,
 ) -> None:
-    """Check the first prompt of each dataset; streams are not read.
+    """Check the first prompt of each dataset; streams are not read. Warn where it ends in an EOS id.
 
     Args:
         encode: prompt to its text, None for a multimodal model, and to its token ids, as the rollout encodes it.
-        eos_token_ids: ids at which generation ends.
-        warn: takes the cause and the message of a warning, of a prompt that ends in one of them.
 
     Raises:
         ValueError: a prompt cannot be encoded, the chat template does not take its content parts or, with a
@@ -153,29 +152,19 @@ def check_prompts(
                 f"The first prompt of `{name}` has the content {parts[0]}, which the chat template renders as "
                 f"{text[-80:]!r}. Give `content` as a string, or set a `chat_template` that renders parts."
             )
-        if ids and ids[-1] in eos_token_ids:
-            warn(
-                "prompt_ends",
-                f"The first prompt of `{name}` ends in the token {ids[-1]}, at which generation ends, so that "
-                "completions begin after the end of a text. Set the tokenizer's `add_eos_token=False`, or use a chat "
-                "template with a generation prompt.",
-            )
+        last = ids[-1] if ids else None
+        alarms.raise_if(last in eos_token_ids, "prompt_ends", name=name, last=last)
 
 
-def check_ends(tokenizer: Any, eos_token_ids: Collection[int], warn: Callable[[str, str], None]) -> None:
+def check_ends(tokenizer: Any, eos_token_ids: Collection[int], alarms: Alarms) -> None:
     """Warn about an id at which generation ends that is ordinary text, so that completions end inside a sentence."""
     added = tokenizer.added_tokens_decoder
     ordinary = [tokenizer.decode([i]) for i in eos_token_ids if added and i not in added]
-    if ordinary:
-        warn(
-            "ordinary_end",
-            f"Generation ends at {ordinary[0]!r}, which is ordinary text. Set a special token: the `eos_token` of the "
-            "tokenizer and the `eos_token_id` of the model's `generation_config`.",
-        )
+    alarms.raise_if(bool(ordinary), "ordinary_end", text=next(iter(ordinary), None))
 
 
 def check_truncated(
-    share: float, tokenizer: Any, render: Render, eos_token_ids: Collection[int], warn: Callable[[str, str], None]
+    share: float, tokenizer: Any, render: Render, eos_token_ids: Collection[int], alarms: Alarms
 ) -> None:
     """Warn where more than 90 % of a generation batch did not end, naming an end of turn that is no EOS id."""
     if share <= 0.9:
@@ -190,11 +179,7 @@ def check_truncated(
                 f" The chat template ends a turn with {tokenizer.decode(end)!r}, where generation does not end: add "
                 f"its id {end[0]} to the `eos_token_id` of the model's `generation_config`."
             )
-    warn(
-        "truncated",
-        f"{share:.0%} of the completions of a generation batch were cut at `max_completion_length`.{unknown} Increase "
-        "`max_completion_length`, or ask for shorter answers.",
-    )
+    alarms.raise_if(True, "truncated", share=share, unknown=unknown)
 
 
 def check_enough_rows(args: CreditConfig, train_dataset: Any) -> None:

@@ -1,11 +1,9 @@
-"""Training metrics and one-time warnings."""
+"""Metrics of the credit that a run logs."""
 
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from typing import Any
 
 import torch
 from accelerate.utils import gather_object
@@ -17,149 +15,8 @@ from credit_trl.contexts.tokens import TokenContexts
 from credit_trl.loss.terms import MicroBatchLoss, engine_difference
 from credit_trl.rollout.batch import GenerationBatch, is_successful
 
-# Teacher entropy above this share of log V is close to uniform.
-NEARLY_UNIFORM = 0.9
-# Below this student probability of the support the loss ignores most of the student's distribution.
-LOW_SUPPORT_MASS = 0.5
-# Consecutive generation batches in which the rewards of every group are equal.
-FLAT_REWARD_BATCHES = 5
 # Tokens that the teacher gives at least this probability, in nats, are accepted.
 ACCEPTED = math.log(0.5)
-# Root mean square of S_t on accepted tokens as a share of that of ΔV_t on all, below which the credit is not
-# input-specific; and the root mean square of ΔV_t in nats above which there is credit at all.
-LOW_SPECIFIC_SHARE, SOME_CREDIT = 0.25, 0.1
-# Consecutive logs with such credit.
-GENERIC_LOGS = 3
-# Mean difference between the log-probabilities of vLLM and of the model, in nats; bf16 kernels differ by about 0.01.
-ENGINE_MISMATCH = 0.1
-# Share of sampled tokens without a finite log-probability of the engine, above which the engine is at fault.
-FEW_BAD_LOGPS = 0.001
-
-# Cause of a warning -> its message.
-_MESSAGES = {
-    "no_teacher": "No sample of this generation batch has a teacher, so its loss is 0: no rollout reached "
-    "`success_reward_threshold` and there is no feedback. Return `Verdict(reward, feedback)` from the reward "
-    "function, fill the column `privileged_context`, or lower the threshold.",
-    "no_contrast": "No sample with a teacher of this generation batch has a contrast prompt, so λ is 0. In evaluation "
-    "raise `per_device_eval_batch_size` or lower `num_generations_eval`; in training see `contrastive_source`.",
-    "feedback_dropped": "No feedback of this generation batch fits `max_reprompt_len`: all of it was dropped "
-    "(`credit/frac_feedback_dropped`). Increase it above the longest prompt, or return shorter feedback.",
-    "no_tokens": "No token of this generation batch has a loss, although samples have a teacher: "
-    "`mask_truncated_completions` masks completions that reach `max_completion_length`, and "
-    "`on_verifier_error='skip'` those without a verdict.",
-    "positions": "The teacher reads up to {longest} tokens, and the model has `max_position_embeddings={positions}`. "
-    "Lower `max_reprompt_len` or `max_completion_length`, or use a model with a longer context.",
-    "feedback_off": "The reward functions return feedback, but `include_environment_feedback=False` ignores it. Set "
-    "it to True.",
-    "lost_turns": "`Verdict.turn_feedback` has feedback on turn {turn} of a rollout with fewer turns; it is ignored. "
-    "Turns count from 0, one for each answer of the model. An environment with the attribute `current_turn` is given "
-    "the number while its tools run.",
-    "flat_reward": "The rewards of every group were equal in {batches} generation batches in a row, {mean:.2f} on "
-    "average in the last. The model solves all of these prompts or none, or the verifier does not tell completions "
-    "apart: look at a few with `log_completions=True`.",
-    "engine_mismatch": "The log-probabilities of the sampled tokens under vLLM and under the model differ by "
-    "{difference:.2f} nats on average (`sampling/sampling_logp_difference/mean`). Check that the engine has the "
-    "policy's weights, that both compute in the same precision, and that a server runs with `--logprobs-mode "
-    "processed_logprobs`.",
-    "uniform_teacher": "The teacher is nearly uniform (entropy {entropy:.2f} of at most {largest:.2f} nats). Check "
-    "its weights and its prompt.",
-    "low_mass": "The support holds {mass:.2f} of the student's probability. Increase `distillation_topk`.",
-    "generic_credit": "S_t is near zero on the tokens that the teacher accepts while ΔV_t is not (root mean squares "
-    "{specific:.3f} and {credit:.3f} nats), in {logs} logs in a row: the feedback makes the same tokens "
-    "likely under any prompt, so λ lowers the reward of the answer itself. Return feedback that is read together with "
-    "the prompt, such as a letter, a position or a failing check, instead of the answer; or set `contrastive_coef=0`.",
-    "lost_gradient": "The loss is not 0 and its gradient is exactly 0: an operation between the trained weights and "
-    "the loss blocks gradients. Check that the forward pass uses the weights that train (`target_modules`), and that "
-    "a quantised base passes gradients on this device.",
-} | {
-    f"engine_{kind}": f"The engine's log-probabilities of {{share:.1%}} of the sampled tokens are {kind} "
-    f"(`sampling/frac_{kind}_logps`), so these tokens have no ratio, or its bound. Check the engine's weights and "
-    "precision, and that it returns log-probabilities."
-    for kind in ("missing", "infinite")
-}
-
-
-class CreditWarning(UserWarning):
-    """A sign that the run does not learn what it should."""
-
-
-class Alarms:
-    """Warnings, each raised once a run, where enabled: on the main process only."""
-
-    def __init__(self, enabled: bool = True) -> None:
-        self.enabled = enabled
-        self.raised: set[str] = set()
-        self._flat = 0
-        self._generic = 0
-
-    def raise_once(self, cause: str, message: str) -> None:
-        if self.enabled and cause not in self.raised:
-            self.raised.add(cause)
-            warnings.warn_explicit(message, CreditWarning, "credit_trl", 0)  # no source line in the output
-
-    def raise_if(self, holds: bool, cause: str, **values: Any) -> None:
-        """Raise the warning of a cause of `_MESSAGES`, with the values that its message names."""
-        if holds:
-            self.raise_once(cause, _MESSAGES[cause].format(**values))
-
-    def check_contexts(self, share: dict[str, float], frac_skipped: float = 0.0) -> None:
-        """Warn where no sample has a teacher, none has a contrast prompt, or all feedback is dropped.
-
-        Args:
-            share: result of `context_metrics`.
-            frac_skipped: share of the samples whose verifier failed, which explains a batch without teacher.
-        """
-        no_teacher = share["credit/frac_without_teacher"]
-        no_contrast = share["credit/frac_without_contrast"]
-        dropped = share["credit/frac_feedback_dropped"]
-        self.raise_if(no_teacher == 1.0 and frac_skipped == dropped == 0.0, "no_teacher")
-        self.raise_if(no_contrast > 0.0 and math.isclose(no_contrast + no_teacher, 1.0), "no_contrast")
-        self.raise_if(dropped > 0.0 and share["credit/frac_with_feedback"] == 0.0, "feedback_dropped")
-
-    def check_rewards(self, all_groups_flat: bool, mean: float) -> None:
-        """Warn where the rewards of every group are equal in several generation batches in a row; `mean` is theirs."""
-        self._flat = self._flat + 1 if all_groups_flat else 0
-        self.raise_if(self._flat >= FLAT_REWARD_BATCHES, "flat_reward", batches=self._flat, mean=mean)
-
-    def check_engine(self, metrics: Mapping[str, Sequence[float]]) -> None:
-        """Warn where vLLM's log-probabilities differ from the model's, if TRL's `metrics` have them."""
-        difference = (metrics.get("sampling/sampling_logp_difference/mean") or [0.0])[-1]
-        self.raise_if(difference > ENGINE_MISMATCH, "engine_mismatch", difference=difference)
-        for kind in ("missing", "infinite"):
-            share = metrics.get(f"sampling/frac_{kind}_logps", [0.0])[-1]
-            self.raise_if(share > FEW_BAD_LOGPS, f"engine_{kind}", share=share)
-
-    def check_tokens(self, metrics: dict[str, float], vocabulary: int) -> None:
-        """Warn about a teacher close to uniform, a support with little probability, and generic credit in a log."""
-        entropy = metrics.get("credit/teacher_entropy", 0.0)
-        largest = math.log(vocabulary)
-        self.raise_if(entropy > NEARLY_UNIFORM * largest, "uniform_teacher", entropy=entropy, largest=largest)
-        mass = metrics.get("credit/support_mass_student", 1.0)
-        self.raise_if(mass < LOW_SUPPORT_MASS, "low_mass", mass=mass)
-        specific = metrics.get("credit/s_accepted", math.nan)
-        credit = math.hypot(*(metrics.get(f"credit/delta_v_{moment}", math.nan) for moment in ("mean", "std")))
-        if not math.isnan(specific):
-            is_generic = credit > SOME_CREDIT and specific < LOW_SPECIFIC_SHARE * credit
-            self._generic = self._generic + 1 if is_generic else 0
-        values = {"specific": specific, "credit": credit, "logs": self._generic}
-        self.raise_if(self._generic >= GENERIC_LOGS, "generic_credit", **values)
-
-    def check_gradient(self, logs: Mapping[str, float], last: Mapping[str, float]) -> float:
-        """Warn where the loss of tokens with an advantage has a gradient of exactly 0.
-
-        Args:
-            logs: `loss` and `grad_norm`, the norm of the last step.
-            last: metrics of the last micro-batch.
-
-        Returns:
-            1.0 where the gradient is lost, else 0.0; NaN where no step is logged or its tokens had no loss.
-        """
-        moments = [last.get(f"credit/advantage_{moment}", math.nan) for moment in ("mean", "std")]
-        if logs.get("grad_norm") is None or math.isnan(moments[0]) or not logs.get("loss"):
-            return math.nan
-        is_lost = logs["grad_norm"] == 0.0 and any(moments)
-        self.raise_if(is_lost, "lost_gradient")
-        return float(is_lost)
 
 
 def context_metrics(
@@ -265,23 +122,22 @@ class TokenMetrics:
             self._dropped.add("entropy")
         self._reduce = reduce
         self._names: list[str] = []
-        self._sums: dict[str, Float[Tensor, "2 m 2"]] = {}  # mode -> sums of all micro-batches, and of the last
+        self._sums: dict[str, Float[Tensor, "m 2"]] = {}  # by mode
 
     def add(self, mode: str, loss: MicroBatchLoss) -> None:
         """Add a micro-batch of `"train"` or `"eval"`."""
         sums = token_sums(loss)
         self._names = list(sums)
-        last = torch.stack(list(sums.values()))
-        total = last + self._sums[mode][0] if mode in self._sums else last
-        self._sums[mode] = torch.stack([total, last])
+        added = torch.stack(list(sums.values()))
+        self._sums[mode] = self._sums[mode] + added if mode in self._sums else added
 
-    def read(self, mode: str) -> list[dict[str, float]]:
-        """Metrics of all micro-batches since the last call, and of the last one; both empty without any."""
+    def read(self, mode: str) -> dict[str, float]:
+        """Metrics of the micro-batches since the last call; empty without any."""
         if mode not in self._sums:
-            return [{}, {}]
+            return {}
         sums = self._reduce(self._sums.pop(mode)).tolist()
-        means = [token_means(dict(zip(self._names, rows, strict=True))) for rows in sums]
-        return [{name: value for name, value in of.items() if name not in self._dropped} for of in means]
+        means = token_means(dict(zip(self._names, sums, strict=True)))
+        return {name: value for name, value in means.items() if name not in self._dropped}
 
 
 def teacher_success_weights(

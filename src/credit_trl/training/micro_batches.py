@@ -30,22 +30,20 @@ _COMPLETION_FIELDS = {
     *"sampling_per_token_logps importance_sampling_ratio advantages token_weight loss_shares".split(),
     *(f.name for f in fields(Scores)),
 }
-# Loss types with a divisor that depends on which samples share a micro-batch.
-_DIVIDED_BY_MICRO_BATCH = ("bnpo",)
 
 
 def exchanged_count(config: CreditConfig, router_loss: bool) -> int:
     """Consecutive micro-batches between which samples may be exchanged: those of one optimizer step.
 
-    1 where an exchange would change the loss, as where GRPO's part has an entropy bonus or quantile, which TRL takes
-    over a micro-batch.
+    1 where an exchange would change the loss, as where "bnpo" divides by the tokens of a micro-batch, and where GRPO's
+    part has an entropy bonus or quantile, which TRL takes over a micro-batch.
     """
     accumulated = config.gradient_accumulation_steps
     generated = config.steps_per_generation
     is_aligned = generated % accumulated == 0 or accumulated % generated == 0
     has_bonus = config.entropy_coef != 0.0 or config.use_adaptive_entropy or config.top_entropy_quantile < 1.0
     averages_entropy = config.distillation_weight < 1.0 and has_bonus
-    if not is_aligned or config.loss_type in _DIVIDED_BY_MICRO_BATCH or router_loss or averages_entropy:
+    if not is_aligned or config.loss_type == "bnpo" or router_loss or averages_entropy:
         return 1
     return min(accumulated, generated)
 

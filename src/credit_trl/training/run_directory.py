@@ -5,10 +5,7 @@
     evaluations.jsonl            evaluations during training, one object per line
     evaluations/step-000005/     one evaluation: settings.json, samples.jsonl, result.json
     rows/train.parquet           rows that were a `Dataset` object, from which `credit-eval RUN` reads them
-    best.json                    step and location of the best model
-    summary.json                 best-during-training and final scores, written when training ends
-
-    previous-1/                  files of an earlier run here, or of steps after a resumed one, as above
+    previous-1/                  files of an earlier run here, or checkpoints after the step of a resumed one
 
 A process killed at any moment leaves each file complete, or with an unfinished last line that readers ignore.
 `credit_trl.lab.report` reads only these files, so it works offline and with every `report_to`.
@@ -22,7 +19,6 @@ import json
 import logging
 import math
 import os
-import shutil
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -39,15 +35,12 @@ EVALUATIONS_FOLDER = "evaluations"
 ROWS_FOLDER = "rows"
 SETTINGS_FILE = "settings.json"
 RESULT_FILE = "result.json"
-BEST_FILE = "best.json"
-SUMMARY_FILE = "summary.json"
 LOCK_FILE = ".run_lock"
-
-# Folders that a run names by its steps, and its other records. Checkpoints come first: if moving them is interrupted,
-# no run resumes from them without their log.
-_STEPS = ("checkpoint-*", "best-step-*", f"{EVALUATIONS_FOLDER}/step-*")
-_RECORDS = (EVALUATIONS_FILE, LOG_FILE, RUN_FILE, BEST_FILE, SUMMARY_FILE)
-_OUTPUTS = ("completions/*", f"{ROWS_FOLDER}/*", "credit_maps/*", "model", "adapter_*", "token_maps.html")
+# What a run writes beside its checkpoints.
+_OUTPUTS = (
+    *(RUN_FILE, LOG_FILE, EVALUATIONS_FILE, EVALUATIONS_FOLDER, ROWS_FOLDER),
+    *("best-step-*", "completions/*", "credit_maps", "model", "adapter_*", "report.html", "token_maps.html"),
+)
 
 
 def write_atomically(path: str | Path, text: str) -> None:
@@ -160,38 +153,23 @@ def run_lock(folder: Path) -> Iterator[None]:
 
 
 def set_aside(folder: Path, step: int = 0, base: str = "") -> None:
-    """Move what an earlier run saved after a step to a folder `previous-<n>`, which is a run directory too, and warn.
+    """Move an earlier run's checkpoints of later steps to a folder `previous-<n>`, and warn.
 
-    Called by one process, when a run starts (`step` 0), and its records move too, or resumes, and they are copied. Of
-    two branches of a run, `latest` then means the one that trained last. Nothing is moved where no checkpoint is
-    later, as in a run that was interrupted, unless it starts again. An evaluation before the first step stays.
-
-    Args:
-        folder: the run directory.
-        step: step that the run resumes from.
-        base: name or path of the model that the run starts from, which stays if it is in the run directory.
+    Called by one process when a run starts (`step` 0), and the other files of the earlier run move too, or resumes, so
+    that `latest` means the branch that trained last. Nothing moves without later checkpoints, as after a kill.
+    `base` is the name or path of the model that the run starts from, which stays.
     """
     own = Path(base or os.devnull).resolve()
-    later = [path for path in _paths(folder, *_STEPS) if step_of(path) > step and path.resolve() != own]
-    logged = step == 0 and any(row.get("step", 0) > 0 for row in read_lines(folder / LOG_FILE))
-    if not logged and not any(path.match(_STEPS[0]) or step == 0 for path in later):
+    later = [path for path in folder.glob("checkpoint-*") if step_of(path) > step and path.resolve() != own]
+    if not later:
         return
     number = next(n for n in itertools.count(1) if not (folder / f"previous-{n}").exists())
     aside = folder / f"previous-{number}"
-    for path in later if step > 0 else [*later, *_paths(folder, *_RECORDS, *_OUTPUTS)]:
+    for path in [*later, *(path for name in _OUTPUTS if step == 0 for path in folder.glob(name))]:
         target = aside / path.relative_to(folder)
         target.parent.mkdir(parents=True, exist_ok=True)
         path.rename(target)
-    for path in _paths(folder, *_RECORDS):
-        shutil.copy2(path, aside)
-    logger.warning(
-        f"This run starts from step {step}. Later files of an earlier run in {folder} are now in {aside}; `output_dir="
-        f"{aside}` with `resume_from_checkpoint='latest'` goes on with them."
-    )
-
-
-def _paths(folder: Path, *patterns: str) -> list[Path]:
-    return [path for pattern in patterns for path in folder.glob(pattern)]
+    logger.warning(f"This run starts from step {step}: what an earlier run in {folder} saved later is now in {aside}.")
 
 
 def step_of(path: Path) -> int:

@@ -47,6 +47,7 @@ class CreditStep:
 
     Attributes:
         packed: whether the policy reads packed rows; False also where `cannot_pack(policy)`.
+        teacher_packed: whether the teacher does.
 
     Raises:
         ValueError: the support is larger than the vocabulary, the teacher cannot read packed rows with `packed=True`,
@@ -89,8 +90,13 @@ class CreditStep:
         )
         self.engine_role = engine_role(config)
         self.router_loss = has_router_loss(config, teacher.student)
-        self.packed = config.packed and cannot_pack(teacher.student) is None
-        if config.packed:
+        may_have_images = context_builder.reader is not None  # which packed rows do not support
+        can_pack = cannot_pack(teacher.student) is None and not (config.packed is None and may_have_images)
+        self.teacher_packed = config.packed
+        if config.packed is None:
+            self.teacher_packed = can_pack and all(cannot_pack(model) is None for model in teacher.models())
+        self.packed = self.teacher_packed and can_pack
+        if self.teacher_packed:
             for model in teacher.models():
                 enable_packing(model)
         if self.packed:
@@ -140,7 +146,7 @@ class CreditStep:
             self.support,
             self.head,
             self.config.scoring_batch_tokens,
-            self.config.packed,
+            self.teacher_packed,
         )
         if self.token_weight is not None:
             prepared |= self._weigh(batch, tensors | prepared, mask)

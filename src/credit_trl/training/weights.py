@@ -1,16 +1,18 @@
-"""Checks of weights and their updates: NaN and infinities, and updates that the dtype rounds away."""
+"""Weights and their updates: NaN and infinities, and changes that the dtype rounds away."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
-from credit_trl.training.metrics import Alarms
+from credit_trl.training.alarms import Alarms
 
 # Stored scores of the teacher, of which a NaN is not always a NaN of the loss.
 _SCORES = ("teacher_token_logps", "generic_token_logps")
@@ -19,31 +21,23 @@ _SCORES = ("teacher_token_logps", "generic_token_logps")
 FEW_CHANGED = 0.2
 # Weights of each parameter that are compared.
 _SAMPLE = 1024
-_FIX = (
-    "Load the model in fp32 (`dtype=torch.float32`) and keep `bf16=True`, which computes in bf16 and keeps fp32 "
-    "weights, or raise `learning_rate`."
-)
 
 
 class NonFiniteError(RuntimeError):
     """Loss, gradient, weights or teacher are not finite. Weights and checkpoints are those of the step before."""
 
 
-def is_finite(loss: Tensor, inputs: Mapping[str, Any]) -> Tensor:
-    """Whether a micro-batch's loss is finite and no stored score of the teacher is NaN, as a tensor on its device."""
-    found = loss.detach().isfinite().all()
+def guarded(loss: Tensor, inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """The loss of a micro-batch with a NaN gradient where it is not finite, and whether it is, on its device.
+
+    A loss is finite if no stored score of the teacher is NaN either, and then unchanged bit for bit. The reduction of
+    the gradients makes the NaN of one process the global gradient norm of all, without a collective.
+    """
+    finite = loss.detach().isfinite().all()
     for name in _SCORES:
         if isinstance(scores := inputs.get(name), Tensor):
-            found = found & ~scores.isnan().any().to(found.device)
-    return found
-
-
-def poison(loss: Tensor, finite: Tensor) -> Tensor:
-    """The loss with a NaN gradient where it is not finite, and otherwise unchanged bit for bit.
-
-    The reduction of the gradients makes the NaN of one process the global gradient norm of all, without a collective.
-    """
-    return loss * torch.where(finite, 1.0, math.nan).to(loss)
+            finite = finite & ~scores.isnan().any().to(finite.device)
+    return loss * torch.where(finite, 1.0, math.nan).to(loss), finite
 
 
 def nonfinite_weight(model: nn.Module, teacher: Mapping[str, Tensor]) -> str | None:
@@ -79,6 +73,18 @@ def source_of(
     return "the gradient of the update, or another process"
 
 
+def reduce_gradients_in_fp32(accelerator: Accelerator) -> None:
+    """Let FSDP2 reduce and accumulate gradients in fp32. Call it before accelerate wraps the policy.
+
+    accelerate's policy for bf16 computes and reduces in bf16: the error of the accumulated gradient is .27 % (RMS)
+    with 4 micro-batches and .50 % with 16. Products of forward and backward stay in bf16. No effect without FSDP2.
+    """
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    policy = plugin.mixed_precision_policy if plugin is not None and plugin.fsdp_version == 2 else None
+    if policy is not None:
+        plugin.mixed_precision_policy = replace(policy, reduce_dtype=torch.float32)
+
+
 class WeightChange(TrainerCallback):
     """Compares a sample of the weights before and after the first update, with one synchronisation.
 
@@ -90,36 +96,26 @@ class WeightChange(TrainerCallback):
         self.alarms = alarms
         self._before: list[tuple[Tensor, Tensor, Tensor]] = []
         self._is_done = False
-        dtypes = {p.dtype for p in model.parameters() if p.requires_grad}
-        for dtype in dtypes & {torch.bfloat16, torch.float16}:
-            name = str(dtype).removeprefix("torch.")
-            alarms.raise_once(
-                "low_precision", f"The trained weights are {name}, which rounds small updates away. {_FIX}"
-            )
+        dtypes = {p.dtype for p in model.parameters() if p.requires_grad} & {torch.bfloat16, torch.float16}
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        alarms.raise_if(bool(dtypes), "low_precision", names=names)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._is_done or args.fp16 or args.deepspeed or not any(kwargs["lr_scheduler"].get_last_lr()):
             return
-        for weight in kwargs["model"].parameters():
-            if weight.grad is not None:
-                self._before.append((weight, _sample(weight).clone(), _sample(weight.grad) != 0))
+        trained = [weight for weight in kwargs["model"].parameters() if weight.grad is not None]
+        self._before = [(weight, _sample(weight).clone(), _sample(weight.grad) != 0) for weight in trained]
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if not self._before:
-            return
         counts = [
             torch.stack([((_sample(weight) != before) & has_grad).sum(), has_grad.sum()])
             for weight, before, has_grad in self._before
         ]
         self._before = []
-        changed, total = torch.stack([count.to(counts[0].device) for count in counts]).sum(dim=0).tolist()
-        self._is_done = total > 0
-        if self._is_done and changed < FEW_CHANGED * total:
-            self.alarms.raise_once(
-                "weights_unchanged",
-                f"The first update changed {changed / total:.1%} of the trained weights that have a gradient: the "
-                f"others were rounded back. {_FIX}",
-            )
+        if counts:
+            changed, total = torch.stack([count.to(counts[0].device) for count in counts]).sum(dim=0).tolist()
+            self._is_done = total > 0
+            self.alarms.raise_if(changed < FEW_CHANGED * total, "weights_unchanged", share=changed / max(total, 1))
 
 
 def _sample(weight: Tensor) -> Tensor:

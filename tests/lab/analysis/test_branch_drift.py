@@ -4,11 +4,9 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from credit_trl.lab.analysis import drift
-from credit_trl.lab.analysis.drift import BranchDrift, critical_lambdas, find_branches, holding_coef
+from credit_trl.lab.analysis.drift import BranchDrift, branch_table, find_branches, holding_coef
 from credit_trl.lab.analysis.tokenmap import ScoredTokens, TokenMap
 from credit_trl.lab.analysis.tokentext import TokenText
 from credit_trl.objective import credit_target
@@ -82,27 +80,18 @@ def test_positions_without_both_tokens_are_no_branches(monkeypatch):
     assert len(find_branches(branch_map(values(1.0), values(6.0)))["s"]) == 0
 
 
-@given(
-    st.lists(
-        st.tuples(st.floats(-3.0, 7.0), st.floats(0.5, 12.0)).filter(lambda one: abs(one[0]) > 0.05),
-        min_size=1,
-        max_size=6,
-    )
-)
-def test_generic_tokens_lose_together_above_the_critical_lambda(tokens):
-    deltas, spreads = (values(*column)[None] for column in zip(*tokens, strict=True))
-    subtract, guide = critical_lambdas(deltas, spreads, torch.ones_like(deltas, dtype=torch.bool))
-    if deltas.max() <= 0:
-        assert subtract.isnan()
-        assert guide.isnan()
-        return
-
-    def odds(coef: float) -> float:
-        return (deltas * (1 - coef) / coef - spreads).exp().sum().item()
-
-    assert guide.item() == pytest.approx((deltas / spreads).max().item())
-    assert odds(0.999 * subtract.item()) > 1
-    assert subtract.item() == 1.0 or odds(min(1.0, 1.001 * subtract.item())) < 1 + 1e-6
+def test_table_has_the_medians_and_each_lambda_where_delta_is_positive():
+    delta, s = values(0.5, 2.0, 4.0, -1.0), values(3.0, 7.5, 12.0, 3.0)
+    rows = [line for line in branch_table([branch_map(delta, s)], 0.05, 100).splitlines() if line.startswith("| all")]
+    cells = [cell.strip() for cell in rows[0].strip("|").split("|")]
+    starts = find_branches(branch_map(delta, s))["log_odds"]
+    hold = sorted(holding_coef(*one) for one in zip(starts.tolist()[:3], delta.tolist(), s.tolist(), strict=False))
+    critical = sorted((delta / (delta + s)).tolist()[:3])
+    guide = sorted((delta / s).tolist()[:3])
+    assert cells[1:3] == ["4", "3"]
+    assert cells[4:6] == ["1.25", "5.25"]
+    for cell, own in zip(cells[6:9], (critical, hold, guide), strict=True):
+        assert cell.startswith(f"{own[1]:.2f} [")
 
 
 # ----------------------------------------------------------------------------------------------------- the law in time

@@ -25,7 +25,8 @@ def train(make_model, make_config, dataset, tokenizer):
     """Factory that trains a tiny model in fp64 and returns the trainer."""
     dataset = dataset.add_column("task", ["sums"] * len(dataset))
 
-    def run(callback: CreditMapCallback | None, resume: str | None = None, **overrides) -> CreditTrainer:
+    def run(options: dict | None, resume: str | None = None, **overrides) -> CreditTrainer:
+        """With `options` of `CreditMapCallback`, or without it."""
         given = {"max_steps": 3, "distillation_support": "sampled", "teacher_update_rate": 0.5, "learning_rate": 0.01}
         args = make_config(**given | overrides)
         trainer = CreditTrainer(
@@ -35,10 +36,9 @@ def train(make_model, make_config, dataset, tokenizer):
             train_dataset=dataset,
             eval_dataset=dataset.select(range(4)),
             processing_class=tokenizer,
-            callbacks=[] if callback is None else [callback],
         )
-        if callback is not None:
-            callback.trainer = trainer
+        if options is not None:
+            trainer.add_callback(CreditMapCallback(trainer, **options))
         trainer.train(resume_from_checkpoint=resume)
         return trainer
 
@@ -66,7 +66,7 @@ def of_this_step(maps: list[TokenMap]) -> list[TokenMap]:
 )
 def test_maps_show_the_credit_of_the_loss(train, options):
     support = {"distillation_support": "teacher_topk"} if options else {}
-    trainer = train(CreditMapCallback(every=2, rollouts=8), **support | options)
+    trainer = train({"every": 2, "rollouts": 8}, **support | options)
     logged = {entry["step"]: entry for entry in trainer.state.log_history if "credit/advantage_mean" in entry}
     written = pages(trainer)
     assert list(written) == ["step-000001", "step-000002", "step-000003"]  # the last of three, too
@@ -82,13 +82,13 @@ def test_maps_show_the_credit_of_the_loss(train, options):
 
 
 def test_maps_keep_training_equal(train):
-    mapped, alone = train(CreditMapCallback(every=2, rollouts=8)), train(None)
+    mapped, alone = train({"every": 2, "rollouts": 8}), train(None)
     for own, other in zip(mapped.model.parameters(), alone.model.parameters(), strict=True):
         assert torch.equal(own, other)
 
 
 def test_pinned_rollouts_are_scored_under_later_weights(train):
-    trainer = train(CreditMapCallback(every=3, rollouts=2))
+    trainer = train({"every": 3, "rollouts": 2})
     written = pages(trainer)
     first = {m.response.identifier: m for m in written["step-000001"]}
     again = [m for m in written["step-000003"] if m.response.identifier in first]
@@ -98,24 +98,22 @@ def test_pinned_rollouts_are_scored_under_later_weights(train):
         assert token_map.response == before.response
         assert token_map.checkpoint == "step-3"
         assert not torch.equal(token_map.scores.advantage, before.scores.advantage)
-    summary = (Path(trainer.args.output_dir) / "credit_maps" / "summary.md").read_text("utf-8")
-    assert "6 responses" in summary  # two at the first step, two and two at the third
 
 
 def test_resumed_run_keeps_its_pinned_rollouts(train):
-    trainer = train(CreditMapCallback(every=2, rollouts=1), save_strategy="steps", save_steps=2, max_steps=2)
+    trainer = train({"every": 2, "rollouts": 1}, save_strategy="steps", save_steps=2, max_steps=2)
     kept = [m.response for m in pages(trainer)["step-000001"]]
-    callback = CreditMapCallback(every=2, rollouts=1)
-    resumed = train(callback, resume=str(Path(trainer.args.output_dir) / "checkpoint-2"), max_steps=4)
-    assert callback._pinned == kept
-    identifiers = [m.response.identifier for m in pages(resumed)["step-000004"]]
-    assert [i.split(",")[0] for i in identifiers] == ["step 4", "step 1"]
+    last = str(Path(trainer.args.output_dir) / "checkpoint-2")
+    resumed = train({"every": 2, "rollouts": 1}, resume=last, max_steps=4)
+    current, pinned = (m.response for m in pages(resumed)["step-000004"])
+    assert current.identifier.startswith("step 4,")
+    assert [pinned] == kept
 
 
 def test_evaluation_rollouts_are_not_mapped(train):
     # A generation batch is used for two updates, with an evaluation between them.
     trainer = train(
-        CreditMapCallback(every=2, rollouts=8),
+        {"every": 2, "rollouts": 8},
         max_steps=4,
         steps_per_generation=2,
         per_device_train_batch_size=4,

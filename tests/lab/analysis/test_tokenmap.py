@@ -140,16 +140,16 @@ def test_summary_shares_and_means_equal_those_of_the_tokens():
     maps = [drawn_map(["a", "b", "a"], seed=5), drawn_map(["b", "c"], seed=6, identifier="r1")]
     maps = [replace(m, classes=c) for m, c in zip(maps, (["x", "<y|", "x"], ["<y|", "x"]), strict=True)]
     summary = summarize_maps([*maps, drawn_map(["c"] * 5, contrasts=0, identifier="r2")])  # skipped, without S_t
-    assert (summary.responses, summary.tokens) == (2, 5)
+    assert summary["tokens"].to_dict() == {"x": 3, "<y|": 2}
     delta_v = torch.cat([m.scores.delta_v for m in maps]).double()
     specific = torch.cat([m.scores.specific for m in maps]).double()
     x = torch.tensor([True, False, True, False, True])
-    shares = {c.name: c for c in summary.classes}
-    assert shares["x"].share_of_delta_v == pytest.approx((delta_v[x].abs().sum() / delta_v.abs().sum()).item())
-    assert shares["<y|"].share_of_specific == pytest.approx((specific[~x].abs().sum() / specific.abs().sum()).item())
-    assert shares["x"].share_of_tokens == 0.6
+    assert summary["of_delta_v"]["x"] == pytest.approx((delta_v[x].abs().sum() / delta_v.abs().sum()).item())
+    assert summary["of_specific"]["<y|"] == pytest.approx((specific[~x].abs().sum() / specific.abs().sum()).item())
+    assert summary["of_tokens"]["x"] == 0.6
+    assert summary["specific"]["x"] == pytest.approx(specific[x].mean().item())
     assert "| &lt;y\\| |" in format_summary(summary)
-    assert summarize_maps([]).classes == []
+    assert summarize_maps([]).empty
 
 
 def test_classes_follow_the_word_of_a_token(tokenizer, respond):

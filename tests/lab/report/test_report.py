@@ -2,7 +2,9 @@
 
 import html
 import json
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from credit_trl import CreditTrainer, Verdict
+from credit_trl import Verdict
 from credit_trl.evaluation.statistics import bootstrap_ci, paired_bootstrap
 from credit_trl.lab.analysis.tokenmap import QUANTITIES
 from credit_trl.lab.analysis.tokenmap_json import write_maps
@@ -25,6 +27,7 @@ from credit_trl.lab.report.dashboards import send_credit
 from credit_trl.lab.report.runs import arms_of, differing_options, load_run
 from credit_trl.training.run_directory import append_lines, write_json
 from lab.drawn import HOSTILE, drawn_map
+from tiny import declared_entry_points
 
 
 def make_run(folder: Path, scores: np.ndarray, *, seed: int = 0, text: str = "hello", **options: Any) -> Path:
@@ -326,11 +329,8 @@ def reward(completions, **kwargs):
     return [Verdict(float(i % 2), "Count again.") for i in range(len(completions))]
 
 
-def test_callback_of_a_trainer_saves_rollouts_and_prints_the_link_last(
-    make_model, make_config, dataset, tokenizer, capsys, monkeypatch
-):
-    trainer = CreditTrainer(make_model(), reward, make_config(max_steps=3), dataset, processing_class=tokenizer)
-    trainer.add_callback(ReportCallback(trainer, seconds=0.0, rollouts=5))
+def test_a_run_saves_rollouts_and_maps_and_prints_the_link_last(run_callbacks, make_trainer, capsys, monkeypatch):
+    trainer = make_trainer(reward, max_steps=3)
     shown = []
     monkeypatch.setattr(callback, "is_in_notebook", lambda: True)
     monkeypatch.setattr("IPython.display.display", lambda data, raw: shown.append(data["text/html"]))
@@ -343,26 +343,65 @@ def test_callback_of_a_trainer_saves_rollouts_and_prints_the_link_last(
     )
     assert [step for step, *_ in rewards["series"][0]["points"]] == [1, 2, 3]
     tables = [pq.read_table(path).to_pylist() for path in sorted(folder.glob("completions/*.parquet"))]
-    assert [[row["step"] for row in rows] for rows in tables] == [[step] * 5 for step in (1, 2, 3)]
+    assert [[row["step"] for row in rows] for rows in tables] == [[step] * 8 for step in (1, 2, 3)]
     for row in tables[0]:
         assert row["feedback"] == "Count again."
         assert "Count again." in row["teacher_prompt"]
         assert row["completion"][0]["role"] == "assistant"
     assert html.unescape(re.search('srcdoc="([^"]*)"', shown[0])[1]) == page.read_text("utf-8")  # in a notebook
-    assert [row["reward"] for row in tables[2]] == [0.0, 1.0, 0.0, 1.0, 0.0]
+    assert [row["reward"] for row in tables[2]] == [0.0, 1.0] * 4
+    assert [path.stem for path in sorted(folder.glob("credit_maps/*.json"))] == ["step-000001", "step-000003"]
 
 
-def test_dashboards_show_the_credit_first_and_rollouts_as_traces(
-    make_model, make_config, dataset, tokenizer, tmp_path, monkeypatch
-):
+def test_a_plain_script_writes_its_page(tmp_path):
+    """In a process with the metadata of this checkout, which the installed one may lack."""
+    metadata = tmp_path / "site" / "credit_trl-0.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: credit-trl\nVersion: 0\n")
+    for entry in declared_entry_points("credit_trl.callbacks"):
+        (metadata / "entry_points.txt").write_text(f"[{entry.group}]\n{entry.name} = {entry.value}\n")
+    (tmp_path / "train.py").write_text(
+        "from credit_trl import CreditConfig, CreditTrainer, Verdict\n"
+        "from credit_trl.tasks.quickstart import build, reward\n"
+        "from tiny import SMALL\n"
+        "CreditTrainer('quickstart', reward, CreditConfig('run', **SMALL), build('train')).train()\n"
+    )
+    path = os.pathsep.join([str(tmp_path / "site"), *sys.path])
+    command = [sys.executable, "train.py"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.splitlines()[-1] == f"Report: {(tmp_path / 'run' / 'report.html').as_uri()}"
+    assert '"maps":' in (tmp_path / "run" / "report.html").read_text("utf-8")
+
+
+def test_reports_during_training_take_little_time(tmp_path, monkeypatch):
+    """At the earliest after ten seconds, and fifty times as long as the last one took."""
+    now = [100.0]
+    written = []
+
+    def write(folders):
+        written.append(now[0])
+        now[0] += 1.0
+
+    monkeypatch.setattr(callback, "write_report", write)
+    monkeypatch.setattr(callback.time, "monotonic", lambda: now[0])
+    args, state = SimpleNamespace(output_dir=str(tmp_path)), SimpleNamespace(is_world_process_zero=True)
+    report = ReportCallback(None)
+    report.on_train_begin(args, state, None)
+    for now[0] in (105.0, 110.0, 120.0, 160.0, 161.0, 300.0):
+        report.on_log(args, state, None)
+    assert written == [110.0, 161.0, 300.0]
+
+
+def test_dashboards_show_the_credit_first_and_rollouts_as_traces(run_callbacks, make_trainer, tmp_path, monkeypatch):
     storage = pytest.importorskip("trackio.sqlite_storage", reason="needs trackio: pip install credit-trl[dashboards]")
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     monkeypatch.setattr(storage, "TRACKIO_DIR", tmp_path)
     sent = []
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(log=sent.append))
-    config = make_config(report_to=["trackio", "tensorboard"], project="credit")
-    trainer = CreditTrainer(make_model(), reward, config, dataset, processing_class=tokenizer)
-    trainer.add_callback(ReportCallback(trainer, rollouts=3))
+    trainer = make_trainer(reward, report_to=["trackio", "tensorboard"], project="credit")
     trainer.train()
     expected = {
         f"CREDIT/{name}": [row[f"credit/{own}"] for row in trainer.state.log_history if "reward" in row]
@@ -373,10 +412,10 @@ def test_dashboards_show_the_credit_first_and_rollouts_as_traces(
     assert {name: [row[name] for row in rows] for name in expected} == expected
     assert [row["step"] for row in rows] == [1, 2]
     traces = storage.SQLiteStorage.get_traces("credit", run)
-    assert len(traces) == 2 * 3
+    assert len(traces) == 2 * 8
     assert [message["role"] for message in traces[0]["messages"]][-2:] == ["assistant", "feedback"]
     assert "Count again." in traces[0]["metadata"]["teacher_prompt"]
-    [events] = Path(config.output_dir).rglob("events.*")
+    [events] = Path(trainer.args.output_dir).rglob("events.*")
     board = accumulator.EventAccumulator(str(events)).Reload()
     for name, values in expected.items():
         assert [one.value for one in board.Scalars(name)] == pytest.approx(values)
@@ -388,7 +427,20 @@ def test_dashboards_show_the_credit_first_and_rollouts_as_traces(
 
 def test_report_that_cannot_be_written_warns_once(tmp_path, caplog):
     args, state = SimpleNamespace(output_dir=str(tmp_path)), SimpleNamespace(is_world_process_zero=True)
-    callback = ReportCallback(seconds=0.0)
+    report = ReportCallback(None)
     for _ in range(3):
-        callback.on_log(args, state, None)
+        report.on_train_end(args, state, None)
     assert sum("holds no run" in record.message for record in caplog.records) == 1
+
+
+def test_neither_a_report_nor_a_map_that_fails_ends_a_run(run_callbacks, make_trainer, monkeypatch, caplog):
+    def fail(*arguments, **options):
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(callback, "write_report", fail)
+    monkeypatch.setattr("credit_trl.lab.analysis.callback.map_response", fail)
+    trainer = make_trainer(reward, max_steps=2)
+    trainer.train()
+    assert trainer.state.global_step == 2
+    messages = [record.message for record in caplog.records if "misses something" in record.message]
+    assert [message.split()[0] for message in messages] == ["CreditMapCallback", "ReportCallback"]

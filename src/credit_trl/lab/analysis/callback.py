@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.utils import gather_object
-from transformers import TrainerCallback
 
 from credit_trl.contexts.build import build_contexts
 from credit_trl.contexts.builder import ContextBuilder
@@ -20,31 +19,32 @@ from credit_trl.lab.analysis.checkpoints import Checkpoint
 from credit_trl.lab.analysis.responses import Rollout, data_url, with_contrasts
 from credit_trl.lab.analysis.tokenmap import TokenMap, map_response
 from credit_trl.lab.analysis.tokenmap_json import read_maps, write_maps
-from credit_trl.lab.analysis.tokenmap_summary import format_summary, summarize_maps
 from credit_trl.lab.analysis.vocabulary_logps import RolloutContexts, vocabulary_logps
+from credit_trl.lab.optional import OptionalCallback
 from credit_trl.rollout.batch import content_key
 from credit_trl.teacher.models import Teacher
 from credit_trl.teacher.sharding import reshard
 
 
-class CreditMapCallback(TrainerCallback):
+class CreditMapCallback(OptionalCallback):
     """Write token maps to `credit_maps/` in the output directory every few steps; the run's report shows them.
+
+    Every `CreditTrainer` with a teacher has one, see `lab.report.run_callbacks`.
 
     At the first step, every `every` steps and the last, before the optimizer step, it scores rollouts of the current
     generation batch with the feedback and contrast prompts of their loss, and writes `step-000050.json`. The rollouts
-    of the first step are scored again each time, so that they can be compared. At the end of training, `summary.md`
-    summarizes all maps.
+    of the first step are scored again each time, so that they can be compared.
 
     Args:
+        trainer: a `CreditTrainer` with a teacher.
         every: steps between two files.
         rollouts: number of rollouts with a teacher, over all processes.
-        trainer: a `CreditTrainer`; can be set later as an attribute.
     """
 
-    def __init__(self, every: int = 50, *, rollouts: int = 4, trainer: Any = None) -> None:
+    def __init__(self, trainer: Any, *, every: int = 50, rollouts: int = 4) -> None:
+        self.trainer = trainer
         self.every = every
         self.rollouts = rollouts
-        self.trainer = trainer
         self._due = False
         self._evaluation_batch: Any = None
         self._pinned: list[Rollout] = []
@@ -52,7 +52,7 @@ class CreditMapCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.directory = Path(args.output_dir) / MAPS_FOLDER
-        if state.is_world_process_zero:  # the summary would include steps to come and earlier runs
+        if state.is_world_process_zero:  # the report would show steps to come and earlier runs
             for path in self.directory.glob("step-*.json"):
                 if int(path.stem.removeprefix("step-")) > state.global_step:
                     path.unlink()
@@ -72,20 +72,13 @@ class CreditMapCallback(TrainerCallback):
             self._due = False
             self._write(step)
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        paths = sorted(self.directory.glob("step-*.json")) if self.trainer.accelerator.is_main_process else []
-        if paths:
-            summary = summarize_maps([m for path in paths for m in read_maps(path)])
-            (self.directory / "summary.md").write_text(format_summary(summary), encoding="utf-8")
-
     def _write(self, step: int) -> None:
         """Score the current and the pinned rollouts on all processes; the main process writes the file."""
         trainer = self.trainer
         student = Teacher(trainer.model, trainer.accelerator)
-        teacher = getattr(trainer, "teacher", None) or student
-        checkpoint = Checkpoint(f"step-{step}", self.trainer._tokenizer, student, teacher)
+        checkpoint = Checkpoint(f"step-{step}", trainer._tokenizer, student, trainer.teacher)
         share = math.ceil(self.rollouts / trainer.accelerator.num_processes)
-        chosen = _choose(self._current_rollouts(step), share)
+        chosen = _choose(self.attempt(self._current_rollouts, step) or [], share)
         is_first = self._pinned_step is None
         if is_first:
             self._pinned_step = step
@@ -97,16 +90,16 @@ class CreditMapCallback(TrainerCallback):
         reshard(trainer.model)  # the update would not reach the group that FSDP2 keeps gathered
         maps = gather_object(maps)
         if maps and trainer.accelerator.is_main_process:
-            write_maps(maps, self.directory / f"step-{step:06d}.json")
+            self.attempt(write_maps, maps, self.directory / f"step-{step:06d}.json")
 
     def _maps(self, checkpoint: Checkpoint, rollouts: Sequence[Rollout], count: int) -> list[TokenMap]:
         """Maps of the rollouts, and idle passes for those that are missing to `count`."""
-        maps = [map_response(checkpoint, rollout, self.trainer.args) for rollout in rollouts]
+        attempts = [self.attempt(map_response, checkpoint, rollout, self.trainer.args) for rollout in rollouts]
         nothing = TokenContexts(None)
         idle = [(checkpoint.student, nothing), (checkpoint.teacher, nothing)]
         for _ in range(count - len(rollouts)):
             list(vocabulary_logps(idle, []))
-        return maps
+        return [one for one in attempts if one is not None]
 
     def _current_rollouts(self, step: int) -> list[Rollout]:
         """Local rollouts of the current generation batch that have a teacher, with the contexts of their loss."""
@@ -142,7 +135,7 @@ class CreditMapCallback(TrainerCallback):
         """Take this process's share of the rollouts of the first file; the number of processes may have changed."""
         accelerator = self.trainer.accelerator
         paths = sorted(self.directory.glob("step-*.json")) if accelerator.is_main_process else []
-        maps = [(path.stem, one) for path in paths[:1] for one in read_maps(path)]
+        maps = [(path.stem, one) for path in paths[:1] for one in self.attempt(read_maps, path) or ()]
         # Images are not stored as the model reads them.
         first = [(stem, one.response) for stem, one in maps if not any(one.response.images)]
         pinned = gather_object(first)

@@ -9,8 +9,8 @@ At a branch between a generic token A and an input-specific token B, all values 
     m     log-odds of the teacher without privileged context: m ← m + ρ (ℓ − m), with m = ℓ_0 at the start
 
 A becomes rarer than B where λ exceeds λ_c = δ/(δ + s), and does not rise where λ is at least
-λ_hold = δ/(δ + s + ℓ_0); both are δ/s for the form `"guide"`. With δ ≤ 0 it loses for every λ > 0. Of several generic
-tokens the odds against B add up under subtract, and guide needs the largest δ/s. `docs/theory.md` has the derivations.
+λ_hold = δ/(δ + s + ℓ_0); both are δ/s for the form `"guide"`. With δ ≤ 0 it loses for every λ > 0. `docs/theory.md`
+has the derivations.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from jaxtyping import Bool, Float
 from torch import Tensor
 
 from credit_trl.lab.analysis.tokenmap import TokenMap
@@ -31,7 +30,7 @@ from credit_trl.tasks.escaping import markdown_table, table_cell
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-# A and B are chosen among the sampled token and the alternatives to which student or teacher gives this probability.
+# A and B are chosen among the alternatives to which student or teacher gives this probability.
 MIN_PROBABILITY = 0.01
 # B is the likeliest of them with S of at least the first, A the likeliest with S of at most the second, in nats.
 MIN_SPECIFIC, MAX_GENERIC = 1.0, 0.5
@@ -42,69 +41,27 @@ def find_branches(token_map: TokenMap) -> dict[str, Tensor]:
 
     Returns:
         Tensors of shape (N,): `positions` in the response; `generic_ids` and `specific_ids`, ids of A, the likeliest
-        generic token, and of B; `log_odds` ℓ_0, `delta` and `s` > 0 of A, in nats; `lambda_subtract` and
-        `lambda_guide`, λ_c of all generic tokens together, see `critical_lambdas`.
+        generic token, and of B; `log_odds` ℓ_0, `delta` and `s` > 0, in nats.
     """
-    own = token_map.scores
-    others = own.alternatives
-    ids, delta_v, specific, student, teacher = (
-        torch.cat([getattr(own, name).unsqueeze(-1), getattr(others, name)], dim=-1)
-        for name in ("ids", "delta_v", "specific", "student_logps", "teacher_logps")
-    )
-    is_own = torch.zeros_like(student, dtype=torch.bool)  # the sampled token among the alternatives
-    is_own[..., 1:] = others.ids == own.ids.unsqueeze(-1)
-    likelihood = torch.maximum(student, teacher).exp()
-    likelihood = likelihood.where((likelihood >= MIN_PROBABILITY) & ~is_own, 0.0)
-    generic = likelihood.where(specific <= MAX_GENERIC, 0.0)
-    particular = likelihood.where(specific >= MIN_SPECIFIC, 0.0)
+    tokens = token_map.scores.alternatives
+    likelihood = torch.maximum(tokens.student_logps, tokens.teacher_logps).exp()
+    likelihood = likelihood.where(likelihood >= MIN_PROBABILITY, 0.0)
+    generic = likelihood.where(tokens.specific <= MAX_GENERIC, 0.0)
+    particular = likelihood.where(tokens.specific >= MIN_SPECIFIC, 0.0)
     rows = (generic.any(dim=-1) & particular.any(dim=-1)).nonzero().squeeze(-1)
     a, b = (one[rows].argmax(dim=-1, keepdim=True) for one in (generic, particular))
 
     def at(values: Tensor, index: Tensor) -> Tensor:
-        return values.gather(-1, index).squeeze(-1)
+        return values[rows].gather(-1, index).squeeze(-1)
 
-    ids = ids[rows]
-    delta_v = delta_v[rows].double()
-    specific = specific[rows].double()
-    deltas = delta_v - delta_v.gather(-1, b)
-    spreads = specific.gather(-1, b) - specific
-    subtract, guide = critical_lambdas(deltas, spreads, generic[rows] > 0)
     return {
         "positions": rows,
-        "generic_ids": at(ids, a),
-        "specific_ids": at(ids, b),
-        "log_odds": (at(student[rows], a) - at(student[rows], b)).double(),
-        "delta": at(deltas, a),
-        "s": at(spreads, a),
-        "lambda_subtract": subtract,
-        "lambda_guide": guide,
+        "generic_ids": at(tokens.ids, a),
+        "specific_ids": at(tokens.ids, b),
+        "log_odds": (at(tokens.student_logps, a) - at(tokens.student_logps, b)).double(),
+        "delta": at(tokens.delta_v, a).double() - at(tokens.delta_v, b).double(),
+        "s": at(tokens.specific, b).double() - at(tokens.specific, a).double(),
     }
-
-
-def critical_lambdas(
-    deltas: Float[Tensor, "N A"], spreads: Float[Tensor, "N A"], is_generic: Bool[Tensor, "N A"]
-) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
-    """λ_c of subtract and guide for the generic tokens of each branch; NaN where no δ is above 0.
-
-    Subtract: with t = 1/λ − 1 the odds Σ exp(δ t − s) are convex in t, so that they reach 1 at one t if they are below
-    it at t = 0 and some δ > 0; there `min s/δ` over these tokens is an upper end for bisection. λ_c of subtract is 1
-    where they still win at λ = 1.
-    """
-    rises = is_generic & (deltas > 0)
-    ratio = (deltas / spreads).masked_fill(~rises, -torch.inf).amax(-1)
-    has_any = rises.any(-1)
-
-    def log_odds(t: Tensor) -> Tensor:
-        return (deltas * t.unsqueeze(-1) - spreads).masked_fill(~is_generic, -torch.inf).logsumexp(-1)
-
-    low = torch.zeros_like(ratio)
-    high = (1 / ratio).where(has_any, 1.0)
-    for _ in range(60):
-        middle = (low + high) / 2
-        wins = log_odds(middle) >= 0
-        low, high = low.where(wins, middle), middle.where(wins, high)
-    subtract = (1 / (1 + high)).where(log_odds(torch.zeros_like(high)) < 0, 1.0)
-    return subtract.where(has_any, torch.nan), ratio.where(has_any, torch.nan)
 
 
 @dataclass(frozen=True)
@@ -198,9 +155,9 @@ def branch_table(maps: Sequence[TokenMap], rate: float, batches: int) -> str:
     frame = DataFrame(values | {"class": labels})
     classes = sorted(frame.groupby("class", sort=False), key=lambda item: -len(item[1]))
     title = (
-        "Branches of a generic token A and an input-specific token B: medians, and median [quartiles] of λ where some "
-        "δ > 0. Above λ_c the generic tokens become rarer than B, above λ_hold A does not rise; for guide both are "
-        "δ/s. Rates are the mean share of A among A and B in %: now, and predicted after "
+        "Branches of a generic token A and an input-specific token B: medians, and median [quartiles] of λ where "
+        "δ > 0. Above λ_c A becomes rarer than B, above λ_hold it does not rise; for guide both are δ/s. Rates are "
+        "the mean share of A among A and B in %: now, and predicted after "
         f"T = {batches} generation batches with ρ = {rate:g}."
     )
     columns = ("token class", "branches", "δ > 0", "ℓ_0", "δ", "s", "λ_c", "λ_hold", "λ of guide", "now", "SDPO")
@@ -210,13 +167,16 @@ def branch_table(maps: Sequence[TokenMap], rate: float, batches: int) -> str:
 
 
 def _with_predictions(token_map: TokenMap, rate: float, batches: int) -> dict[str, Tensor]:
-    """Branches of a map with λ_hold of subtract, and the share of A among A and B now and after training."""
+    """Branches of a map with their λ, NaN where δ ≤ 0, and the share of A among A and B now and after training."""
     found = find_branches(token_map)
+    rising = found["delta"].where(found["delta"] > 0.0, torch.nan)
     formula = token_map.scores.formula
     measured = list(zip(*(found[name].tolist() for name in ("log_odds", "delta", "s")), strict=True))
     sdpo = [BranchDrift(*one, coef=0.0, rate=rate).after(batches) for one in measured]
     run = [BranchDrift(*one, formula.contrastive_coef, rate, formula.form).after(batches) for one in measured]
     return found | {
+        "lambda_c": rising / (rising + found["s"]),
+        "lambda_guide": rising / found["s"],
         "lambda_hold": found["s"].new_tensor([holding_coef(*one) for one in measured]),
         "rate": found["log_odds"].sigmoid(),
         "rate_sdpo": found["s"].new_tensor(sdpo).sigmoid(),
@@ -225,10 +185,10 @@ def _with_predictions(token_map: TokenMap, rate: float, batches: int) -> dict[st
 
 
 def _cells(name: str, branches: DataFrame) -> list[str]:
-    rising = branches[branches["lambda_subtract"].notna()]
+    rising = branches[branches["delta"] > 0.0]
     medians = [f"{branches[one].median():.2f}" for one in ("log_odds", "delta", "s")]
     lambdas = []
-    for one in ("lambda_subtract", "lambda_hold", "lambda_guide"):
+    for one in ("lambda_c", "lambda_hold", "lambda_guide"):
         # "nearest" does not interpolate with the infinite λ_hold of a branch that no λ holds.
         low, median, high = rising[one].quantile([0.25, 0.5, 0.75], interpolation="nearest")
         lambdas.append(f"{median:.2f} [{low:.2f}, {high:.2f}]".replace("inf", "∞") if len(rising) else "–")

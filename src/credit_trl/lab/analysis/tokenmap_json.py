@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -42,17 +42,18 @@ def read_maps(path: str | Path) -> list[TokenMap]:
         ) from error
 
 
-def json_numbers(values: Tensor) -> list[Any]:
-    """Values of a tensor for JSON, rounded to as many digits as restore the same float."""
-    if not values.is_floating_point():
-        return values.tolist()
-    return _numbers(values.tolist(), f"%.{17 if values.dtype == torch.float64 else 9}g")
+def scores_record(scores: ScoredTokens, names: Iterable[str]) -> dict[str, Any]:
+    """Attributes of scores for JSON, rounded to as many digits as restore the same float."""
+    digits = 17 if scores.student_logps.dtype == torch.float64 else 9
+    return {name: _rounded(getattr(scores, name).tolist(), digits) for name in names}
 
 
-def _numbers(value: Any, form: str) -> Any:
+def _rounded(value: Any, digits: int) -> Any:
     if isinstance(value, list):
-        return [_numbers(one, form) for one in value]
-    return float(form % value) if math.isfinite(value) else str(value)
+        return [_rounded(one, digits) for one in value]
+    if isinstance(value, int):
+        return value
+    return float(f"{value:.{digits}g}") if math.isfinite(value) else str(value)
 
 
 def _record(token_map: TokenMap) -> dict[str, Any]:
@@ -64,13 +65,9 @@ def _record(token_map: TokenMap) -> dict[str, Any]:
         "classes": token_map.classes,
         "formula": asdict(scores.formula),
         "dtype": str(scores.student_logps.dtype).removeprefix("torch."),
-        "scores": _scores_record(scores),
-        "alternatives": {"texts": token_map.alternatives, "scores": _scores_record(scores.alternatives)},
+        "scores": scores_record(scores, _TENSORS),
+        "alternatives": {"texts": token_map.alternatives, "scores": scores_record(scores.alternatives, _TENSORS)},
     }
-
-
-def _scores_record(scores: ScoredTokens) -> dict[str, Any]:
-    return {name: json_numbers(getattr(scores, name)) for name in _TENSORS}
 
 
 def _token_map(record: dict[str, Any]) -> TokenMap:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from pandas import DataFrame
 
@@ -14,55 +13,33 @@ from credit_trl.lab.analysis.tokenmap import TokenMap
 from credit_trl.tasks.escaping import markdown_table, pluralized, table_cell
 
 
-@dataclass(frozen=True)
-class ClassShare:
-    """One token class: its number of tokens, its shares of the sums of |ΔV| and |S|, and its means in nats."""
+def summarize_maps(maps: Sequence[TokenMap]) -> DataFrame:
+    """One row for each token class, the largest share of |S| first. Maps without contrast prompts are skipped.
 
-    name: str
-    count: int
-    share_of_tokens: float
-    share_of_delta_v: float
-    share_of_specific: float
-    mean_delta_v: float
-    mean_specific: float
-
-
-@dataclass(frozen=True)
-class Summary:
-    """Summary of a set of maps. Those without contrast prompts have no S_t and are skipped."""
-
-    responses: int
-    tokens: int
-    classes: list[ClassShare]  # in descending order of their share of |S|
-
-
-def summarize_maps(maps: Sequence[TokenMap]) -> Summary:
-    """Summarize the maps of one checkpoint or of a run; those without contrast prompts are skipped."""
-    maps = [m for m in maps if len(m.scores.contrast_logps)]
+    The index is the class. Columns are `tokens`, their number; the shares `of_tokens`, `of_delta_v` and `of_specific`
+    of the sums of tokens, |ΔV| and |S|; and the means `delta_v` and `specific` in nats.
+    """
     rows = [
-        row for m in maps for row in zip(m.classes, m.scores.delta_v.tolist(), m.scores.specific.tolist(), strict=True)
+        row
+        for m in maps
+        if len(m.scores.contrast_logps)
+        for row in zip(m.classes, m.scores.delta_v.tolist(), m.scores.specific.tolist(), strict=True)
     ]
-    tokens = DataFrame(rows, columns=["name", "delta_v", "specific"])
-    magnitudes = tokens[["delta_v", "specific"]].abs()
-    shares = [
-        ClassShare(
-            str(name),
-            len(own),
-            len(own) / len(tokens),
-            *(magnitudes.loc[own.index].sum() / magnitudes.sum().replace(0.0, 1.0)),
-            *own[["delta_v", "specific"]].mean(),
-        )
-        for name, own in tokens.groupby("name", sort=False)
-    ]
-    return Summary(len(maps), len(tokens), sorted(shares, key=lambda share: -share.share_of_specific))
+    tokens = DataFrame(rows, columns=["class", "delta_v", "specific"]).astype({"delta_v": float, "specific": float})
+    by_class = tokens["class"]
+    sums = tokens[["delta_v", "specific"]].abs().assign(tokens=1.0).groupby(by_class).sum()
+    shares = (sums / sums.sum().replace(0.0, 1.0)).add_prefix("of_")
+    means = tokens[["delta_v", "specific"]].groupby(by_class).mean()
+    found = means.join(shares).assign(tokens=by_class.value_counts())
+    return found.sort_values("of_specific", ascending=False)
 
 
-def format_summary(summary: Summary) -> str:
+def format_summary(summary: DataFrame) -> str:
     """Markdown table of the summary."""
     columns = ("token class", "tokens", "share of tokens", "of \\|ΔV\\|", "of \\|S\\|", "mean ΔV", "mean S")
     rows = []
-    for c in summary.classes:
-        shares = (f"{share:.3f}" for share in (c.share_of_tokens, c.share_of_delta_v, c.share_of_specific))
-        rows.append([table_cell(c.name), str(c.count), *shares, f"{c.mean_delta_v:+.3f}", f"{c.mean_specific:+.3f}"])
-    title = f"{pluralized(summary.responses, 'response')}, {pluralized(summary.tokens, 'token')}"
-    return f"{title}\n\n{markdown_table(columns, rows)}\n"
+    for name, own in summary.iterrows():
+        shares = [f"{own[share]:.3f}" for share in ("of_tokens", "of_delta_v", "of_specific")]
+        means = [f"{own[mean]:+.3f}" for mean in ("delta_v", "specific")]
+        rows.append([table_cell(str(name)), f"{own['tokens']:.0f}", *shares, *means])
+    return f"{pluralized(int(summary['tokens'].sum()), 'token')}\n\n{markdown_table(columns, rows)}\n"

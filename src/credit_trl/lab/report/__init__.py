@@ -1,13 +1,11 @@
 """The report of runs: one HTML page without network access, with Markdown and JSON beside it.
 
-from credit_trl.lab.report import ReportCallback, write_report
+from credit_trl.lab.report import write_report
 
-write_report(["runs/sdpo", "runs/credit"], "comparison.html")
-trainer.add_callback(ReportCallback())  # the page of one run, updated while it trains
+write_report(["runs/sdpo", "runs/credit"], "comparison.html")  # a run writes its own page, `report.html`
 """
 
-from credit_trl.lab.report.callback import ReportCallback
-from credit_trl.lab.report.token_maps import write_token_maps
-from credit_trl.lab.report.write import write_report
+from credit_trl.lab.report.callback import ReportCallback, run_callbacks
+from credit_trl.lab.report.write import write_report, write_token_maps
 
-__all__ = ["ReportCallback", "write_report", "write_token_maps"]
+__all__ = ["ReportCallback", "run_callbacks", "write_report", "write_token_maps"]

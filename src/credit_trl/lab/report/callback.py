@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import html
-import logging
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +14,37 @@ from trl.data_utils import prepare_multimodal_messages
 from trl.trainer.utils import strip_images_from_messages
 
 from credit_trl.contexts.prompts import images_of
+from credit_trl.lab.analysis.callback import CreditMapCallback
 from credit_trl.lab.analysis.responses import data_url
+from credit_trl.lab.optional import OptionalCallback
 from credit_trl.lab.report.dashboards import send_credit, send_rollouts
+from credit_trl.lab.report.log_lines import print_lines
 from credit_trl.lab.report.runs import COMPLETIONS
 from credit_trl.lab.report.write import REPORT_FILE, write_report
 
-logger = logging.getLogger(__name__)
-
 # Steps of a run of which rollouts are saved, evenly spaced, beside the last.
 _ROLLOUT_STEPS = 50
+# Least time between two reports during training: in seconds, and as a multiple of the time that the last one took.
+_SECONDS = 10.0
+_REST = 50
 
 
-def show_report(folder: str | Path) -> None:
+def run_callbacks(trainer: Any) -> list[TrainerCallback]:
+    """Callbacks that a `CreditTrainer` adds to itself, by the entry point `credit_trl.callbacks` of the package.
+
+    Its logs are printed one a line.
+    """
+    print_lines(trainer.callback_handler)
+    maps = [] if trainer.credit_step is None else [CreditMapCallback(trainer)]  # without a teacher there is no credit
+    return [*maps, ReportCallback(trainer)]
+
+
+def report_link(folder: str | Path) -> str:
+    """Link to the report of a run, which terminals and notebooks open."""
+    return (Path(folder) / REPORT_FILE).resolve().as_uri()
+
+
+def _show_report(folder: str) -> None:
     """Show the report of a run in a notebook, in a frame of its own."""
     from IPython.display import display
 
@@ -36,52 +53,46 @@ def show_report(folder: str | Path) -> None:
     display({"text/html": frame}, raw=True)
 
 
-def report_link(folder: str | Path) -> str:
-    """Link to the report of a run, which terminals and notebooks open."""
-    return (Path(folder) / REPORT_FILE).resolve().as_uri()
+class ReportCallback(OptionalCallback):
+    """Write `report.html` in the output directory while a run trains and when it ends, and print a link to it.
 
+    It also saves rollouts of at most 51 steps, as TRL's table of completions does with `log_completions`, and sends
+    S_t, ΔV_t, R_t and fidelity as one group to trackio, W&B and TensorBoard, and the rollouts to trackio's traces.
 
-class ReportCallback(TrainerCallback):
-    """Write `report.html` in the output directory after each log, and link to it when training ends.
-
-    With a trainer it also saves rollouts of at most 51 steps, as TRL's table of completions does with
-    `log_completions`, and sends S_t, ΔV_t, R_t and fidelity as one group to trackio, W&B and TensorBoard, and the
-    rollouts to trackio's traces.
-
-    Add it after other callbacks, `trainer.add_callback(ReportCallback(trainer))`, so that the last report has the last
-    evaluation and the link is the last line; a notebook shows the report itself. What cannot be written or sent gives
-    one warning and does not end the run.
+    Every `CreditTrainer` has one, see `run_callbacks`; `trainer.remove_callback(ReportCallback)` removes it. Reports
+    take at most 2 % of the time of training; a notebook shows the last one.
 
     Args:
-        trainer: a `CreditTrainer`; None for curves, evaluations and token maps only.
-        seconds: least time between two reports during training.
+        trainer: a `CreditTrainer`.
         rollouts: number of rollouts of a step.
     """
 
-    def __init__(self, trainer: Any = None, *, seconds: float = 10.0, rollouts: int = 8) -> None:
+    def __init__(self, trainer: Any, *, rollouts: int = 8) -> None:
         self.trainer = trainer
-        self.seconds = seconds
         self.rollouts = rollouts
-        self._last = -float("inf")
+        self._next_report = 0.0
         self._next_step = 0
-        self._has_warned = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._next_report = time.monotonic() + _SECONDS
         self._next_step = 0
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if not state.is_world_process_zero:
             return
-        if self.trainer is not None and "reward" in (logs or {}):
-            self._attempt(self._log_step, Path(args.output_dir), state, logs)
-        if time.monotonic() - self._last >= self.seconds and self._attempt(write_report, [args.output_dir]):
-            self._last = time.monotonic()
+        if "reward" in (logs or {}):
+            self.attempt(self._log_step, Path(args.output_dir), state, logs)
+        started = time.monotonic()
+        if started >= self._next_report:
+            self.attempt(write_report, [args.output_dir])
+            ended = time.monotonic()
+            self._next_report = ended + max(_SECONDS, _REST * (ended - started))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.is_world_process_zero and self._attempt(write_report, [args.output_dir]):
+        if state.is_world_process_zero and self.attempt(write_report, [args.output_dir]):
             print(f"Report: {report_link(args.output_dir)}", flush=True)
             if is_in_notebook():
-                show_report(args.output_dir)
+                self.attempt(_show_report, args.output_dir)
 
     def _log_step(self, folder: Path, state: Any, logs: dict[str, Any]) -> None:
         """Send the credit, and save and send the first rollouts of the last generation batch where they are due."""
@@ -106,14 +117,3 @@ class ReportCallback(TrainerCallback):
             path.parent.mkdir(parents=True, exist_ok=True)
             frame.to_parquet(path)
         send_rollouts(self.trainer, frame.drop(columns="images", errors="ignore").to_dict("records"))
-
-    def _attempt(self, function: Callable[..., Any], *arguments: Any) -> bool:
-        """Call a function, and warn at the first time that one fails."""
-        try:
-            function(*arguments)
-        except Exception as error:
-            if not self._has_warned:
-                logger.warning(f"The report misses something: {type(error).__name__}: {error}")
-            self._has_warned = True
-            return False
-        return True

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +17,12 @@ from credit_trl.contexts.prompts import Prompt, user_text
 from credit_trl.lab import MAPS_FOLDER
 from credit_trl.lab.analysis.responses import Rollout, feedback_text
 from credit_trl.lab.analysis.tokenmap import QUANTITIES, TokenMap
-from credit_trl.lab.analysis.tokenmap_json import json_numbers, read_maps
+from credit_trl.lab.analysis.tokenmap_json import read_maps, scores_record
 from credit_trl.lab.analysis.tokenmap_summary import summarize_maps
 from credit_trl.lab.analysis.tokentext import visible
-from credit_trl.lab.report.page import write_html
 
 # Quantile of a group's magnitudes at which colours saturate. A lower one hides the change of large values in training.
 SATURATION = 0.99
-
-
-def write_token_maps(maps: Sequence[TokenMap], path: str | Path, *, title: str = "Token credit") -> None:
-    """Write a page of maps of any responses and checkpoints; those of one response are shown side by side."""
-    write_html({"title": visible(title), "maps": maps_section(maps)}, path)
 
 
 def read_run_maps(folder: Path) -> list[TokenMap]:
@@ -64,8 +57,13 @@ def maps_section(maps: Sequence[TokenMap]) -> dict[str, Any]:
             }
             for own in ordered
         ],
-        "summaries": [asdict(summarize_maps([m for m in maps if m.checkpoint == c])) for c in checkpoints],
+        "summaries": [_summary([m for m in maps if m.checkpoint == c]) for c in checkpoints],
     }
+
+
+def _summary(maps: Sequence[TokenMap]) -> list[dict[str, Any]]:
+    classes = summarize_maps(maps).reset_index(names="name")
+    return classes.to_dict("records")
 
 
 def group_scales(maps: Sequence[TokenMap]) -> dict[str, dict[str, float]]:
@@ -136,18 +134,14 @@ def _tokens(token_map: TokenMap) -> dict[str, Any]:
 
 
 def _values(token_map: TokenMap) -> dict[str, Any]:
-    scores = token_map.scores
-    others = scores.alternatives
+    others = token_map.scores.alternatives
+    formula = token_map.scores.formula
     return {
-        "formula": scores.formula.text,
-        "meanings": scores.formula.meanings(),
-        **{name: json_numbers(getattr(scores, name)) for name in (*QUANTITIES, "teacher_logps")},
+        "formula": formula.text,
+        "meanings": formula.meanings(),
+        **scores_record(token_map.scores, (*QUANTITIES, "teacher_logps")),
         "alternatives": {
-            "ids": others.ids.tolist(),
             "tokens": token_map.alternatives,
-            "student": json_numbers(others.student_logps),
-            "teacher": json_numbers(others.teacher_logps),
-            "specific": json_numbers(others.specific),
-            "centred": json_numbers(others.centred),
+            **scores_record(others, ("ids", "student_logps", "teacher_logps", "specific", "centred")),
         },
     }

@@ -1,21 +1,32 @@
-"""Writes the report of runs: an HTML page, Markdown and JSON."""
+"""Writes the report of runs: an HTML page that needs no network, Markdown and JSON.
+
+Texts of runs are untrusted and are never interpreted as HTML: the data is JSON without `<`, the page's script sets
+texts with `textContent` only, and the content security policy blocks every other script, style and connection.
+"""
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import html
 import json
 import math
 from collections.abc import Mapping, Sequence
+from importlib.resources import files
 from pathlib import Path
+from string import Template
 from typing import Any
 
+from credit_trl.lab.analysis.tokenmap import TokenMap
 from credit_trl.lab.analysis.tokentext import visible
 from credit_trl.lab.report.comparison import compare_arms, curves, training_table
-from credit_trl.lab.report.page import write_html
 from credit_trl.lab.report.runs import Run, arms_of, differing_options, load_run, read_completions, short_names
 from credit_trl.lab.report.token_maps import maps_section, read_run_maps, turns
 from credit_trl.tasks.escaping import markdown_table, table_cell
-from credit_trl.training.run_directory import write_atomically, write_json
+from credit_trl.training.run_directory import without_nan, write_atomically, write_json
 
+# `ensure_ascii` escapes U+2028 and U+2029, which end a line in a script.
+_ESCAPES = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"})
 REPORT_FILE = "report.html"
 # Characters of a text of a rollout that the page shows.
 _LONGEST_TEXT = 20_000
@@ -50,6 +61,36 @@ def write_report(runs: Sequence[str | Path], output: str | Path | None = None) -
     write_atomically(output.with_suffix(".md"), report_markdown(document))
     write_html(document | _of_runs(read, document["runs"]), output)
     return output
+
+
+def write_html(document: Mapping[str, Any], path: str | Path) -> None:
+    """Write the page of a document with any of `curves`, `comparison`, `options`, `rollouts` and `maps`."""
+    folder = files(__package__) / "page"
+    page = {name: (folder / f"report.{name}").read_text("utf-8") for name in ("html", "css", "js")}
+    text = Template(page["html"]).substitute(
+        style_hash=_digest(page["css"]),
+        script_hash=_digest(page["js"]),
+        title=html.escape(document["title"]),
+        style=page["css"],
+        script=page["js"],
+        data=embed_json(document),
+    )
+    write_atomically(path, text)
+
+
+def embed_json(document: Any) -> str:
+    """JSON that is safe inside a `<script>` element: ASCII, without `<`, `>` and `&`; NaN is null."""
+    text = json.dumps(without_nan(document), ensure_ascii=True, allow_nan=False, separators=(",", ":"))
+    return text.translate(_ESCAPES)
+
+
+def _digest(text: str) -> str:
+    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+def write_token_maps(maps: Sequence[TokenMap], path: str | Path, *, title: str = "Token credit") -> None:
+    """Write a page of maps of any responses and checkpoints; those of one response are shown side by side."""
+    write_html({"title": visible(title), "maps": maps_section(maps)}, path)
 
 
 def report_document(runs: Sequence[Run]) -> dict[str, Any]:

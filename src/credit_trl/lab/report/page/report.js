@@ -410,8 +410,8 @@ function inspect(index) {
 }
 
 function alternatives(pane, index) {
-  const { ids, tokens, student, teacher, specific, centred } = pane.map.alternatives;
-  const rows = ids[index].map((_, a) => [tokens[index][a], ...[centred, specific, teacher, student].map((column) => number(column[index][a], 2))]);
+  const { ids, tokens, student_logps, teacher_logps, specific, centred } = pane.map.alternatives;
+  const rows = ids[index].map((_, a) => [tokens[index][a], ...[centred, specific, teacher_logps, student_logps].map((column) => number(column[index][a], 2))]);
   const name = "Most likely tokens" + (panes.length > 1 ? ", " + maps.checkpoints[pane.checkpoint] : "");
   return [element("h3", "", name), tableOf(["token", "R_t − mean", "S_t", "f", "log π_θ"], rows, "alternatives", "code")];
 }
@@ -442,9 +442,9 @@ function classesOf(checkpoint) {
   const share = (value) => typeof value === "number" ? percent(value) + " %" : "–";
   tables.append(tableOf(
     ["token class", "tokens", "of |ΔV|", "of |S|", "mean ΔV", "mean S"],
-    summary.classes.map((c) => [c.name, share(c.share_of_tokens), share(c.share_of_delta_v), share(c.share_of_specific), number(c.mean_delta_v, 3), number(c.mean_specific, 3)]),
+    summary.map((c) => [c.name, share(c.of_tokens), share(c.of_delta_v), share(c.of_specific), number(c.delta_v, 3), number(c.specific, 3)]),
   ));
-  return [element("h3", "", maps.checkpoints[checkpoint] + ": " + summary.responses + " responses with contrast, " + summary.tokens + " tokens"), tables];
+  return [element("h3", "", maps.checkpoints[checkpoint] + ": " + summary.reduce((sum, c) => sum + c.tokens, 0) + " tokens of responses with contrast prompts"), tables];
 }
 
 function buildMaps() {
