@@ -13,18 +13,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-import quickstart_step
-import torch
-from measure import Results, in_turns, ratio, trials
-from ragged import WORKLOAD as RAGGED
-from torch import nn
-from updates import build, make_credit_update
+from measure import Results, counted_tokens, in_turns, ratio, trials
+from step import measure_quickstart
+from update_phase import RAGGED
+from updates import build, make_update, update_trainer
 from workload import Workload
 
 BASELINES = Path(__file__).with_name("baselines.json")
@@ -43,27 +37,11 @@ COUNTED = {
 TIMED = {"credit": ("credit", Workload()), "sdpo": ("sdpo", Workload())}
 
 
-@contextmanager
-def counted_tokens() -> Iterator[dict[str, int]]:
-    """Tokens that enter the embedding of any model in the block, with gradient and without."""
-    tokens = {"with gradient": 0, "without": 0}
-
-    def count(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if isinstance(module, nn.Embedding):
-            tokens["with gradient" if torch.is_grad_enabled() else "without"] += args[0].numel()
-
-    hook = nn.modules.module.register_module_forward_hook(count)
-    try:
-        yield tokens
-    finally:
-        hook.remove()
-
-
 def counts() -> dict[str, int]:
     """Tokens read in an update of each workload of `COUNTED`."""
     found = {}
     for name, workload in COUNTED.items():
-        update, _ = make_credit_update(workload, tempfile.mkdtemp())(workload)
+        update = make_update("credit", update_trainer("credit", workload), workload)
         with counted_tokens() as tokens:
             update()
         found |= {f"{name}: tokens {kind}": number for kind, number in tokens.items()}
@@ -77,7 +55,7 @@ def ratios(rounds: int) -> dict[str, float]:
         samples = in_turns(running, rounds, {})
     update = ratio(samples["credit"], samples["sdpo"], "processor")
     memory = ratio(samples["credit"], samples["sdpo"], "peak_mb")
-    steps = quickstart_step.measure(2 * rounds, Results())["ratios"]
+    steps = measure_quickstart(2 * rounds, Results())["ratios"]
     return {"update over sdpo": update, "memory of an update over sdpo": memory, **steps}
 
 

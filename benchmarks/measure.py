@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import gc
 import json
-import multiprocessing as mp
+import multiprocessing
 import os
 import re
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 # Share of the machine used by other processes above which a round counts as disturbed.
 QUIET = 0.1
@@ -32,8 +34,7 @@ class Sample:
         processor: Processor seconds of this process, all threads together.
         foreign: Share of the processors used by other processes.
         stages: Seconds by stage, if the trial measures stages.
-        tokens: Tokens that the student reads, if the trial counts them: "update" with gradient, "no_grad" without,
-            "valid" of them without padding.
+        tokens: Tokens that models read, if the trial counts them: "with gradient" and "without".
     """
 
     seconds: float
@@ -44,47 +45,41 @@ class Sample:
     tokens: dict[str, int] | None = None
 
 
-class TrialError(RuntimeError):
-    """The child process of a trial raised an error."""
-
-
 class Trial:
-    """Child process that builds something once and then answers requests.
+    """A process that builds something at its first request and then answers requests.
 
     Args:
-        build: Importable function, called in the child with `arguments`. Returns the function that answers `ask`.
+        build: Importable function, called in the process with the hashable `arguments`. Returns the function that
+            answers `ask`, whose errors `ask` raises.
     """
 
     def __init__(self, build: Callable[..., Callable[..., Any]], *arguments: Any) -> None:
-        context = mp.get_context("spawn")
-        self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs, build, arguments), daemon=True)
-        self.process.start()
-        theirs.close()
+        self.process = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+        self.built = (build, *arguments)
 
     def ask(self, *request: Any) -> Any:
-        self.connection.send(request)
-        answer = self.connection.recv()
-        if isinstance(answer, Exception):
-            raise TrialError(str(answer))
-        return answer
+        return self.process.submit(_answer, self.built, request).result()
 
     def close(self) -> None:
-        self.connection.close()
-        self.process.join(timeout=30)
-        if self.process.is_alive():
-            self.process.kill()
+        self.process.shutdown()
+
+
+@cache
+def _build(build: Callable[..., Callable[..., Any]], *arguments: Any) -> Callable[..., Any]:
+    return build(*arguments)
+
+
+def _answer(built: tuple[Any, ...], request: tuple[Any, ...]) -> Any:
+    return _build(*built)(*request)
 
 
 @contextmanager
 def trials(
     build: Callable[..., Callable[..., Any]], arguments: dict[str, tuple[Any, ...]]
 ) -> Iterator[dict[str, Trial]]:
-    """Start one `Trial` per name, and close all at the end of the block."""
-    running: dict[str, Trial] = {}
+    """One `Trial` per name in the block."""
+    running = {name: Trial(build, *of_trial) for name, of_trial in arguments.items()}
     try:
-        for name, of_trial in arguments.items():
-            running[name] = Trial(build, *of_trial)
         yield running
     finally:
         for trial in running.values():
@@ -138,8 +133,8 @@ def in_turns(
         for name, trial in list(running.items()):
             try:
                 found[-1][name] = trial.ask(*request)
-            except (TrialError, EOFError, OSError) as error:
-                print(f"{name} failed: {error or 'its process died'}", flush=True)
+            except Exception as error:
+                print(f"{name} failed: {error!r}", flush=True)
                 running.pop(name).close()
                 continue
             if results is not None:
@@ -174,6 +169,23 @@ def measured(device: str) -> Iterator[Sample]:
     sample.processor = time.process_time() - own
     foreign = _busy_seconds() - busy - sample.processor
     sample.foreign = max(foreign, 0.0) / (sample.seconds * os.cpu_count())
+
+
+@contextmanager
+def counted_tokens(model: nn.Module | None = None) -> Iterator[dict[str, int]]:
+    """Tokens that enter the embedding of a model, or of any model, in the block, with gradient and without."""
+    tokens = {"with gradient": 0, "without": 0}
+    counted = None if model is None else model.get_input_embeddings()
+
+    def count(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if module is counted or (counted is None and isinstance(module, nn.Embedding)):
+            tokens["with gradient" if torch.is_grad_enabled() else "without"] += args[0].numel()
+
+    hook = nn.modules.module.register_module_forward_hook(count)
+    try:
+        yield tokens
+    finally:
+        hook.remove()
 
 
 def none_if_out_of_memory(answer: Callable[..., Sample]) -> Callable[..., Sample | None]:
@@ -226,14 +238,3 @@ def _busy_seconds() -> float:
     """Processor seconds used by all processes of the machine."""
     user, nice, system, _, _, irq, softirq, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
     return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
-
-
-def _serve(connection: Connection, build: Callable[..., Callable[..., Any]], arguments: tuple[Any, ...]) -> None:
-    try:
-        answer = build(*arguments)
-        while True:
-            connection.send(answer(*connection.recv()))
-    except EOFError:
-        return
-    except Exception as error:
-        connection.send(RuntimeError(f"{build.__name__}{arguments} failed: {error!r}"))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
@@ -42,27 +41,16 @@ def padded_states(model: nn.Module, sequences: PaddedSequences, **options: Any) 
     return head_input(model, hidden), ids.numel(), aux_loss
 
 
-@contextmanager
-def padding_kept() -> Iterator[None]:
-    """Inside the block nothing is cut, exchanged or skipped."""
-    with ExitStack() as stack:
-        for patched in _patches():
-            stack.enter_context(patched)
-        yield
-
-
-def keep_padding() -> None:
-    """Cut, exchange and skip nothing for the life of the process."""
-    for patched in _patches():
-        patched.start()
-
-
-def _patches() -> list[Any]:
+def padding_kept() -> ExitStack:
+    """Cut, exchange and skip nothing until the stack is closed, as by `with padding_kept():`."""
     method = "_get_per_token_logps_and_entropies"
-    return [
-        patch.object(step, "chosen_sequences", padded_sequences),
-        patch.object(step, "policy_states", padded_states),
-        patch.object(micro_batches, "evened", lambda batches, *_: list(batches)),
-        patch.object(micro_batches, "without_padding", lambda batch: batch),
-        patch.object(CreditTrainer, method, getattr(GRPOTrainer, method)),
-    ]
+    stack = ExitStack()
+    for target, name, value in (
+        (step, "chosen_sequences", padded_sequences),
+        (step, "policy_states", padded_states),
+        (micro_batches, "evened", lambda batches, *_: list(batches)),
+        (micro_batches, "without_padding", lambda batch: batch),
+        (CreditTrainer, method, getattr(GRPOTrainer, method)),
+    ):
+        stack.enter_context(patch.object(target, name, value))
+    return stack

@@ -16,10 +16,15 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from workload import provenance
+
+from credit_trl.sandbox import Program, SandboxError, open_sandbox
+from credit_trl.tasks import load_task
 
 ROLLOUTS = 256
 TRIVIAL = "print(sum(map(int, input().split())))"
@@ -27,8 +32,8 @@ NUMBERS = "1 2 3"
 REST = "Let me think about this step by step. " * 20
 
 
-def batches() -> dict[str, tuple[str, list[str], list[str]]]:
-    """For each task its name for `load_task`, 256 responses, correct and wrong, and their gold answers."""
+def batches() -> dict[str, tuple[list[str], list[str]]]:
+    """For each task 256 responses, correct and wrong, and their gold answers."""
     letters = [f"<think>{REST}</think><answer>{'ABCD'[n % 4]}</answer>" for n in range(ROLLOUTS)]
     call = json.dumps([{"Action": "getForecast", "Action_Input": json.dumps({"city": "Oslo", "days": 3})}])
     calls = [
@@ -36,45 +41,40 @@ def batches() -> dict[str, tuple[str, list[str], list[str]]]:
         for n in range(ROLLOUTS)
     ]
     fractions = [rf"{REST} \boxed{{\frac{{{n}}}{{7}} + x}}" for n in range(ROLLOUTS)]
+    # The problems of the package, each with a program that reads its input and prints it
+    problems = load_task("livecodebench:examples").build("test")["answer"]
+    programs = ["```python\nprint(input())\n```"] * ROLLOUTS
     return {
-        "sciknoweval": ("sciknoweval", letters, ["A"] * ROLLOUTS),
-        "toolalpaca": ("toolalpaca", calls, [call] * ROLLOUTS),
-        "math": ("math", fractions, [r"x + \frac{3}{7}"] * ROLLOUTS),
-        "livecodebench": ("livecodebench:examples", *programs()),
+        "sciknoweval": (letters, ["A"] * ROLLOUTS),
+        "toolalpaca": (calls, [call] * ROLLOUTS),
+        "math": (fractions, [r"x + \frac{3}{7}"] * ROLLOUTS),
+        "livecodebench:examples": (programs, [problems[n % len(problems)] for n in range(ROLLOUTS)]),
     }
-
-
-def programs() -> tuple[list[str], list[str]]:
-    """The problems of the package, each with a program that reads its input and prints it."""
-    from credit_trl.tasks import load_task
-
-    rows = list(load_task("livecodebench:examples").build("test"))
-    responses = ["```python\nprint(input())\n```"] * ROLLOUTS
-    return responses, [rows[n % len(rows)]["answer"] for n in range(ROLLOUTS)]
 
 
 def measure_tasks(seconds: float) -> dict[str, float]:
     """Verdicts a second: the median of at least three batches after a warm-up."""
-    from credit_trl.tasks import load_task
-
     found = {}
-    for task, (name, responses, answers) in batches().items():
-        grade = load_task(name).reward
+    for task, (responses, answers) in batches().items():
+        grade = load_task(task).reward
         completions = [[{"role": "assistant", "content": response}] for response in responses]
         grade(completions[:16], answer=answers[:16])
         times: list[float] = []
         while len(times) < 3 or sum(times) < seconds:
-            started = time.perf_counter()
-            grade(completions, answer=answers)
-            times.append(time.perf_counter() - started)
+            times.append(timed(partial(grade, completions, answer=answers)))
         found[task] = ROLLOUTS / statistics.median(times)
     return found
 
 
+def timed(call: Callable[[], Any]) -> float:
+    """Seconds of a call."""
+    started = time.perf_counter()
+    call()
+    return time.perf_counter() - started
+
+
 def measure_overhead(rounds: int, block: int) -> dict[str, float]:
     """Median over rounds of the time of a block of programs in each tier over that without a sandbox."""
-    from credit_trl.sandbox import Program, SandboxError, open_sandbox
-
     boxes = []
     for tier in ("bubblewrap", "landlock"):
         try:
@@ -86,15 +86,15 @@ def measure_overhead(rounds: int, block: int) -> dict[str, float]:
         path = Path(folder, "program.py")
         path.write_text(TRIVIAL)
         command = [sys.executable, "-I", "-S", str(path)]
-        for _ in range(rounds):
-            started = time.perf_counter()
+
+        def run_bare() -> None:
             for _ in range(block):
                 subprocess.run(command, input=NUMBERS, capture_output=True, text=True, check=True)
-            bare = time.perf_counter() - started
+
+        for _ in range(rounds):
+            bare = timed(run_bare)
             for box in boxes:
-                started = time.perf_counter()
-                box.run([Program(TRIVIAL, stdin=NUMBERS)] * block)
-                ratios[box.tier].append((time.perf_counter() - started) / bare)
+                ratios[box.tier].append(timed(partial(box.run, [Program(TRIVIAL, stdin=NUMBERS)] * block)) / bare)
     for box in boxes:
         box.close()
     return {tier: statistics.median(of) for tier, of in ratios.items()}

@@ -22,7 +22,6 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-QUESTIONS = [f"What is {i} times {i + 3}?" for i in range(40)]
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from matplotlib.patches import Rectangle
 from credit_trl.lab.analysis import Checkpoint, TokenMap, analysis_config, map_response, sample_rollouts
 from credit_trl.tasks import load_task
 from credit_trl.tasks.quickstart import SHORTCUT_THOUGHT, TEMPLATES
-from credit_trl.tasks.quickstart_model import cached_directory
+from credit_trl.tasks.quickstart_model import cache_directory
 from credit_trl.training.run_directory import EVALUATIONS_FILE, read_lines
 
 STUDY = Path(__file__).parents[1] / "examples" / "study"
@@ -180,7 +180,7 @@ def main() -> None:
     draw = {"predicted": draw_predicted, "smollm2_arms": draw_smollm2_arms}
     draw["learning_curve"] = partial(draw_learning_curve, args.run)
     if args.figure == "hero":
-        draw["hero"] = partial(draw_hero, planted_maps(args.base or cached_directory("weak")))
+        draw["hero"] = partial(draw_hero, planted_maps(args.base or cache_directory() / "quickstart" / "weak-seed0"))
     for theme, page in THEMES.items():
         with mpl.rc_context(style(*page)):
             draw[args.figure]().savefig(IMAGES / f"{args.figure}-{theme}.png", metadata={"Software": None})

@@ -13,7 +13,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +66,8 @@ def main() -> None:
                 checkpoint, questions, feedback=args.feedback, prefix=args.answer_prefix, progress=True
             )
             for record in records[model]:
-                file.write(json.dumps({"model": model, **record_json(record)}) + "\n")
+                line = {"model": model, **asdict(record)}
+                file.write(json.dumps(line, default=np.ndarray.tolist) + "\n")  # arrays as lists
             del checkpoint  # the next model takes the memory
     (args.output_dir / "table.md").write_text(format_compatibility(records), encoding="utf-8")
     print(format_compatibility(records))
@@ -111,9 +112,10 @@ def balanced(questions: Sequence[ChoiceQuestion], per_letter: int, seed: int = 0
     Raises:
         ValueError: one of these letters is the gold answer of no question.
     """
-    letters, _ = max(Counter(q.letters for q in questions).items(), key=lambda item: (item[1], len(item[0])))
+    letters = Counter(question.letters for question in questions).most_common(1)[0][0]
     order = np.random.default_rng(seed).permutation(len(questions))
-    by_gold = {a: [i for i in order if questions[i].gold == a and questions[i].letters == letters] for a in letters}
+    chosen = [i for i in order if questions[i].letters == letters]
+    by_gold = {letter: [i for i in chosen if questions[i].gold == letter] for letter in letters}
     if missing := [letter for letter, rows in by_gold.items() if not rows]:
         raise ValueError(
             f"No question with the options {', '.join(letters)} has {', '.join(missing)} as its answer, so letters "
@@ -121,16 +123,6 @@ def balanced(questions: Sequence[ChoiceQuestion], per_letter: int, seed: int = 0
         )
     size = min(per_letter, *map(len, by_gold.values()))
     return [questions[i] for i in sorted(i for rows in by_gold.values() for i in rows[:size])]
-
-
-def record_json(record: Record) -> dict[str, Any]:
-    """A record for JSON, arrays as lists."""
-    return {
-        "id": record.question.identifier,
-        "letters": list(record.question.letters),
-        "gold": record.question.gold,
-        **{f.name: np.asarray(getattr(record, f.name)).tolist() for f in fields(record) if f.name != "question"},
-    }
 
 
 def compatibility_metrics(records: Sequence[Record]) -> dict[str, float | str]:
@@ -163,21 +155,14 @@ def compatibility_metrics(records: Sequence[Record]) -> dict[str, float | str]:
 
 def format_compatibility(models: Mapping[str, Sequence[Record]]) -> str:
     """Markdown table in the layout of Table 4, one column a model."""
-    columns = {
-        name: {label: _formatted(label, value) for label, value in compatibility_metrics(records).items()}
-        for name, records in models.items()
-    }
-    labels = dict.fromkeys(label for column in columns.values() for label in column)
-    rows = ([label, *(column.get(label, "–") for column in columns.values())] for label in labels)
-    return markdown_table(["Metric", *columns], rows) + "\n"
+    columns = [compatibility_metrics(records) for records in models.values()]
+    labels = dict.fromkeys(label for column in columns for label in column)
+    rows = ([label, *(_formatted(column.get(label, "–")) for column in columns)] for label in labels)
+    return markdown_table(["Metric", *models], rows) + "\n"
 
 
-def _formatted(label: str, value: float | str) -> str:
-    if isinstance(value, str | int):
-        return str(value)
-    if label.startswith(("LS L1", "Uniform / LS")):
-        return f"{value:.1e}"
-    return f"{value:.0%}" if label.startswith(("Fraction", "Self-consistency")) else f"{value:.3f}"
+def _formatted(value: float | str) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 if __name__ == "__main__":

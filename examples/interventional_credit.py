@@ -13,26 +13,27 @@ come from two forward passes. There are two students and three kinds of feedback
 The fine-tuned student is measured only if it uses the verdict: the mean of log P(right | y) / P(wrong | y), from its
 passes over responses to other prompts, must be higher for successes than for failures by `--gate` nats.
 
-    python examples/interventional_credit.py --output_dir runs/interventional --seeds 0 1 2 3
+    python examples/interventional_credit.py --csv runs/interventional.csv --seeds 0 1 2 3
 
-A second call skips the students that are measured.
+Rows of the CSV are the share of candidate pairs with different success rates that a quantity orders as the rates do
+(½ is chance), by student, seed, feedback and quantity. Students that are in the file are skipped.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-import json
 import random
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
-from scipy.stats import kendalltau, sem
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
@@ -43,13 +44,11 @@ from credit_trl.lab.analysis import interventional as iv
 from credit_trl.lab.analysis.checkpoints import Checkpoint
 from credit_trl.lab.analysis.formula import CreditFormula
 from credit_trl.lab.analysis.responses import Rollout, analysis_config, draw, grade_rollouts, rollout_contexts
-from credit_trl.lab.analysis.vocabulary_logps import RolloutContexts
 from credit_trl.tasks import Task, load_task
 
 # One token each in the embedded vocabulary, without a meaning before fine-tuning: failure, success.
 VERDICTS = ("Expected.", "Correct.")
 STUDENTS = ("base", "exact")
-FEEDBACKS = ("right", "wrong", "letter")
 # Name → field of `Branching`, and the formula of R_t.
 QUANTITIES: dict[str, tuple[str, CreditFormula]] = {
     "r^z": ("rewards", CreditFormula(0.0)),
@@ -57,7 +56,7 @@ QUANTITIES: dict[str, tuple[str, CreditFormula]] = {
     "R_t, guide, λ = 1": ("advantages", CreditFormula(1.0, "guide")),
     "log π": ("student_logps", CreditFormula(0.0)),
 }
-MAX_NEW_TOKENS = 32
+COLUMNS = ["student", "seed", "feedback", "quantity", "value"]
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,7 @@ class Graded:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--students", nargs="+", choices=STUDENTS, default=list(STUDENTS))
-    parser.add_argument("--output_dir", type=Path, default=Path("runs/interventional"))
+    parser.add_argument("--csv", type=Path, default=Path("runs/interventional.csv"))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3])
     parser.add_argument("--gate", type=float, default=1.0, help="nats by which the student separates the verdicts")
     parser.add_argument("--questions", type=int, help="rows of the training split (default: all)")
@@ -82,17 +81,18 @@ def main() -> None:
     parser.add_argument("--candidates", type=int, default=4, help="maximum number of tokens forced after a prefix")
     parser.add_argument("--samples", type=int, default=32, help="rollouts of each candidate; twice as many without")
     args = parser.parse_args()
-    args.output_dir.mkdir(parents=True, exist_ok=True)
-    for seed in args.seeds:
-        for name in args.students:
-            file = args.output_dir / f"{name}-seed{seed}.json"
-            if not file.exists():
-                file.write_text(json.dumps(run(args, seed, name), indent=1) + "\n", encoding="utf-8")
-    print("\n".join(table(read_results(args.output_dir))))
+    args.csv.parent.mkdir(parents=True, exist_ok=True)
+    for seed, student in product(args.seeds, args.students):
+        known = pd.read_csv(args.csv) if args.csv.exists() else pd.DataFrame(columns=COLUMNS)
+        if not ((known["student"] == student) & (known["seed"] == seed)).any():
+            rows = pd.DataFrame(run(args, seed, student), columns=COLUMNS)
+            rows.to_csv(args.csv, mode="a", header=not args.csv.exists(), index=False)
+    found = pd.read_csv(args.csv).groupby(["student", "feedback", "quantity"], sort=False)["value"]
+    print(found.agg(["mean", "sem", "count"]).round(2).to_string())
 
 
-def run(args: argparse.Namespace, seed: int, name: str) -> dict[str, Any]:
-    """Measure a student; a fine-tuned one that fails the gate has its `separation` only."""
+def run(args: argparse.Namespace, seed: int, name: str) -> list[tuple[Any, ...]]:
+    """Rows of a student; a fine-tuned one that fails the gate has its separation only."""
     task = load_task("quickstart")
     base = Checkpoint.load("quickstart", name="base")
     if name == "base":
@@ -105,10 +105,11 @@ def run(args: argparse.Namespace, seed: int, name: str) -> dict[str, Any]:
     student = Checkpoint.from_model(model.eval(), base.tokenizer, name=name)
     unseen = list(task.build("test", groups=("known", "unknown"), seed=seed + 500).take(8 * args.prompts))
     separated = separation(student, graded_responses(base, task, unseen, seed + 500), unseen)
+    found = [(name, seed, "right over wrong", "separation", separated)]
     if separated < args.gate:
         print(f"seed {seed}: the student separates verdicts by {separated:.2f} nats, below --gate {args.gate:g}.")
-        return {"separation": separated}
-    return measure(args, seed, task, student) | {"separation": separated}
+        return found
+    return found + measure(args, seed, task, student)
 
 
 def graded_responses(checkpoint: Checkpoint, task: Task, rows: list[dict[str, Any]], seed: int) -> Graded:
@@ -121,7 +122,7 @@ def graded_responses(checkpoint: Checkpoint, task: Task, rows: list[dict[str, An
 
 def full_sampling(seed: int) -> SamplingConfig:
     """Sampling from the full distribution."""
-    return SamplingConfig(temperature=1.0, top_p=1.0, max_completion_length=MAX_NEW_TOKENS, seed=seed)
+    return SamplingConfig(temperature=1.0, top_p=1.0, max_completion_length=32, seed=seed)
 
 
 def with_verdict(checkpoint: Checkpoint, row: dict[str, Any], z: int) -> list[int]:
@@ -202,51 +203,57 @@ def separation(student: Checkpoint, graded: Graded, rows: Sequence[dict[str, Any
     return float(odds[graded.outcomes].mean() - odds[~graded.outcomes].mean())
 
 
-def measure(args: argparse.Namespace, seed: int, task: Task, student: Checkpoint) -> dict[str, Any]:
-    """r^cf, and the agreement of every quantity with it under each feedback, at the same prefixes and candidates."""
+def measure(args: argparse.Namespace, seed: int, task: Task, student: Checkpoint) -> list[tuple[Any, ...]]:
+    """Force the candidates, and compare every quantity with r^cf under each feedback at the same prefixes."""
     dataset = task.build("test", groups=("known", "unknown"), seed=seed)
     rows = list(dataset.take(args.prompts))
     graded = graded_responses(student, task, rows, seed)
-    contexts = feedback_contexts(student, task, rows, list(dataset["prompt"]), graded, seed)
+    config = analysis_config(contrastive_count=4, seed=seed)
+    contrasts = draw([row["prompt"] for row in rows], list(dataset["prompt"]), config)
+    letters = [verdict.feedback for verdict in grade_rollouts(student, task, rows, graded.responses)]
 
-    def branchings(feedback: str, formula: CreditFormula) -> list[iv.Branching]:
-        options = {"positions": args.positions, "candidates": args.candidates}
-        return [
-            branching
-            for question, (own, y) in enumerate(zip(contexts[feedback], graded.responses, strict=True))
-            for branching in iv.candidates_of(student, own, y, formula, **options, question=question)
-        ]
+    def branchings(texts: list[str], formula: CreditFormula) -> list[iv.Branching]:
+        """Prefixes of all responses with their candidates, whose values are those under a feedback."""
+        found = []
+        for question, (row, y, z) in enumerate(zip(rows, graded.responses, texts, strict=True)):
+            rollout = Rollout(
+                row["id"], row["prompt"], tuple(y), PrivilegedContext(feedback=z), tuple(contrasts[question])
+            )
+            contexts = rollout_contexts(rollout, config, student)
+            found += iv.candidates_of(
+                student,
+                contexts,
+                y,
+                formula,
+                positions=args.positions,
+                candidates=args.candidates,
+                question=question,
+            )
+        return found
 
-    forced = branchings("right", CreditFormula(0.0))
+    feedbacks = {"right": [VERDICTS[1]] * len(rows), "wrong": [VERDICTS[0]] * len(rows), "letter": letters}
+    forced = branchings(feedbacks["right"], CreditFormula(0.0))
     rollouts = args.samples * sum(len(one.candidates) + 2 for one in forced)
     print(f"seed {seed}, {student.name}: {len(forced)} prefixes, {rollouts:,} rollouts", flush=True)
     outcomes = iv.policy_outcomes(student, task, rows, full_sampling(seed + 1000))
     credits = iv.run_branchings(forced, args.samples, 2 * args.samples, outcomes)
-    found: dict[str, Any] = {"success": float(graded.outcomes.mean()), "prefixes": len(credits)}
-    for feedback in FEEDBACKS:
-        found[feedback] = {}
-        for quantity, (field, formula) in QUANTITIES.items():
-            own = branchings(feedback, formula)
-            with_quantity = [replace(credit, branching=b) for credit, b in zip(credits, own, strict=True)]
-            found[feedback][quantity] = rank_agreement(with_quantity, field)
-    return found
+    return [
+        (student.name, seed, feedback, quantity, rank_agreement(credits, branchings(texts, formula), field))
+        for feedback, texts in feedbacks.items()
+        for quantity, (field, formula) in QUANTITIES.items()
+    ]
 
 
-def rank_agreement(credits: Sequence[iv.InterventionalCredit], field: str) -> dict[str, float]:
-    """Agreement of the order of r^cf with that of a field of `Branching`, averaged over the resolved prefixes.
-
-    Returns:
-        `concordance`: see `concordance`. `kendall`: Kendall's τ-b; candidates that succeed equally often are ties, so
-        a quantity that separates them cannot reach 1. `top`: share of prefixes at which the quantity's best candidate
-        has the highest success rate. NaN without a resolved prefix.
-    """
-    pairs = [(c.successes, getattr(c.branching, field).double().numpy()) for c in credits if is_resolved(c)]
-    if not pairs:
-        return dict.fromkeys(("concordance", "kendall", "top"), float("nan"))
-    taus = [0.0 if np.ptp(values) == 0 else kendalltau(successes, values).statistic for successes, values in pairs]
-    tops = [successes[values.argmax()] == successes.max() for successes, values in pairs]
-    found = {"concordance": [concordance(*pair) for pair in pairs], "kendall": taus, "top": tops}
-    return {name: float(np.mean(values)) for name, values in found.items()}
+def rank_agreement(
+    credits: Sequence[iv.InterventionalCredit], branchings: Sequence[iv.Branching], field: str
+) -> float:
+    """Mean `concordance` of r^cf and a field of the branchings, over resolved prefixes; NaN if there is none."""
+    found = [
+        concordance(credit.successes, getattr(branching, field).double().numpy())
+        for credit, branching in zip(credits, branchings, strict=True)
+        if is_resolved(credit)
+    ]
+    return float(np.mean(found)) if found else float("nan")
 
 
 def is_resolved(credit: iv.InterventionalCredit) -> bool:
@@ -262,61 +269,6 @@ def concordance(successes: np.ndarray, values: np.ndarray) -> float:
     difference = np.sign(successes[:, None] - successes[None])
     ordered = np.sign(values[:, None] - values[None])[difference > 0]
     return float((ordered > 0).mean() + 0.5 * (ordered == 0).mean())
-
-
-def feedback_contexts(
-    student: Checkpoint,
-    task: Task,
-    rows: list[dict[str, Any]],
-    population: list[Any],
-    graded: Graded,
-    seed: int,
-) -> dict[str, list[RolloutContexts]]:
-    """Prompts of every response under each kind of feedback."""
-    config = analysis_config(contrastive_count=4, seed=seed)
-    contrasts = draw([row["prompt"] for row in rows], population, config)
-    letters = [verdict.feedback for verdict in grade_rollouts(student, task, rows, graded.responses)]
-    texts = {"right": [VERDICTS[1]] * len(rows), "wrong": [VERDICTS[0]] * len(rows), "letter": letters}
-    return {
-        feedback: [
-            rollout_contexts(
-                Rollout(row["id"], row["prompt"], tuple(y), PrivilegedContext(feedback=z), tuple(drawn)),
-                config,
-                student,
-            )
-            for row, y, z, drawn in zip(rows, graded.responses, texts[feedback], contrasts, strict=True)
-        ]
-        for feedback in FEEDBACKS
-    }
-
-
-def read_results(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """Results of every student that was measured, one a seed."""
-    found = {
-        name: [json.loads(file.read_text("utf-8")) for file in sorted(folder.glob(f"{name}-seed*.json"))]
-        for name in STUDENTS
-    }
-    return {name: [one for one in of if "prefixes" in one] for name, of in found.items()}
-
-
-def table(results: dict[str, list[dict[str, Any]]]) -> Iterator[str]:
-    """Markdown lines: share of pairs ordered as by r^cf, Kendall's τ-b and top-1 agreement, mean ± standard error."""
-    yield "| student | feedback | quantity | seeds | pairs ordered alike | Kendall τ-b | top |"
-    yield "| --- | --- | --- | ---: | ---: | ---: | ---: |"
-    for student, seeds in results.items():
-        for feedback in FEEDBACKS if seeds else ():
-            for quantity in QUANTITIES:
-                measured = [one[feedback][quantity] for one in seeds]
-                cells = [with_error([one[key] for one in measured]) for key in ("concordance", "kendall", "top")]
-                yield f"| {student} | {feedback} | {quantity} | {len(seeds)} | {' | '.join(cells)} |"
-
-
-def with_error(values: Sequence[float]) -> str:
-    """Mean ± standard error over seeds; seeds without a resolved prefix are skipped."""
-    known = [value for value in values if np.isfinite(value)]
-    if not known:
-        return "–"
-    return f"{np.mean(known):.2f}" + (f" ± {sem(known):.2f}" if len(known) > 1 else "")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 """CREDIT on ToolAlpaca: tool calls, with a comparison of the made and the expected calls as feedback.
 
     accelerate launch examples/toolalpaca.py --dataset_path data/train_data.json --eval_dataset_path data/test.json
-    python examples/toolalpaca.py --task toolalpaca:strict --model_name_or_path Qwen/Qwen3-0.6B --dataset_path t.jsonl
+    python examples/toolalpaca.py --model_name_or_path Qwen/Qwen3-0.6B --dataset_path data/train_data.json
 
-Also writes pages of token maps of a few responses during training (`credit_maps/step-….html`), and at the end the
-responses to the test questions and their score (`test/`).
+Also writes token maps of a few responses during training (`credit_maps/step-….json`), and at the end the responses to
+the test questions and their score (`test/`).
 """
 
 from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config

@@ -1,5 +1,6 @@
 """Tables of cases, which lie in data files beside their tests."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,3 +12,9 @@ def tables_of(test: str) -> dict[str, Any]:
     path = Path(test)
     file = path.parent / "cases" / f"{path.stem.removeprefix('test_')}.yaml"
     return yaml.safe_load(file.read_text("utf-8"))
+
+
+def rows_of(test: str, name: str) -> list[dict[str, Any]]:
+    """Rows of `cases/NAME.jsonl` beside a test, given by its `__file__`."""
+    lines = (Path(test).parent / "cases" / f"{name}.jsonl").read_text("utf-8").splitlines()
+    return [json.loads(line) for line in lines]

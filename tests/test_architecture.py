@@ -39,8 +39,7 @@ LINE_BUDGETS: dict[str, tuple[list[str], int]] = {
     "examples, benchmarks and notebooks": (["examples/**/*.py", "benchmarks/**/*.py", "notebooks/*.py"], 5_500),
 }
 # Rooms that are not within their budget yet -> lines that they must not exceed until they are. Only lower these.
-RATCHETS = {"src": 19_810, "core": 9_156, "tasks": 2_280, "tests": 20_620}
-RATCHETS |= {"examples, benchmarks and notebooks": 5_762}
+RATCHETS = {"src": 19_650, "core": 9_150, "tests": 20_500}
 MAX_OPTIONS = 34  # of `CreditConfig` beyond `GRPOConfig`
 MAX_PROSE_BYTES = 115_000  # README and docs
 MAX_PACKED_ASSIGNMENTS = 60

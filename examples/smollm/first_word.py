@@ -33,11 +33,12 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
 
 from credit_trl import CreditTrainer, Verdict, objective
-from credit_trl.contexts.tokens import PrivilegedContext
+from credit_trl.contexts.tokens import PrivilegedContext, TokenContexts
+from credit_trl.evaluation import SamplingConfig
 from credit_trl.lab.analysis import Checkpoint, analysis_config, map_response
 from credit_trl.lab.analysis.drift import holding_coef
 from credit_trl.lab.analysis.responses import Rollout, rollout_contexts
-from credit_trl.lab.analysis.vocabulary_logps import CreditLogps, credit_logps
+from credit_trl.lab.analysis.vocabulary_logps import CreditLogps, credit_logps, next_token_logps, vocabulary_logps
 from credit_trl.tasks.quickstart import TEMPLATES
 
 sys.path.append(str(Path(__file__).parents[1] / "study"))
@@ -138,46 +139,39 @@ def reward(completions: list, word: list[str], noun: list[str], **columns: Any) 
     return [verify(*one) for one in zip(texts, word, noun, strict=True)]
 
 
-@torch.no_grad()
-def first_word_probability(model: Any, tokenizer: Any, rows: Sequence[dict[str, Any]]) -> float:
+def first_word_probability(policy: Checkpoint, rows: Sequence[dict[str, Any]]) -> float:
     """Mean probability of the required word's first token as the first token of the answer."""
-    batch = encode(tokenizer, rows).to(model.device)
-    probabilities = model(**batch, logits_to_keep=1).logits[:, -1].float().softmax(-1)
-    first = [tokenizer(row["word"], add_special_tokens=False)["input_ids"][0] for row in rows]
-    return probabilities[range(len(rows)), first].mean().item()
+    first, *others = [policy.encode(row["prompt"]) for row in rows]
+    probabilities = next_token_logps(policy.student, TokenContexts(first, others), []).exp()
+    required = [policy.tokenizer(row["word"], add_special_tokens=False)["input_ids"][0] for row in rows]
+    return probabilities[range(len(rows)), required].mean().item()
 
 
-@torch.no_grad()
-def answer(model: Any, tokenizer: Any, rows: Sequence[dict[str, Any]], seed: int | None = None) -> list[list[int]]:
+def answer(policy: Checkpoint, rows: Sequence[dict[str, Any]], seed: int | None = None) -> list[list[int]]:
     """Token ids of one answer to each row: greedy, or sampled at temperature 1 where a seed is given."""
-    options = {"do_sample": False} if seed is None else {"do_sample": True, "temperature": 1.0, "top_k": 0}
-    batch = encode(tokenizer, rows).to(model.device)
-    with torch.random.fork_rng():
-        torch.manual_seed(seed or 0)
-        ids = model.generate(**batch, **options, max_new_tokens=OPTIONS["max_completion_length"])
-    found = ids[:, batch["input_ids"].shape[1] :].tolist()
-    return [[token for token in one if token != tokenizer.pad_token_id] for one in found]
+    sampling = SamplingConfig(
+        temperature=0.0 if seed is None else 1.0,
+        top_p=1.0,
+        max_completion_length=OPTIONS["max_completion_length"],
+        seed=seed or 0,
+    )
+    return policy.generate([policy.encode(row["prompt"]) for row in rows], sampling)
 
 
-def encode(tokenizer: Any, rows: Sequence[dict[str, Any]]) -> Any:
-    texts = tokenizer.apply_chat_template([row["prompt"] for row in rows], add_generation_prompt=True, tokenize=False)
-    return tokenizer(texts, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False)
-
-
-@torch.no_grad()
-def answer_logps(model: Any, tokenizer: Any, rows: Sequence[dict[str, Any]], answers: list[list[int]]) -> torch.Tensor:
+def answer_logps(policy: Checkpoint, rows: Sequence[dict[str, Any]], answers: list[list[int]]) -> torch.Tensor:
     """Log-probabilities at each token of the answers, (tokens, V)."""
     found = []
     for row, ids in zip(rows, answers, strict=True):
-        prompt = encode(tokenizer, [row])["input_ids"]
-        whole = torch.cat([prompt, torch.tensor([ids])], dim=1).to(model.device)
-        found.append(model(whole).logits[0, prompt.shape[1] - 1 : -1].float().log_softmax(-1))
+        prompt = TokenContexts(policy.encode(row["prompt"]))
+        found += [logps[0] for _, (logps,) in vocabulary_logps([(policy.student, prompt)], ids)]
     return torch.cat(found)
 
 
-def accuracy(tokenizer: Any, rows: Sequence[dict[str, Any]], answers: Sequence[Sequence[int]]) -> float:
+def accuracy(policy: Checkpoint, rows: Sequence[dict[str, Any]], answers: Sequence[Sequence[int]]) -> float:
     graded = [
-        verify(tokenizer.decode(ids, skip_special_tokens=True), row["word"], row["noun"], row["constraint"]).reward
+        verify(
+            policy.tokenizer.decode(ids, skip_special_tokens=True), row["word"], row["noun"], row["constraint"]
+        ).reward
         for row, ids in zip(rows, answers, strict=True)
     ]
     return sum(graded) / len(graded)
@@ -187,10 +181,9 @@ class Measurements(TrainerCallback):
     """Measures the policy after every step, and with `every` also the columns of the table."""
 
     def __init__(self, trainer: CreditTrainer, arm: str, every: int | None, prompts: int) -> None:
-        self.trainer = trainer
+        self.policy = Checkpoint.from_model(trainer.model, trainer.processing_class)
         self.arm = arm
         self.every = every
-        self.tokenizer = trainer.processing_class
         self.rows = make_rows(HELD_OUT)[:prompts]
         self.others = make_rows(HELD_OUT, constraint="last")[: prompts // 2]
         self.others += make_rows(HELD_OUT, constraint="lower")[: prompts // 2]
@@ -198,33 +191,30 @@ class Measurements(TrainerCallback):
         self.table: list[dict[str, Any]] = []
         if every is not None:
             self.unrelated = UNRELATED[:prompts]
-            self.base_answers = answer(trainer.model, self.tokenizer, self.unrelated)
-            self.base_logps = answer_logps(trainer.model, self.tokenizer, self.unrelated, self.base_answers)
+            self.base_answers = answer(self.policy, self.unrelated)
+            self.base_logps = answer_logps(self.policy, self.unrelated, self.base_answers)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._measure(0)
+        self.on_step_end(args, state, control, **kwargs)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._measure(state.global_step)
-
-    def _measure(self, step: int) -> None:
-        model = self.trainer.model
+    def on_step_end(self, args: Any, state: Any, control: Any, *, model: Any, **kwargs: Any) -> None:
+        step = state.global_step
         was_training = model.training
         model.eval()
-        self.curve.append(first_word_probability(model, self.tokenizer, self.rows))
+        self.curve.append(first_word_probability(self.policy, self.rows))
         name = STYLES[self.arm][0]
         print(f"{name:20} step {step:3}  p(required first word) {self.curve[-1]:.3f}", flush=True)
         if self.every is not None and step % self.every == 0:
-            self.table.append({"step": step} | self._columns(model, step))
+            self.table.append({"step": step} | self._columns(step))
         model.train(was_training)
 
-    def _columns(self, model: Any, step: int) -> dict[str, float]:
-        answers = answer(model, self.tokenizer, self.rows, seed=step)
-        others = answer(model, self.tokenizer, self.others, seed=step)
-        logps = answer_logps(model, self.tokenizer, self.unrelated, self.base_answers)
+    def _columns(self, step: int) -> dict[str, float]:
+        answers = answer(self.policy, self.rows, seed=step)
+        others = answer(self.policy, self.others, seed=step)
+        logps = answer_logps(self.policy, self.unrelated, self.base_answers)
         return {
-            "accuracy": accuracy(self.tokenizer, self.rows, answers),
-            "transfer": accuracy(self.tokenizer, self.others, others),
+            "accuracy": accuracy(self.policy, self.rows, answers),
+            "transfer": accuracy(self.policy, self.others, others),
             "length": sum(map(len, answers)) / len(answers),
             "kl": (self.base_logps.exp() * (self.base_logps - logps)).sum(-1).mean().item(),
         }
@@ -327,34 +317,33 @@ def demonstrate(args: argparse.Namespace, load: Any) -> Path:
     curves = {}
     model, tokenizer = load()
     rows = make_rows(HELD_OUT)[:5]
-    before = answer(model, tokenizer, rows)
-    checkpoint = Checkpoint.from_model(model.eval(), tokenizer, name="base")
-    columns = {
-        f"before, R_t of {STYLES[arm][0]}": [colored(checkpoint, arm, rows, i, before[i]) for i in range(len(rows))]
-        for arm in args.arms
-    }
+    base = Checkpoint.from_model(model.eval(), tokenizer, name="base")
+    before = answer(base, rows)
+    columns = {"prompt": [escape(row["prompt"][0]["content"]) for row in rows]}
     for arm in args.arms:
-        model, tokenizer = load()
+        columns[f"before, R_t of {STYLES[arm][0]}"] = [
+            colored(base, arm, rows, i, ids) for i, ids in enumerate(before)
+        ]
+    for arm in args.arms:
         folder = args.output_dir / arm
-        measured = train(model, tokenizer, arm, args.seeds[0], None, max_steps=args.steps, output_dir=str(folder))
+        measured = train(*load(), arm, args.seeds[0], None, max_steps=args.steps, output_dir=str(folder))
         curves[arm] = measured.curve
-        after = answer(measured.trainer.model.eval(), tokenizer, rows)
-        texts = [escape(tokenizer.decode(ids, skip_special_tokens=True)) for ids in after]
-        columns[f"after {args.steps} steps of {STYLES[arm][0]}"] = texts
+        after = tokenizer.batch_decode(answer(measured.policy, rows), skip_special_tokens=True)
+        columns[f"after {args.steps} steps of {STYLES[arm][0]}"] = list(map(escape, after))
     args.output_dir.mkdir(parents=True, exist_ok=True)
     file = args.output_dir / "first_word.html"
-    file.write_text(page(curves, rows, columns), encoding="utf-8")
+    file.write_text(page(curves, pd.DataFrame(columns)), encoding="utf-8")
     return file
 
 
-def colored(checkpoint: Checkpoint, arm: str, rows: Sequence[dict[str, Any]], i: int, ids: list[int]) -> str:
+def colored(base: Checkpoint, arm: str, rows: Sequence[dict[str, Any]], i: int, ids: list[int]) -> str:
     """HTML of an answer to row i, each token colored by R_t minus the policy's mean: a step raises red ones."""
     row = rows[i]
-    text = checkpoint.tokenizer.decode(ids, skip_special_tokens=True)
+    text = base.tokenizer.decode(ids, skip_special_tokens=True)
     z = PrivilegedContext(feedback=verify(text, row["word"], row["noun"]).feedback)
     others = tuple(other["prompt"] for other in rows if other is not row)
     config = analysis_config(**ARMS[arm], **TEMPLATES, distillation_topk=OPTIONS["distillation_topk"])
-    token_map = map_response(checkpoint, Rollout(str(i), row["prompt"], tuple(ids), z, others), config)
+    token_map = map_response(base, Rollout(str(i), row["prompt"], tuple(ids), z, others), config)
     spans = []
     for token, value in zip(token_map.tokens, token_map.scores.centred.tolist(), strict=True):
         color = f"rgba({'214,47,39' if value > 0 else '33,102,190'},{min(1.0, abs(value) / 3.0):.2f})"
@@ -362,8 +351,8 @@ def colored(checkpoint: Checkpoint, arm: str, rows: Sequence[dict[str, Any]], i:
     return "".join(spans)
 
 
-def page(curves: dict[str, list[float]], rows: Sequence[dict[str, Any]], columns: dict[str, list[str]]) -> str:
-    """HTML with the curve of every arm and the answers beside each other; the columns are HTML."""
+def page(curves: dict[str, list[float]], answers: pd.DataFrame) -> str:
+    """HTML with the curve of every arm and the answers beside each other, whose cells are HTML."""
     lines, legend = [], []
     for arm, curve in curves.items():
         name, color = STYLES[arm]
@@ -371,25 +360,18 @@ def page(curves: dict[str, list[float]], rows: Sequence[dict[str, Any]], columns
         points = " ".join(f"{40 + width * step:.0f},{220 - 200 * p:.0f}" for step, p in enumerate(curve))
         lines.append(f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="2"/>')
         legend.append(f'<span style="color:{color}">{escape(name)}: {curve[0]:.3f} → {curve[-1]:.3f}</span>')
-    axes = (
-        '<path d="M40 20V220H600" fill="none" stroke="gray"/><text x="2" y="26">1</text><text x="2" y="224">0</text>'
-    )
-    head = "".join(f"<th>{escape(name)}</th>" for name in ("prompt", *columns))
-    body = "".join(
-        f"<tr><td>{escape(row['prompt'][0]['content'])}</td>"
-        + "".join(f"<td>{of[number]}</td>" for of in columns.values())
-        + "</tr>"
-        for number, row in enumerate(rows)
-    )
-    return (
-        '<!doctype html><meta charset="utf-8"><title>First word</title><style>:root{color-scheme:light dark}'
-        "body{font:16px sans-serif;max-width:75em;margin:2em auto}svg{max-width:620px}text{fill:currentColor}"
-        "td,th{text-align:left;vertical-align:top;padding:.4em;border-top:1px solid gray}</style>"
-        "<h1>Begin with the given word</h1><p>Probability of the required first word, by step, on words that are not "
-        f'trained. {" · ".join(legend)}</p><svg viewBox="0 0 620 240">{axes}{"".join(lines)}</svg>'
-        "<h2>Greedy answers</h2><p>Tokens before training are colored by R_t minus its mean under the policy: a step "
-        f"raises red ones and lowers blue ones.</p><table><tr>{head}</tr>{body}</table>\n"
-    )
+    with pd.option_context("display.max_colwidth", None):
+        table = answers.to_html(index=False, escape=False, border=0, justify="left")
+    return f"""<!doctype html><meta charset="utf-8"><title>First word</title><style>:root{{color-scheme:light dark}}
+body{{font:16px sans-serif;max-width:75em;margin:2em auto}}svg{{max-width:620px}}text{{fill:currentColor}}
+td,th{{text-align:left;vertical-align:top;padding:.4em;border-top:1px solid gray}}</style>
+<h1>Begin with the given word</h1>
+<p>Probability of the required first word, by step, on words that are not trained. {" · ".join(legend)}</p>
+<svg viewBox="0 0 620 240"><path d="M40 20V220H600" fill="none" stroke="gray"/>
+<text x="2" y="26">1</text><text x="2" y="224">0</text>{"".join(lines)}</svg>
+<h2>Greedy answers</h2><p>Tokens before training are colored by R_t minus its mean under the policy: a step raises red
+ones and lowers blue ones.</p>{table}
+"""
 
 
 def main() -> None:

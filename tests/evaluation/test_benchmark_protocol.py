@@ -13,12 +13,7 @@ from datasets import Dataset
 from credit_trl import Verdict
 from credit_trl.evaluation import EvaluationConfig, evaluate
 from credit_trl.evaluation.generation import Response
-from credit_trl.evaluation.protocol import (
-    EvaluationMismatchError,
-    distinct_names,
-    sample_seed,
-    task_rows,
-)
+from credit_trl.evaluation.protocol import EvaluationMismatchError, distinct_names, sample_seed, task_rows
 from credit_trl.evaluation.verdicts import task_verdicts
 from credit_trl.tasks.registry import Task, batch_of
 from credit_trl.training.run_directory import RunLockedError
@@ -32,16 +27,9 @@ def graded(response: str, answer: str, *, truncated: bool = False) -> Verdict:
 
 
 def letters(split: str = "test", path=None) -> Dataset:
-    rows = [
-        {
-            "prompt": [{"role": "user", "content": f"Question {i}"}],
-            "answer": LETTERS[i % 4],
-            "task": "even" if i % 2 == 0 else "odd",
-            "id": f"q{i}",
-        }
-        for i in range(6)
-    ]
-    return Dataset.from_list(rows)
+    prompts = [[{"role": "user", "content": f"Question {i}"}] for i in range(6)]
+    answers = {"answer": list("ABCDAB"), "task": ["even", "odd"] * 3, "id": [f"q{i}" for i in range(6)]}
+    return Dataset.from_dict({"prompt": prompts, **answers})
 
 
 TASK = Task("letters", letters, graded, batch_of(graded, "letters"))

@@ -9,7 +9,7 @@ import torch
 from datasets import Dataset
 from transformers import TrainerCallback
 
-from credit_trl import CreditTrainer, Verdict
+from credit_trl import Verdict
 from credit_trl.evaluation import EvaluationCallback, engines, evaluate
 from credit_trl.evaluation.engines import weight_fingerprint
 from credit_trl.tasks.registry import Task, batch_of
@@ -21,21 +21,20 @@ def odd_length(response: str, answer: str, *, truncated: bool = False) -> Verdic
 
 
 def questions(split: str = "test", path=None) -> Dataset:
-    return Dataset.from_list(
-        [{"prompt": [{"role": "user", "content": f"{i}+1="}], "answer": str(i + 1), "id": f"q{i}"} for i in range(4)]
-    )
+    prompts = [[{"role": "user", "content": f"{i}+1="}] for i in range(4)]
+    return Dataset.from_dict({"prompt": prompts, "answer": list("1234"), "id": ["q0", "q1", "q2", "q3"]})
 
 
 TASK = Task("odd", questions, odd_length, batch_of(odd_length, "odd"))
 
 
 @pytest.fixture
-def train(make_model, make_config, tokenizer, dataset):
+def train(make_trainer):
     """Train four steps with an evaluation every two steps; returns the trainer."""
 
     def run(folder, evaluated=True, resume=None, scores=None, **options):
-        config = make_config(output_dir=str(folder), **{"max_steps": 4, "learning_rate": 1e-2, **options})
-        trainer = CreditTrainer(make_model(), TASK.reward, config, dataset, processing_class=tokenizer)
+        options = {"output_dir": str(folder), "max_steps": 4, "learning_rate": 1e-2, **options}
+        trainer = make_trainer(TASK.reward, **options)
         if evaluated:
             trainer.run_log.facts["task"] = TASK.name
             callback = EvaluationCallback(trainer, TASK, k=3, eval_steps=2, temperature=1.0, top_p=1.0)
@@ -132,7 +131,7 @@ def test_evaluations_count_generation_batches(train, tmp_path):
     assert [row["step"] for row in read_lines(tmp_path / "evaluations.jsonl")] == [0, 4, 8]
 
 
-def test_last_evaluation_is_logged_before_dashboards_close(make_model, make_config, tokenizer, dataset):
+def test_last_evaluation_is_logged_before_dashboards_close(make_trainer):
     logged = []
 
     class Dashboard(TrainerCallback):
@@ -142,8 +141,7 @@ def test_last_evaluation_is_logged_before_dashboards_close(make_model, make_conf
         def on_train_end(self, args, state, control, **kwargs):
             logged.append("closed")
 
-    options = {"processing_class": tokenizer, "callbacks": [Dashboard()]}
-    trainer = CreditTrainer(make_model(), TASK.reward, make_config(max_steps=1), dataset, **options)
+    trainer = make_trainer(TASK.reward, callbacks=[Dashboard()], max_steps=1)
     evaluation = EvaluationCallback(trainer, TASK, 2, temperature=0.0, max_prompts=1)
     trainer.add_callback(evaluation)
     trainer.train()
@@ -156,11 +154,8 @@ def test_last_evaluation_is_logged_before_dashboards_close(make_model, make_conf
 
 
 @pytest.mark.parametrize("failing", [2, 4])  # a middle step and the last
-def test_failing_verifier_skips_the_evaluation_only(
-    make_model, make_config, tokenizer, dataset, tmp_path, failing, caplog
-):
-    config = make_config(output_dir=str(tmp_path), max_steps=4, on_verifier_error="skip")
-    trainer = CreditTrainer(make_model(), TASK.reward, config, dataset, processing_class=tokenizer)
+def test_failing_verifier_skips_the_evaluation_only(make_trainer, tmp_path, failing, caplog):
+    trainer = make_trainer(TASK.reward, output_dir=str(tmp_path), max_steps=4, on_verifier_error="skip")
 
     def broken_once(**columns):
         if trainer.state.global_step == failing:
@@ -186,9 +181,7 @@ def test_evaluation_of_other_weights_is_replaced(train, tmp_path):
 
 
 @pytest.mark.parametrize("use_vllm", [False, True])
-def test_training_and_evaluation_grade_the_same_messages(
-    make_model, make_config, parsing, dataset, monkeypatch, use_vllm
-):
+def test_training_and_evaluation_grade_the_same_messages(make_trainer, parsing, monkeypatch, use_vllm):
     """Of a tokenizer that parses responses, as one saved after a run with tools does."""
     ids = parsing("<think>\nhotels(Oslo)\n</think>\n\nweather(Oslo)<|im_end|>")["input_ids"]
     seen = []
@@ -197,7 +190,7 @@ def test_training_and_evaluation_grade_the_same_messages(
         seen.extend(completions)
         return [float(len(seen) % 2)] * len(completions)
 
-    trainer = CreditTrainer(make_model(), spy, make_config(max_steps=1), dataset, processing_class=parsing)
+    trainer = make_trainer(spy, processing_class=parsing, max_steps=1)
     monkeypatch.setattr(trainer, "_generate_single_turn", lambda prompt_ids, *a, **k: ([ids] * len(prompt_ids), None))
     trainer.train()
     trained, seen[:] = list(seen), []

@@ -67,7 +67,7 @@ def test_generic_part_cancels_at_dpos_optimum(seed, coef, beta):
 def test_token_rewards_sum_to_the_analysis_contrastive_pmi(seed, coef):
     draw = draws(seed, 2, 7)
     passes = next(draw), next(draw), *(torch.stack([next(draw) for _ in range(3)]) for _ in range(2))
-    whole = contrastive_pmi(*passes, coef).contrastive_pmi
+    whole = contrastive_pmi(*passes, coef)["contrastive_pmi"]
     torch.testing.assert_close(credit_rewards(*passes, coef, 1.0).sum(-1), whole)
 
 

@@ -56,9 +56,8 @@ def test_gradient_equals_the_packages(make_trainer, script, tmp_path):
     """Two prompts a batch, so that both contrast with the only other one, of one length: rotations are in fp32."""
     one_file = make_trainer()
     templates = {name: getattr(one_file.args, name) for name in ("feedback_template", "reprompt_template")}
-    config = CreditConfig(
-        str(tmp_path), distillation_topk=len(build_tokenizer()), contrastive_coef=0.1, **templates, **OPTIONS
-    )
+    objective = {"distillation_topk": len(build_tokenizer()), "contrastive_coef": 0.1, "packed": False}
+    config = CreditConfig(str(tmp_path), **objective, **templates, **OPTIONS)
     dataset = script["make_rows"]().filter(lambda row: len(row["prompt"][0]["content"]) == len("What is 10 + 10?"))
     package = CreditTrainer(str(tmp_path / "model"), script["reward"], config, dataset)
     for trainer in (one_file, package):

@@ -48,7 +48,7 @@ def test_demonstration_writes_a_page_with_both_arms(first_word, monkeypatch, tmp
     run(first_word, monkeypatch, tmp_path)
     page = (tmp_path / "run" / "first_word.html").read_text("utf-8")
     assert page.count("<polyline") == 2
-    assert page.count("<tr>") == 6  # the head and five prompts
+    assert page.count("<tr") == 6  # the head and five prompts
     assert page.count('<span style="background:rgba(') > 10  # tokens before training, colored by R_t
     assert page.count("<th>") == 5  # the prompt, and before and after training for both arms
     assert "guide, λ = 1.5       step   2" in capsys.readouterr().out

@@ -1,5 +1,6 @@
 """`examples/interventional_credit.py` and `examples/compatibility.py` at a small size."""
 
+import csv
 import json
 import runpy
 import sys
@@ -34,12 +35,14 @@ def call(monkeypatch, name: str, *options: str) -> None:
 
 
 def test_student_that_fails_the_gate_is_not_measured(monkeypatch, tmp_path, capsys):
-    call(monkeypatch, "interventional_credit", "--output_dir", str(tmp_path), "--seeds", "0", *SMALL)
-    printed = capsys.readouterr().out
-    assert "the student separates verdicts by" in printed
-    assert "| base | letter | log π | 1 |" in printed
-    assert "| exact |" not in printed
-    assert set(json.loads((tmp_path / "exact-seed0.json").read_text("utf-8"))) == {"separation"}
+    table = tmp_path / "rows.csv"
+    for _ in range(2):
+        call(monkeypatch, "interventional_credit", "--csv", str(table), "--seeds", "0", *SMALL)
+    assert capsys.readouterr().out.count("the student separates verdicts by") == 1  # the second call skips it
+    rows = list(csv.DictReader(table.open(encoding="utf-8")))
+    assert [row["quantity"] for row in rows if row["student"] == "exact"] == ["separation"]
+    measured = [(row["feedback"], row["quantity"]) for row in rows if row["student"] == "base"]
+    assert len(set(measured)) == len(measured) == 12
 
 
 def test_compatibility_writes_table_and_records(monkeypatch, tmp_path, capsys):
@@ -111,7 +114,7 @@ def test_table_has_the_rows_of_the_paper(compatibility):
     }
     assert {name: found[name] for name in expected} == pytest.approx(expected, abs=1e-12)
     assert found["Gold balance (A / B / C / D)"] == "3 / 3 / 3 / 3"
-    assert "| Fraction residual < 0.001 | 92% | 92% |" in compatibility.format_compatibility(
+    assert "| Fraction residual < 0.001 | 0.917 | 0.917 |" in compatibility.format_compatibility(
         {"a": records, "b": records}
     )
 
@@ -121,12 +124,10 @@ def test_agreement_uses_resolved_prefixes_and_pairs_with_different_success():
     branching = iv.Branching((), (0, 1), *torch.tensor([[0.0, 1.0], [1.0, 0.0], [0.0, 0.0]]))
     noisy, clear = (iv.estimate(branching, np.array(counts), 10, 3, 10) for counts in ([3, 4], [0, 9]))
     assert [example.is_resolved(credit) for credit in (noisy, clear)] == [False, True]
-    perfect = {"concordance": 1.0, "kendall": 1.0, "top": 1.0}
-    assert example.rank_agreement([noisy, clear], "rewards") == pytest.approx(perfect)
-    assert example.rank_agreement([clear], "advantages") == pytest.approx(
-        {name: -(name == "kendall") for name in perfect}
-    )
-    assert np.isnan(example.rank_agreement([noisy], "rewards")["top"])
+    branchings = [branching, branching]
+    assert example.rank_agreement([noisy, clear], branchings, "rewards") == 1.0
+    assert example.rank_agreement([clear], [branching], "advantages") == 0.0
+    assert np.isnan(example.rank_agreement([noisy], [branching], "rewards"))
     outcomes = np.array([9, 0, 0, 0])
     assert example.concordance(outcomes, np.array([0.25, 0.3, 0.2, 0.1])) == pytest.approx(2 / 3)
     assert example.concordance(outcomes, np.array([0.3, 0.3, 0.2, 0.1])) == pytest.approx(2.5 / 3)

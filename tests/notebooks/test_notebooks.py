@@ -107,7 +107,8 @@ def test_first_notebook_runs_with_a_few_steps():
     text = printed(execute(notebook))
     assert "2 steps in" in text
     assert re.search(r"^unknown +0\.\d+ -> 0\.\d+", text, flags=re.MULTILINE)
-    assert shown(notebook, "image/png") == shown(notebook, "text/html") == 1  # curves, and the page of maps
+    assert shown(notebook, "image/png") == 1  # curves
+    assert shown(notebook, "text/html") >= 1  # the page of maps; that of the run where its entry point is installed
 
 
 def check_quickstart(text: str) -> None:

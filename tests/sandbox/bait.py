@@ -10,6 +10,7 @@ import subprocess
 import tempfile
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from escape import PRELUDE, Escape
 
@@ -63,9 +64,8 @@ class Bait:
         for path in (self.path, self.path + ".datagram"):
             os.chmod(path, 0o777)
         if self.user is not None:
-            for root, directories, files in os.walk(self.directory):
-                for name in (".", *directories, *files):
-                    os.chown(os.path.join(root, name), self.user, -1)
+            for path in (Path(self.directory), *Path(self.directory).rglob("*")):
+                os.chown(path, self.user, -1)
         self.victim = subprocess.Popen(["sleep", "600"], user=self.user)
         return self
 
@@ -94,28 +94,18 @@ class Bait:
 
     def prelude(self, sandbox: PoolSandbox) -> str:
         """Prelude with all paths and addresses of the bait, which programs may know."""
-        return PRELUDE.format(
-            bait=self.directory,
-            secret=self.secret,
-            writable=self.writable,
-            socket=self.path,
-            port=self.port,
-            abstract=self.abstract,
-            trainer=os.getpid(),
-            server=sandbox.server_pid,
-            victim=self.victim.pid,
-            package=os.path.dirname(os.path.abspath(credit_trl.__file__)),
-        )
+        places = {"bait": self.directory, "secret": self.secret, "writable": self.writable, "socket": self.path}
+        places["package"] = os.path.dirname(os.path.abspath(credit_trl.__file__))
+        processes = {"trainer": os.getpid(), "server": sandbox.server_pid, "victim": self.victim.pid}
+        return PRELUDE.format(port=self.port, abstract=self.abstract, **places, **processes)
 
     def state(self) -> list[tuple[object, ...]]:
         """Every name, mode, owner, time and content in the bait's directory."""
         state: list[tuple[object, ...]] = []
-        for root, directories, files in os.walk(self.directory):
-            for name in sorted((*directories, *files)):
-                path = os.path.join(root, name)
-                status = os.lstat(path)
-                content = open(path).read() if os.path.isfile(path) else ""  # noqa: SIM115
-                state.append((path, status.st_mode, status.st_uid, status.st_mtime_ns, status.st_nlink, content))
+        for path in sorted(Path(self.directory).rglob("*")):
+            status = path.lstat()
+            content = path.read_text() if path.is_file() else ""
+            state.append((path, status.st_mode, status.st_uid, status.st_mtime_ns, status.st_nlink, content))
         return state
 
     def reached(self) -> list[str]:

@@ -25,16 +25,20 @@ TIERS = (*PROTECTED, "unprotected")
 UNISOLATED = {name: row for name, row in CASES["unisolated"].items() if row["tier"] in TIERS}
 
 
+def pretend_missing(monkeypatch: pytest.MonkeyPatch, *missing: str) -> None:
+    """Pretend a machine without these tiers."""
+
+    def make(tier: str, workers: int) -> PoolSandbox:
+        if tier in missing:
+            raise SandboxError(f"no {tier} on this machine")
+        return PoolSandbox(tier, workers)
+
+    monkeypatch.setattr("credit_trl.sandbox.pool.PoolSandbox", make)
+
+
 @pytest.fixture
 def no_tier(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine with neither bubblewrap nor Landlock."""
-
-    def refuse(tier: str, workers: int) -> PoolSandbox:
-        if tier == "unprotected":
-            return PoolSandbox(tier, workers)
-        raise SandboxError(f"no {tier} on this machine")
-
-    monkeypatch.setattr("credit_trl.sandbox.pool.PoolSandbox", refuse)
+    pretend_missing(monkeypatch, "bubblewrap", "landlock")
 
 
 @cache
@@ -63,16 +67,11 @@ def test_auto_opens_first_working_tier_and_runs_the_example_of_the_package() -> 
 
 
 def test_auto_falls_back_to_landlock(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
-    def without_bubblewrap(tier: str, workers: int) -> PoolSandbox:
-        if tier == "bubblewrap":
-            raise SandboxError("bubblewrap (bwrap) is not installed")
-        return PoolSandbox(tier, workers)
-
-    monkeypatch.setattr("credit_trl.sandbox.pool.PoolSandbox", without_bubblewrap)
+    pretend_missing(monkeypatch, "bubblewrap")
     with open_sandbox(workers=1) as opened:
         assert opened.tier == "landlock"
     [record] = caplog.records
-    assert "bubblewrap (bwrap) is not installed. Using landlock instead." in record.getMessage()
+    assert "no bubblewrap on this machine. Using landlock instead." in record.getMessage()
 
 
 def test_no_tier_raises_with_reasons_and_remedies(no_tier: None) -> None:
@@ -192,23 +191,21 @@ def test_open_sandbox_rejects_leaky_isolation(monkeypatch: pytest.MonkeyPatch) -
     assert {"bubblewrap", "landlock"} <= set(closed)
 
 
-def test_missing_or_old_bubblewrap_raises(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    found = interpreter.find_interpreter()
-    monkeypatch.setattr(bubblewrap.shutil, "which", lambda name, path: None)
-    with pytest.raises(SandboxError, match="apt-get install bubblewrap"):
-        bubblewrap.Bubblewrap(found)
-    old = tmp_path / "bwrap"
-    old.write_text("#!/bin/sh\necho bubblewrap 0.4.1\n")
-    old.chmod(0o755)
-    monkeypatch.setattr(bubblewrap.shutil, "which", lambda name, path: str(old))
-    with pytest.raises(SandboxError, match=r"version 0\.4\.1"):
-        bubblewrap.Bubblewrap(found)
-
-
-def test_kernel_without_landlock_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(landlock, "version", lambda: 0)
-    with pytest.raises(SandboxError, match=r"Linux 5\.13"):
-        landlock.Landlock(interpreter.find_interpreter())
+@pytest.mark.parametrize(
+    ("isolation", "place", "found", "message"),
+    [
+        (bubblewrap.Bubblewrap, "bubblewrap.shutil.which", None, "apt-get install bubblewrap"),
+        (bubblewrap.Bubblewrap, "bubblewrap._version", (0, 4, 1), r"version 0\.4\.1"),
+        (landlock.Landlock, "landlock.version", 0, r"Linux 5\.13"),
+    ],
+    ids=["no bubblewrap", "old bubblewrap", "no Landlock"],
+)
+def test_machine_without_what_a_tier_needs_raises(monkeypatch, isolation, place, found, message) -> None:
+    own = interpreter.find_interpreter()
+    monkeypatch.setattr(bubblewrap.shutil, "which", lambda name, path: "/usr/bin/bwrap")
+    monkeypatch.setattr(f"credit_trl.sandbox.{place}", lambda *arguments, **options: found)
+    with pytest.raises(SandboxError, match=message):
+        isolation(own)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives programs another user")

@@ -5,7 +5,6 @@ import json
 import pickle
 import zlib
 from decimal import Decimal
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -13,18 +12,16 @@ from hypothesis import strategies as st
 
 from credit_trl.tasks import lcb_cases
 from credit_trl.tasks.lcb_cases import decode_cases, parse_answer, same_output, same_return_value
-from tables import tables_of
+from tables import rows_of, tables_of
 
 TABLES = tables_of(__file__)
 
 
-def packed(data: bytes) -> str:
-    return base64.b64encode(zlib.compress(data)).decode()
-
-
 CASES = [{"input": "1\n", "output": "2\n", "testtype": "stdin"}]
 
-# ---- the hub's encoding ----
+
+def packed(data: bytes) -> str:
+    return base64.b64encode(zlib.compress(data)).decode()
 
 
 @given(
@@ -76,18 +73,14 @@ def test_oversized_packed_tests_raise(monkeypatch):
         decode_cases(packed(pickle.dumps(json.dumps([" " * 2_000_000]))))
 
 
-# ---- the answer ----
-
-
 @pytest.mark.parametrize(("answer", "named"), TABLES["malformed"])
 def test_malformed_answer_raises(answer, named):
     with pytest.raises(ValueError, match=named):
         parse_answer(answer)
 
 
-# ---- outputs ----
-
-OUTPUTS = [json.loads(line) for line in (Path(__file__).parent / "cases" / "outputs.jsonl").open()] + [
+OUTPUTS = [
+    *rows_of(__file__, "outputs"),
     {"case": "a million digits", "printed": "1" * 1_000_000, "expected": "1" * 1_000_000 + ".0", "same": True},
     {"case": "huge output", "printed": "6\n" * 1_000_000, "expected": "6", "same": False},
 ]

@@ -2,8 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from credit_trl.tasks.lcb_cases import Cases
-from credit_trl.tasks.lcb_feedback import CUT_OFF, Result, feedback, short_error
+from credit_trl.tasks.lcb_cases import CUT_OFF, Cases, feedback, result_of, short_error
 from tables import tables_of
 
 TABLES = tables_of(__file__)
@@ -32,9 +31,10 @@ def form(failure: str) -> str:
 @pytest.mark.parametrize(("statuses", "shown"), TABLES["shown"].values(), ids=TABLES["shown"])
 def test_two_kinds_of_failure_are_shown(statuses, shown):
     shown = [form(failure) for failure in shown]
-    results = [Result(status, "x", TRACEBACK) for status in statuses.split()]
-    assert feedback(cases_of(len(results)), results) == ("\n\n".join(shown) or None)
-    cut_off = feedback(cases_of(len(results)), results, truncated=True)
+    cases = cases_of(len(statuses.split()))
+    results = [result_of(cases, place, status, "x", TRACEBACK) for place, status in enumerate(statuses.split())]
+    assert feedback(results) == ("\n\n".join(shown) or None)
+    cut_off = feedback(results, truncated=True)
     assert cut_off == ("\n\n".join([CUT_OFF, *shown]) if shown else None)
 
 
@@ -42,13 +42,14 @@ def test_two_kinds_of_failure_are_shown(statuses, shown):
     ("status", "heading"), [("memory", "Memory Limit Exceeded"), ("output_limit", "Output Limit Exceeded")]
 )
 def test_memory_and_output_limits_count_as_errors(status, heading):
-    said = feedback(cases_of(2), [Result("passed"), Result(status, error="more than 1 MiB")])
+    cases = cases_of(2)
+    said = feedback([result_of(cases, 0, "passed"), result_of(cases, 1, status, error="more than 1 MiB")])
     assert said == f"Test 2: {heading}\nmore than 1 MiB\nInput: in1"
 
 
 def test_shortest_wrong_answers_are_shown():
     cases = cases_of(3, inputs=["a" * 9, "b", "c\nc"])
-    assert feedback(cases, [Result.shortened("wrong", output) for output in ("x", "\n", "z")]) == (
+    assert feedback([result_of(cases, place, "wrong", output) for place, output in enumerate(["x", "\n", "z"])]) == (
         "Test 2: Wrong Answer\nInput: b\nOutput:\nExpected: out1\n\n"
         "Test 3: Wrong Answer\nInput:\nc\nc\nOutput: z\nExpected: out2"
     )
@@ -63,8 +64,9 @@ STATUSES = st.sampled_from(["passed", "wrong", "runtime_error", "timeout", "memo
 )
 def test_feedback_has_at_most_2000_characters(rows, truncated):
     texts = [text * times for _, text, times in rows]
-    results = [Result(status, text, text) for (status, _, _), text in zip(rows, texts, strict=True)]
-    said = feedback(Cases(texts, texts, "stdin", "", 6.0), results, truncated)
+    cases = Cases(texts, texts, "stdin", "", 6.0)
+    results = [result_of(cases, place, row[0], texts[place], texts[place]) for place, row in enumerate(rows)]
+    said = feedback(results, truncated)
     assert (said is not None) == any(status not in ("passed", "skipped") for status, _, _ in rows)
     assert len((said or "").encode().decode()) <= 2000  # and it has no lone surrogate
 

@@ -1,22 +1,19 @@
-import json
 import re
 import subprocess
 import sys
 import textwrap
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from credit_trl.tasks.lcb_program import find_program, prelude_for
+from tables import rows_of
 
-BLOCKS = [json.loads(line) for line in (Path(__file__).parent / "cases" / "blocks.jsonl").open()] + [
-    {
-        "case": "a thousand blocks",
-        "response": "```python\nx\n```\n" * 1000 + "```python\nlonger\n```",
-        "code": "longer",
-    },
+THOUSAND = "```python\nx\n```\n" * 1000 + "```python\nlonger\n```"
+BLOCKS = [
+    *rows_of(__file__, "blocks"),
+    {"case": "a thousand blocks", "response": THOUSAND, "code": "longer"},
     {"case": "a hundred thousand fences", "response": "```\n" * 100_000, "code": None},
 ]
 
@@ -28,8 +25,6 @@ def test_find_program_takes_longest_python_block(row):
 
 
 CODE = st.lists(st.text(alphabet="ab =()'\t", max_size=6), min_size=1, max_size=4).map("\n".join).filter(str.strip)
-
-
 LEADS = ["\n", "Here it is: ", "<answer>", "<answer>\n", "1. ", "- "]
 TAILS = ["\n", " This is O(1).\n", "</answer>\n", " .\n", "\nFor the sample:\n"]
 

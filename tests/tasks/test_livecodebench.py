@@ -7,7 +7,6 @@ import time
 import zlib
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 
 import pytest
 from datasets import Dataset
@@ -17,8 +16,8 @@ from credit_trl.rollout.deadline import deadline_in
 from credit_trl.rollout.verdict import FAILED, VerifierPolicy
 from credit_trl.sandbox import Outcome, Program, Sandbox, open_sandbox
 from credit_trl.tasks import livecodebench, load_task
-from credit_trl.tasks.lcb_feedback import CUT_OFF, WRONG_FORMAT
-from tables import tables_of
+from credit_trl.tasks.lcb_cases import CUT_OFF, WRONG_FORMAT
+from tables import rows_of, tables_of
 
 TABLES = tables_of(__file__)
 
@@ -36,10 +35,6 @@ def hub_row(number: int = 0, private: int = 6, **changes) -> dict:
     return row | changes
 
 
-def packed(text: object) -> str:
-    return base64.b64encode(zlib.compress(pickle.dumps(text))).decode()
-
-
 STARTER = "class Solution:\n    def turn(self, xs: List[int], s: str) -> List[int]:\n        "
 FUNCTIONAL = {
     "starter_code": STARTER,
@@ -50,9 +45,6 @@ FUNCTIONAL = {
 
 def inputs_of(row: dict) -> list[str]:
     return json.loads(row["answer"])["inputs"]
-
-
-# ---- building ----
 
 
 def test_problems_become_conversations_with_tests(write_jsonl):
@@ -101,7 +93,8 @@ def test_packed_and_parquet_files_give_the_same_rows(tmp_path, write_jsonl):
     rows = [hub_row(number) for number in range(3)]
     plain = livecodebench.build("train", write_jsonl(rows))[:]
     for row in rows:
-        row["private_test_cases"] = packed(row["private_test_cases"])
+        data = zlib.compress(pickle.dumps(row["private_test_cases"]))
+        row["private_test_cases"] = base64.b64encode(data).decode()
     assert livecodebench.build("train", write_jsonl(rows, "packed.jsonl"))[:] == plain
     Dataset.from_list(rows).to_parquet(tmp_path / "packed.parquet")
     assert livecodebench.build("train", tmp_path / "packed.parquet")[:] == plain
@@ -109,8 +102,8 @@ def test_packed_and_parquet_files_give_the_same_rows(tmp_path, write_jsonl):
 
 def hub_folder(write_jsonl, tmp_path):
     for version in range(1, 7):
-        name = "test.jsonl" if version == 1 else f"test{version}.jsonl"
-        write_jsonl([hub_row(10 * version + place) for place in range(2)], f"hub/{name}")
+        name = f"test{version}".removesuffix("1")
+        write_jsonl([hub_row(10 * version + place) for place in range(2)], f"hub/{name}.jsonl")
     return tmp_path / "hub"
 
 
@@ -125,15 +118,7 @@ def test_release_selects_files_of_the_hub(tmp_path, write_jsonl, release, count)
         assert by_path["id"] == ["livecodebench-q60", "livecodebench-q61"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"split": "validation"}, "train .* or test"),
-        ({"split": "test", "release": "v9"}, "no release 'v9'; use one of v1, "),
-        ({"split": "test", "since": "February"}, "are dates such as"),
-        ({"split": "test", "hub": "no-such-owner/no-such-data"}, "pass `path=`"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), TABLES["invalid"])
 def test_invalid_build_arguments_raise(monkeypatch, arguments, message):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ValueError, match=message):
@@ -183,7 +168,7 @@ POWER = functional_answer("power", ("5000", f"1{'0' * 5000}"))
 
 RIGHT = "print(2 * int(input()))"
 TESTS = {"double": DOUBLE, "turn": TURN, "rows": ROWS, "power": POWER}
-PROGRAMS = [json.loads(line) for line in (Path(__file__).parent / "cases" / "programs.jsonl").open()]
+PROGRAMS = rows_of(__file__, "programs")
 ADVERSARIAL = {row["case"]: (row["response"], TESTS[row["tests"]], row["reward"]) for row in PROGRAMS} | {
     "source nested too deeply": (fenced("-" * 50_000 + "1"), DOUBLE, 0),
     "integers of 5,001 digits": (fenced("print(int(input()) + 1)"), stdin_answer(("9" * 5_000, f"1{'0' * 5_000}")), 1),
@@ -263,9 +248,8 @@ def test_solutions_of_the_examples_pass_beside_other_rollouts(sandbox):
     assert kinds.count("stdin") == kinds.count("functional") == 4
     with open(livecodebench.EXAMPLES.with_name("solutions.jsonl"), encoding="utf-8") as lines:
         solutions = {f"livecodebench-{row['question_id']}": fenced(row["program"]) for row in map(json.loads, lines)}
-    responses = [
-        text for name in examples["id"] for text in (solutions[name], fenced("print("), "no", solutions[name])
-    ]
+    wrong = (fenced("print("), "no")
+    responses = [text for name in examples["id"] for text in (solutions[name], *wrong, solutions[name])]
     answers = [answer for answer in examples["answer"] for _ in range(4)]
     conversations = [[{"role": "assistant", "content": text}] for text in responses]
     verdicts = livecodebench.reward(conversations, answers, [False] * 32, sandbox=sandbox)
@@ -274,11 +258,8 @@ def test_solutions_of_the_examples_pass_beside_other_rollouts(sandbox):
 
 def test_programs_of_a_timed_out_verifier_do_not_block_the_next(sandbox):
     endless, answer = fenced("while True:\n    pass"), stdin_answer(*[("1", "1")] * 5, time_limit=60)
-    policy = VerifierPolicy("skip", timeout=0.5)
-    assert (
-        policy.call("tests", livecodebench.reward, {"completions": [endless], "answer": [answer], "sandbox": sandbox})
-        is FAILED
-    )
+    arguments = {"completions": [endless], "answer": [answer], "sandbox": sandbox}
+    assert VerifierPolicy("skip", timeout=0.5).call("tests", livecodebench.reward, arguments) is FAILED
     [outcome] = sandbox.run([Program("print(1)")], deadline=10)
     assert outcome.stdout == "1\n"
 

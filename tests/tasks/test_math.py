@@ -1,26 +1,21 @@
 import contextlib
-import importlib.util
 import itertools
-import json
 import os
 import time
-from pathlib import Path
 
 import pytest
 
 from credit_trl import Verdict
 from credit_trl.rollout.deadline import deadline_in
-from credit_trl.tasks import load_task, math_answers
+from credit_trl.tasks import load_task
 from credit_trl.tasks import math as math_task
-from tables import tables_of
+from tables import rows_of, tables_of
+
+pytest.importorskip("math_verify", reason="needs math-verify and pebble (pip install 'credit-trl[math]')")
+pytestmark = pytest.mark.timeout(300)
 
 TABLES = tables_of(__file__)
-
-needs_math_verify = pytest.mark.skipif(
-    importlib.util.find_spec("math_verify") is None or importlib.util.find_spec("pebble") is None,
-    reason="needs math-verify and pebble (pip install 'credit-trl[math]')",
-)
-CASES = [json.loads(line) for line in (Path(__file__).parent / "cases" / "math.jsonl").open(encoding="utf-8")]
+CASES = rows_of(__file__, "math")
 
 
 def grades(pairs):
@@ -29,8 +24,6 @@ def grades(pairs):
     return [verdict.reward for verdict in math_task.reward(completions, [gold for gold, _ in pairs])]
 
 
-@needs_math_verify
-@pytest.mark.timeout(300)
 def test_no_answer_that_was_graded_wrong_is_rewarded_and_at_most_one_percent_is_missed():
     completions = [case.get("response") or rf"\boxed{{{case['answer']}}}" for case in CASES]
     verdicts = math_task.reward(completions, [case["gold"] for case in CASES])
@@ -41,26 +34,21 @@ def test_no_answer_that_was_graded_wrong_is_rewarded_and_at_most_one_percent_is_
     assert len(missed) <= 0.01 * len(CASES), missed
 
 
-def lists_of(name):
-    """Lists of answers by their kind."""
-    lines = (Path(__file__).parent / "cases" / f"math_{name}.jsonl").open(encoding="utf-8")
-    return [json.loads(line)["answers"] for line in lines]
+def pairs_of(name):
+    """Lists of answers of a kind, and all pairs within them."""
+    lists = [row["answers"] for row in rows_of(__file__, f"math_{name}")]
+    return lists, [pair for answers in lists for pair in itertools.permutations(answers, 2)]
 
 
-@needs_math_verify
-@pytest.mark.timeout(300)
 def test_no_two_different_answers_are_equal():
-    pairs = [pair for answers in lists_of("different") for pair in itertools.permutations(answers, 2)]
-    heads = dict.fromkeys(answers[0] for answers in lists_of("different"))
-    pairs += [(one, other) for one, other in itertools.permutations(heads, 2)]
+    lists, pairs = pairs_of("different")
+    pairs += itertools.permutations(dict.fromkeys(answers[0] for answers in lists), 2)
     assert len(pairs) >= 1_500
     assert [pair for pair, reward in zip(pairs, grades(pairs), strict=True) if reward] == []
 
 
-@needs_math_verify
-@pytest.mark.timeout(300)
 def test_at_most_five_percent_of_equal_answers_are_missed():
-    pairs = [pair for answers in lists_of("equal") for pair in itertools.permutations(answers, 2)]
+    _, pairs = pairs_of("equal")
     assert len(pairs) >= 300
     missed = [pair for pair, reward in zip(pairs, grades(pairs), strict=True) if not reward]
     assert len(missed) <= 0.05 * len(pairs), missed
@@ -71,7 +59,6 @@ def test_last_box_is_found_with_balanced_braces(text, box):
     assert math_task.last_boxed(text) == box
 
 
-@needs_math_verify
 def test_feedback_names_missing_box_and_truncation():
     wrong, unboxed, cut = math_task.reward([r"\boxed{8}", "it is 8", "let us"], ["7"] * 3, [False, False, True])
     assert wrong == Verdict(0.0, "Correct answer: 7", {"answer_format": 1.0})
@@ -79,15 +66,12 @@ def test_feedback_names_missing_box_and_truncation():
     assert cut == Verdict(0.0, f"{math_task.TRUNCATED}Correct answer: 7", {"answer_format": 0.0})
 
 
-@needs_math_verify
-@pytest.mark.timeout(300)
 def test_expensive_answers_fail_and_the_pool_survives():
     verdicts = math_task.reward([r"\boxed{((9^{999})^{999})^{999}}", r"\boxed{\frac{6}{2}}"], ["3"] * 2)
     assert [verdict.reward for verdict in verdicts] == [0.0, 1.0]
     assert verdicts[0].metrics == {"answer_format": 1.0, "comparison_failed": 1.0}
 
 
-@needs_math_verify
 def test_comparisons_after_the_deadline_are_undecided():
     with deadline_in(-2.0):
         verdicts = math_task.reward([r"\boxed{0.5}", r"\boxed{1/2}", "no answer"], ["1/2"] * 3)
@@ -102,13 +86,12 @@ NESTED = [
 ]
 
 
-@needs_math_verify
 @pytest.mark.parametrize("answer", NESTED, ids=range(len(NESTED)))
 def test_any_short_answer_is_compared_in_a_second_of_processor_time(answer):
     start = time.process_time()
     for gold in ("7", f"{answer[:-1]}3"):
         with contextlib.suppress(Exception):
-            assert not math_answers.same_answer(gold, answer)
+            assert not math_task.same_answer(gold, answer)
     assert time.process_time() - start < 1.0
 
 
@@ -132,8 +115,6 @@ def processor_seconds():
     return sum(os.times()[:4])
 
 
-@needs_math_verify
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("response", MEGABYTES, ids=range(len(MEGABYTES)))
 def test_64_megabytes_are_graded_in_two_seconds_of_two_processors(response):
     start = processor_seconds()

@@ -1,11 +1,11 @@
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
 from datasets import Dataset
 
 from credit_trl.tasks import load_task, sciknoweval
+from tables import rows_of
 
 
 def hub_row(
@@ -24,7 +24,7 @@ def hub_row(
 
 
 # Rewards for the gold letter B, and whether the feedback names a wrong form.
-RESPONSES = [json.loads(line) for line in (Path(__file__).parent / "cases" / "letters.jsonl").open()]
+RESPONSES = rows_of(__file__, "letters")
 
 
 @pytest.mark.parametrize("row", RESPONSES, ids=lambda row: row["case"])
@@ -78,17 +78,13 @@ def test_hub_rows_become_the_published_questions(write_jsonl):
     ]
 
 
-MALFORMED = {
-    "no such option": hub_row(0, answer="E"),
-    "fewer texts than labels": hub_row(0, choices={"label": ["A", "B", "C", "D"], "text": ["x"]}),
-    "blank question": hub_row(0, question=" "),
-}
+FEWER_TEXTS = {"label": ["A", "B", "C", "D"], "text": ["x"]}
 
 
-@pytest.mark.parametrize("row", MALFORMED.values(), ids=MALFORMED)
-def test_malformed_row_raises_with_file_and_row(write_jsonl, row):
+@pytest.mark.parametrize("changes", [{"answer": "E"}, {"choices": FEWER_TEXTS}, {"question": " "}], ids=str)
+def test_malformed_row_raises_with_file_and_row(write_jsonl, changes):
     with pytest.raises(ValueError, match=r"rows\.jsonl, row 1, field"):
-        load_task("sciknoweval:biology").build("all", write_jsonl([row]))
+        load_task("sciknoweval:biology").build("all", write_jsonl([hub_row(0, **changes)]))
 
 
 def test_unknown_split_and_domain_raise(tmp_path):

@@ -1,16 +1,16 @@
 import json
 import time
-from pathlib import Path
 
 import pytest
 
 from credit_trl.tasks import load_task, toolalpaca
+from tables import rows_of
 
 GOLD = [{"Action": "get", "Action_Input": '{"city": "Rome", "days": 2}'}]
 RIGHT = 'Thought: t\nAction: get\nAction Input: {"city": "Rome", "days": 2}'
 
 # Rewards by SDPO's rule, and whether the feedback begins with the form of right calls in a wrong form.
-RESPONSES = [json.loads(line) for line in (Path(__file__).parent / "cases" / "tool_calls.jsonl").open()]
+RESPONSES = rows_of(__file__, "tool_calls")
 
 
 @pytest.mark.parametrize("row", RESPONSES, ids=lambda row: row["case"])

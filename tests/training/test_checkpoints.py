@@ -11,8 +11,13 @@ import torch
 
 from credit_trl import CreditTrainer
 from credit_trl.training import checkpoints
-from credit_trl.training.checkpoints import CheckpointError, checkpoint_to_resume, rename_atomically, write_manifest
-from credit_trl.training.run_directory import ROWS_FOLDER
+from credit_trl.training.checkpoints import (
+    UNFINISHED,
+    CheckpointError,
+    checkpoint_to_resume,
+    rename_atomically,
+    write_manifest,
+)
 
 
 @pytest.fixture
@@ -22,7 +27,8 @@ def make_trainer(make_trainer):
 
 
 def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir() if path.is_dir() and path.name != ROWS_FOLDER)
+    """Checkpoints in a folder, and the folder of unfinished ones; others are of the report."""
+    return sorted(path.name for pattern in ("checkpoint-*", UNFINISHED) for path in folder.glob(pattern))
 
 
 def test_only_complete_checkpoints_within_limit_remain(make_trainer, tmp_path):

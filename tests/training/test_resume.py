@@ -146,17 +146,13 @@ def test_resuming_with_another_learning_rate_uses_it(train, tmp_path, schedule):
     rates = {}
     options = {"max_steps": 4, "save_steps": 2, "lr_scheduler_type": schedule, "logging_steps": 1}
     for rate, resume in ((1e-3, None), (1e-4, str(tmp_path / "checkpoint-2"))):
-        changed = {"weight_decay": 0.1, "adam_epsilon": 1e-7} if resume else {}
-        trainer = train(resume=resume, learning_rate=rate, **options, **changed)
+        trainer = train(resume=resume, learning_rate=rate, **options)
         rates[rate] = [entry["learning_rate"] for entry in trainer.state.log_history if "loss" in entry]
     assert rates[1e-4][:2] == rates[1e-3][:2]
     assert rates[1e-4][2:] == pytest.approx([rate / 10 for rate in rates[1e-3][2:]])
     student = {name: value for name, value in weights(trainer).items() if name.startswith("student.")}
     moved = [(value - trainer.begun[name]).abs().max().item() for name, value in student.items()]
     assert 0 < max(moved) < 4e-4  # two steps of Adam
-    groups = trainer.optimizer.param_groups
-    assert {group["weight_decay"] for group in groups} == {0.0, 0.1}
-    assert {group["eps"] for group in groups} == {1e-7}
 
 
 @pytest.mark.parametrize(

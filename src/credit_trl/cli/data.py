@@ -11,8 +11,7 @@ from trl import ScriptArguments, get_dataset
 
 from credit_trl.cli.errors import suggest
 from credit_trl.sandbox import choose_sandbox
-from credit_trl.tasks.registry import import_named, load_task
-from credit_trl.tasks.run_data import task_of_data
+from credit_trl.tasks.registry import import_named, load_task, task_of_data
 from credit_trl.training.run_data import describe_data, describe_rows
 
 if TYPE_CHECKING:

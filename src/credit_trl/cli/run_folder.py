@@ -6,8 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from credit_trl.tasks.registry import load_task
-from credit_trl.tasks.run_data import task_of_data
+from credit_trl.tasks.registry import load_task, task_of_data
 from credit_trl.tasks.task import Task
 from credit_trl.training.run_directory import ROWS_FOLDER, RUN_FILE, read_json
 

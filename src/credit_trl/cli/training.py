@@ -16,7 +16,7 @@ from credit_trl.cli.data import (
 )
 from credit_trl.cli.errors import USER_ERRORS, is_user_error, report_user_error, spell_unencodable
 from credit_trl.cli.options_file import config_file
-from credit_trl.tasks.run_data import task_of_data
+from credit_trl.tasks.registry import task_of_data
 
 if TYPE_CHECKING:
     from trl import DatasetMixtureConfig, ModelConfig, TrlParser
@@ -91,7 +91,7 @@ def make_trainer(
     from transformers import AutoConfig
     from trl import get_peft_config, get_quantization_config
 
-    from credit_trl.tasks.model_names import model_path, naming_model
+    from credit_trl.tasks.quickstart_model import model_path, naming_model
     from credit_trl.trainer import CreditTrainer
     from credit_trl.training.preemption import SaveOnSigterm
 

@@ -30,7 +30,7 @@ from credit_trl.evaluation.generation import (
 )
 from credit_trl.rollout.batch import Prompt
 from credit_trl.rollout.vllm import seeded
-from credit_trl.tasks.model_names import model_path, naming_model
+from credit_trl.tasks.quickstart_model import model_path, naming_model
 from credit_trl.teacher.models import eval_mode
 from credit_trl.teacher.sharding import reshard
 

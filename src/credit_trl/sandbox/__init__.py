@@ -96,13 +96,14 @@ def choose_sandbox(sandbox: str | None = None, allow_unsandboxed: bool = False) 
 
 
 def _check_choice(sandbox: str) -> None:
-    """Raise `ValueError` for what is neither a tier nor an address. It does not quote what could be a password."""
+    """Raise `ValueError` for what is neither a tier nor an address. The message shows no credentials."""
     from credit_trl.sandbox.remote import parse_address
 
     if sandbox.startswith(("http://", "https://")):
         parse_address(sandbox)
     elif sandbox not in TIERS:
-        raise ValueError(f"--sandbox: neither one of {', '.join(TIERS)} nor an address (http://...).")
+        shown = sandbox.rpartition("@")[2]
+        raise ValueError(f"--sandbox {shown}: neither one of {', '.join(TIERS)} nor an address (http://...).")
 
 
 def _open_local(tier: str, workers: int) -> Sandbox:

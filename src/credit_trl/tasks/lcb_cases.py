@@ -1,6 +1,6 @@
-"""Tests of a programming problem: the verifier's form, the hub's encoding, and the comparison of outputs.
+"""Tests of a programming problem: the verifier's form, the hub's encoding, the comparison of outputs, and feedback.
 
-Outputs are compared by the rules of LiveCodeBench's own checker.
+Outputs are compared by the rules of LiveCodeBench's own checker. Feedback has the form of the paper's examples.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import json
 import pickletools
+import re
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +17,25 @@ from typing import Any
 
 LARGEST = 1 << 30  # bytes of unpacked tests; a few packed kilobytes could unpack to gigabytes
 FIELDS = ("inputs", "outputs", "testtype", "fn_name", "time_limit")  # of an answer
+
+FIELD = 250  # characters of an input, an output, an expected output, or an exception's message
+TOTAL = 2_000
+SHOWN_FAILURES = 2
+FRAMES = 3
+
+WRONG_FORMAT = (
+    "Wrong Format: no program was found. Give the whole program in one fenced code block:\n```python\n# program\n```"
+)
+CUT_OFF = (
+    "Response Cut Off: the response reached the maximum length before it was finished. Give a shorter response that "
+    "ends with the whole program."
+)
+ERRORS = {
+    "runtime_error": "Runtime Error",
+    "memory": "Memory Limit Exceeded",
+    "output_limit": "Output Limit Exceeded",
+}
+HEADINGS = {"wrong": "Wrong Answer", "timeout": "Time Limit Exceeded", **ERRORS}
 
 _DIGITS = 4300  # largest number of digits of an integer that `int` reads by default
 # Opcodes of `pickle.dumps("...")` in the protocols 0 to 5.
@@ -51,43 +71,34 @@ def parse_answer(answer: str | dict[str, Any]) -> Cases:
     except (ValueError, RecursionError, TypeError, KeyError) as error:
         shown = f"{', '.join(FIELDS)}, or its JSON text, got {answer!r:.100}"
         raise ValueError(f"A code answer is an object with {shown}.") from error
-    given, expected = cases.inputs, cases.outputs
-    if not _are_texts(given) or not _are_texts(expected) or len(given) != len(expected):
-        problem = "`inputs` and `outputs` are lists of texts with the same length, 1 or more"
-    elif not isinstance(cases.time_limit, int | float) or not 0 < cases.time_limit < 3600:
-        problem = f"`time_limit` is a number of seconds, got {cases.time_limit!r}"
-    elif cases.testtype not in ("stdin", "functional"):
-        problem = f"`testtype` is 'stdin' or 'functional', got {cases.testtype!r}"
-    elif cases.is_functional and not str(cases.fn_name).isidentifier():
-        problem = f"`fn_name` is the name of the function that is tested, got {cases.fn_name!r}"
-    else:
-        problem = _problem_of_json(cases) if cases.is_functional else None
-    if problem is not None:
-        raise ValueError(f"A code answer's {problem}.")
-    return cases
-
-
-def _are_texts(values: Any) -> bool:
-    return isinstance(values, list) and values != [] and all(isinstance(value, str) for value in values)
-
-
-def _problem_of_json(cases: Cases) -> str | None:
-    for index, (given, expected) in enumerate(zip(cases.inputs, cases.outputs, strict=True)):
+    lists = [cases.inputs, cases.outputs]
+    are_texts = all(isinstance(one, list) and all(isinstance(text, str) for text in one) for one in lists)
+    is_number = isinstance(cases.time_limit, int | float)
+    rules = {
+        "`inputs` and `outputs` are lists of texts": are_texts,
+        "`inputs` and `outputs` have the same length, 1 or more": are_texts and len(lists[0]) == len(lists[1]) > 0,
+        "`time_limit` is a number of seconds": is_number and 0 < cases.time_limit < 3600,
+        "`testtype` is 'stdin' or 'functional'": cases.testtype in ("stdin", "functional"),
+        "`fn_name` is the name of a function": not cases.is_functional or str(cases.fn_name).isidentifier(),
+    }
+    for rule, is_met in rules.items():
+        if not is_met:
+            raise ValueError(f"A code answer's {rule}, got {data!r:.200}.")
+    functional = zip(cases.inputs, cases.outputs, strict=True) if cases.is_functional else ()
+    for index, (given, expected) in enumerate(functional):
         try:
             for line in (*given.split("\n"), expected):
                 json.loads(line, parse_int=_exact_integer)
         except (ValueError, RecursionError) as error:
-            return f"functional test {index} is not JSON, one argument per line: {error}"
-    return None
+            raise ValueError(f"Functional test {index} is not JSON, one argument per line: {error}") from error
+    return cases
 
 
 def answer_of(cases: Sequence[dict[str, Any]], fn_name: str, time_limit: float) -> str:
     """The `answer` for test cases in the hub's form, `{"input", "output", "testtype"}`, which must be of one type."""
-    kinds = sorted({str(case["testtype"]) for case in cases})
-    if len(kinds) != 1:
-        raise ValueError(f"The tests of a problem need one `testtype`, got {', '.join(kinds) or 'no tests'}.")
+    [kind] = {case["testtype"] for case in cases}
     inputs, outputs = ([case[key] for case in cases] for key in ("input", "output"))
-    answer = json.dumps(dict(zip(FIELDS, (inputs, outputs, kinds[0], fn_name, time_limit), strict=True)))
+    answer = json.dumps(dict(zip(FIELDS, (inputs, outputs, kind, fn_name, time_limit), strict=True)))
     parse_answer(answer)
     return answer
 
@@ -165,3 +176,84 @@ def _same_line(printed: str, expected: str) -> bool:
         return all(Decimal(token) == Decimal(other) for token, other in pairs)
     except (InvalidOperation, ValueError):  # not a number, a signalling NaN, or another number of tokens
         return False
+
+
+@dataclass(frozen=True)
+class Result:
+    """Result of one test: `"passed"`, `"wrong"`, or a status of the sandbox.
+
+    `failure` is the text that feedback shows of it; `length` counts the characters of input, output and expected
+    output.
+    """
+
+    status: str
+    failure: str = ""
+    length: int = 0
+
+
+def result_of(cases: Cases, index: int, status: str, output: str = "", error: str = "") -> Result:
+    """Result of a test with what its program printed or returned, or with the sandbox's traceback or message.
+
+    Errors have a short traceback, and only wrong answers show an expected output.
+    """
+    if status not in HEADINGS:
+        return Result(status)
+    seconds = f" ({cases.time_limit:g} seconds)" if status == "timeout" else ""
+    lines = [f"Test {index + 1}: {HEADINGS[status]}{seconds}"]
+    if status in ERRORS:
+        lines.append(short_error(error))
+    lines.append(_shown("Input", cases.inputs[index]))
+    if status == "wrong":
+        lines += [_shown("Output", output), _shown("Expected", cases.outputs[index])]
+    length = len(cases.inputs[index]) + len(output) + len(cases.outputs[index])
+    return Result(status, "\n".join(filter(None, lines)), length)
+
+
+def feedback(results: Sequence[Result], truncated: bool = False) -> str | None:
+    """The shortest wrong answer and the first error, in the order of their tests.
+
+    Where one of these kinds is missing, the first time-out is shown in its place, else the next shortest wrong answer.
+    Feedback on a truncated response begins with `CUT_OFF`. It has at most `TOTAL` characters, and is `None` if no test
+    failed.
+    """
+
+    def with_status(*statuses: str) -> list[int]:
+        return [index for index, result in enumerate(results) if result.status in statuses]
+
+    wrong = sorted(with_status("wrong"), key=lambda index: results[index].length)
+    shown = [*wrong[:1], *with_status(*ERRORS)[:1], *with_status("timeout")[:1], *wrong[1:]][:SHOWN_FAILURES]
+    failures = [results[index].failure for index in sorted(shown)]
+    if truncated and failures:
+        failures.insert(0, CUT_OFF)
+    return _cut("\n\n".join(failures), TOTAL) or None
+
+
+def _shown(name: str, text: str) -> str:
+    text = _cut(text)
+    return f"{name}:\n{text}" if "\n" in text else f"{name}: {text}".rstrip()
+
+
+def short_error(traceback: str) -> str:
+    """A Python traceback as the exception and then the innermost frames, innermost first. Other text is cut.
+
+    The result has the form `ZeroDivisionError: division by zero`, then for each frame
+    `Line 15 in separateSquares (program.py)` and the line itself.
+    """
+    frames, exception = [], []
+    for line in traceback.split("\n"):
+        if match := re.match(r' +File "([^"]*)", line (\d+)(?:, in (.*))?$', line):
+            file, number, function = match.groups()
+            inside = "" if function in (None, "<module>") else f" in {function}"
+            frames.append(f"Line {number}{inside} ({file})")
+            exception = []
+        elif frames and line.startswith("    ") and not exception:
+            frames[-1] += f"\n    {_cut(line)}"
+        elif not re.match(r"Traceback \(most recent call last\):$|  \.\.\. \d+ more \.\.\.$", line):
+            exception.append(line)
+    return "\n".join([_cut("\n".join(exception)), *reversed(frames[-FRAMES:])]).strip()
+
+
+def _cut(text: str, length: int = FIELD) -> str:
+    """A stripped text of at most `length` characters, without lone surrogates, which tokenizers refuse."""
+    text = text.strip().encode("utf-8", "replace").decode("utf-8")
+    return text if len(text) <= length else f"{text[: length - 3]}..."

@@ -24,8 +24,8 @@ from tqdm.auto import tqdm
 from credit_trl.rollout.deadline import remaining_seconds
 from credit_trl.rollout.thinking import answer_part
 from credit_trl.rollout.verdict import Verdict
-from credit_trl.tasks.lcb_cases import Cases, answer_of, decode_cases, parse_answer, same_output, same_return_value
-from credit_trl.tasks.lcb_feedback import CUT_OFF, WRONG_FORMAT, Result, feedback
+from credit_trl.tasks import lcb_cases
+from credit_trl.tasks.lcb_cases import CUT_OFF, WRONG_FORMAT, Cases, Result, parse_answer, result_of
 from credit_trl.tasks.lcb_program import find_program, prelude_for
 from credit_trl.tasks.records import Row, dataset_of, hub_rows, read_rows
 from credit_trl.tasks.task import BATCH_SECONDS, PROMPTS, response_text
@@ -46,12 +46,9 @@ OPTION = ("release", (*RELEASES, "examples"))
 
 TIME_LIMIT = 6.0  # seconds a test, LiveCodeBench's own
 MEMORY_BYTES = 1 << 30
-# After one of these statuses the other tests of a program are skipped: each could cost as much again.
-COSTLY = ("timeout", "output_limit", "memory")
-# Once a program has failed a test, its other tests, which serve the feedback and `pass_fraction`, may run this long.
-FAILED_SECONDS = 30.0
+COSTLY = ("timeout", "output_limit", "memory")  # statuses after which the other tests of a program are skipped
+FAILED_SECONDS = 30.0  # for the other tests, which serve feedback and `pass_fraction`, once a program has failed one
 DEBUG_BYTES = 8 << 20  # limit of a program's output besides its answer
-
 PROMPT = PROMPTS.joinpath("livecodebench.txt").read_text("utf-8")
 STDIN_FORM = "The program reads its input from standard input and writes its answer to standard output."
 FUNCTION_FORM = (
@@ -86,10 +83,8 @@ def build(
         raise ValueError(f"LiveCodeBench has no split {split!r}; use train (half the tests) or test (all tests).")
     if release not in OPTION[1]:
         raise ValueError(f"LiveCodeBench has no release {release!r}; use one of {', '.join(OPTION[1])}.")
-    try:
-        first, end = date.fromisoformat(since), date.fromisoformat(until)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"`since` and `until` are dates such as '2025-02-01', got {since!r}, {until!r}.") from error
+    first = date.fromisoformat(since)
+    end = date.fromisoformat(until)
     problems: dict[str, dict[str, Any]] = {}
     for row in _rows(path, release, hub):
         if first <= _contest_date(row) < end:
@@ -137,7 +132,7 @@ def reward(
             tests += [(cases, place) for place in range(len(cases.inputs))]
     results = iter(_run(sandbox or _sandbox(os.getpid()), programs, tests) if programs else ())
     return [
-        _verdict(cases, None if source is None else list(islice(results, len(cases.inputs))), bool(flag))
+        _verdict(None if source is None else list(islice(results, len(cases.inputs))), bool(flag))
         for source, cases, flag in zip(sources, graded_by, truncated or [False] * len(sources), strict=True)
     ]
 
@@ -190,15 +185,15 @@ def _programs(source: str, cases: Cases, group: int) -> list[Program]:
 
 def _result(cases: Cases, place: int, outcome: Outcome) -> Result:
     if outcome.status != "ok":
-        return Result.shortened(outcome.status, outcome.stdout, outcome.error)
+        return result_of(cases, place, outcome.status, error=outcome.error)
     given = outcome.value if cases.is_functional else outcome.stdout
     if given is None:
-        return Result.shortened("runtime_error", outcome.stdout, "the function returned no value")
-    is_same = same_return_value if cases.is_functional else same_output
-    return Result.shortened("passed" if is_same(given, cases.outputs[place]) else "wrong", given)
+        return result_of(cases, place, "runtime_error", error="the function returned no value")
+    is_same = lcb_cases.same_return_value if cases.is_functional else lcb_cases.same_output
+    return result_of(cases, place, "passed" if is_same(given, cases.outputs[place]) else "wrong", given)
 
 
-def _verdict(cases: Cases, results: Sequence[Result] | None, truncated: bool) -> Verdict:
+def _verdict(results: Sequence[Result] | None, truncated: bool) -> Verdict:
     if results is None:
         said = CUT_OFF if truncated else WRONG_FORMAT
         return Verdict(0.0, said, {"pass_fraction": 0.0, "answer_format": 0.0})
@@ -207,7 +202,7 @@ def _verdict(cases: Cases, results: Sequence[Result] | None, truncated: bool) ->
     if passed + statuses.count("deadline") == len(statuses) != passed:
         return Verdict(None, None, {"undecided": 1.0})
     metrics = {"pass_fraction": passed / len(statuses), "answer_format": 1.0}
-    return Verdict(float(passed == len(statuses)), feedback(cases, results, truncated), metrics)
+    return Verdict(float(passed == len(statuses)), lcb_cases.feedback(results, truncated), metrics)
 
 
 def _rows(path: str | Path | None, release: str, hub: str) -> Iterable[Row]:
@@ -217,9 +212,7 @@ def _rows(path: str | Path | None, release: str, hub: str) -> Iterable[Row]:
     folder = Path(path or (hub if files else EXAMPLES))
     missing = set(files) - {file.name for file in folder.rglob("*.jsonl")} if folder.is_dir() else None
     if missing:
-        raise FileNotFoundError(
-            f"{folder} lacks {', '.join(sorted(missing))} for {release}. Add them, or pass one file."
-        )
+        raise FileNotFoundError(f"{folder} lacks {', '.join(sorted(missing))} for {release}: add it or pass a file.")
     return read_rows("livecodebench", release, folder, hub, [Path(file).stem for file in files])
 
 
@@ -234,14 +227,14 @@ def _problem(row: Row, split: str, seed: int) -> dict[str, Any]:
     """The row of the data set: the problem's text with the form of its programs, and its tests."""
     identity = row.text("question_id")
     try:
-        tests = decode_cases(row.text("private_test_cases"))
+        tests = lcb_cases.decode_cases(row.text("private_test_cases"))
         if split == "train":
             count = len(tests)
             draws = {index: hashlib.sha256(f"{seed}:{identity}:{index}".encode()).digest() for index in range(count)}
             half = sorted(draws, key=draws.get)[: max(1, count // 2)]
             tests = [tests[index] for index in sorted(half)]
         metadata = json.loads(row.get("metadata") or "{}")
-        answer = answer_of(tests, metadata.get("func_name") or "", TIME_LIMIT)
+        answer = lcb_cases.answer_of(tests, metadata.get("func_name") or "", TIME_LIMIT)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise row.error("private_test_cases", f"{type(error).__name__}: {error}") from error
     starter = (row.get("starter_code") or "").rstrip()

@@ -1,22 +1,30 @@
-r"""Mathematics with a final `\boxed{}` answer, compared by `math_answers`.
+r"""Mathematics with a final `\boxed{}` answer.
 
-The reward is 1 if the last box of the response's answer part equals the gold answer, as text or as mathematics, else
-0; the feedback is the correct answer.
+The reward is 1 if the last box of the response's answer part equals the gold answer, else 0; the feedback is the
+correct answer. An answer is read wholly, or compared as text: `math_notation.yaml` brings it to one notation, and
+lists, brackets, equations and ratios are split. A part of known tokens is an expression, which math-verify's parser
+reads, and becomes its values; other parts stay texts.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import re
+import resource
 import time
 from collections.abc import Sequence
+from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from zlib import crc32
+
+import yaml
 
 from credit_trl.rollout.deadline import remaining_seconds
 from credit_trl.rollout.in_process import in_process
 from credit_trl.rollout.thinking import answer_part
 from credit_trl.rollout.verdict import Verdict
-from credit_trl.tasks import math_answers
+from credit_trl.sandbox.cgroups import worker_count
 from credit_trl.tasks.records import Row, dataset_of, read_rows
 from credit_trl.tasks.task import BATCH_SECONDS, response_text
 
@@ -25,10 +33,19 @@ if TYPE_CHECKING:
 
 HUB = "trl-lib/DeepMath-103K"
 INSTRUCTION = r"Please reason step by step, and put your final answer within \boxed{}."
-LONGEST = 250  # characters of an answer above which only equal texts are equal
 NO_BOX = r"No final answer was found. The final answer must be given in the format \boxed{answer}. "
 TRUNCATED = "The response was cut off because it reached the maximum length. "
-_compare = in_process(math_answers.compare)
+LONGEST = 250  # characters of an answer above which only equal texts are equal
+SECONDS_PER_PAIR = 3  # that a comparison may take
+WORKER_BYTES = 2 << 30
+DIGITS = 50
+
+_NOTATION = yaml.safe_load(Path(__file__).with_name("math_notation.yaml").read_text("utf-8"))
+_SIGNS = {way: sign for sign, *ways in map(str.split, _NOTATION["signs"].splitlines()) for way in ways}
+_PATTERNS = {
+    name: re.compile(re.sub("@(.*?)@", lambda word: _NOTATION["words"][word[1]], pattern), re.VERBOSE)
+    for name, pattern in _NOTATION["patterns"].items()
+}
 
 
 def build(split: str, path: str | Path | None = None, *, instruction: str = INSTRUCTION, hub: str = HUB) -> Dataset:
@@ -39,17 +56,18 @@ def build(split: str, path: str | Path | None = None, *, instruction: str = INST
     """
 
     def convert(row: Row) -> dict[str, Any]:
-        field = row.first(("problem", "question", "prompt"))
-        turns = [{"role": "user", "content": row[field]}] if isinstance(row[field], str) else row[field]
+        given = {name: value for name, value in row.items() if value is not None}
+        problem = given.get("problem", given.get("question", given.get("prompt", "")))
+        turns = [{"role": "user", "content": problem}] if isinstance(problem, str) else problem
         if turns[-1]["role"] != "user" or not turns[-1]["content"].strip():
-            raise row.error(field, "no question: neither a text nor messages that end with a user's")
+            raise row.error("problem", "it, `question` or `prompt` must be a text or messages that end with a user's")
         question = {"role": "user", "content": f"{turns[-1]['content']}\n\n{instruction}".rstrip()}
-        source = row.first(("answer", "final_answer", "solution"))
-        text = str(row[source])
+        text = str(given.get("answer", given.get("final_answer", given.get("solution", ""))))
         gold = (last_boxed(text) or text.rpartition("####")[2]).strip()
-        if not gold or "\n\n" in gold:
-            raise row.error(source, r"no final answer: neither \boxed{...} nor ####, nor a line")
-        identity = next((row[name] for name in ("id", "idx", "unique_id") if row.get(name) is not None), row.number)
+        is_unread = len(gold) > LONGEST and gold == str(given.get("solution")).strip()
+        if not gold or "\n\n" in gold or is_unread:
+            raise row.error("answer", r"no final answer (or `solution`): neither \boxed{...} nor ####, nor a line")
+        identity = given.get("id", given.get("idx", given.get("unique_id", row.number)))
         return {"prompt": [*turns[:-1], question], "answer": gold, "task": "math", "id": f"math-{identity}"}
 
     return dataset_of(map(convert, read_rows("math", split, path, hub)), f"math {split}")
@@ -96,8 +114,8 @@ def _verdict(result: str, gold: str, box: str | None, truncated: bool) -> Verdic
 
 def last_boxed(text: str) -> str | None:
     r"""Content of the last `\boxed{...}`, `\fbox{...}` or `\boxed 7`; `None` without one or where it is not closed."""
-    start = max(text.rfind(r"\boxed"), text.rfind(r"\fbox"))
-    box = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|([^\s{$]+))").match(text, max(start, 0))
+    start = max(text.rfind(r"\boxed"), text.rfind(r"\fbox"), 0)
+    box = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|([^\s{$]+))").match(text, start)
     if box is None or box[1]:
         return box and box[1].rstrip(".,;:)\\")
     depth = 0
@@ -106,3 +124,136 @@ def last_boxed(text: str) -> str | None:
         if depth < 0:
             return text[box.end() : brace.start()].strip()
     return None
+
+
+def compare(pairs: list[tuple[str, str]], deadline: float) -> list[str]:
+    """Compare in killable processes: "equal", "different", "failed" or, after the deadline, "undecided"."""
+    from pebble import ProcessExpired, ProcessPool
+
+    same_answer(r"\frac{x}{2}", "0.5x")  # imports what the forked workers need
+    context = multiprocessing.get_context("fork")
+    limits = (resource.RLIMIT_AS, (WORKER_BYTES, WORKER_BYTES))
+    results = []
+    with ProcessPool(worker_count(), context=context, initializer=resource.setrlimit, initargs=limits) as pool:
+        for future in [pool.schedule(same_answer, args=pair, timeout=SECONDS_PER_PAIR) for pair in pairs]:
+            try:
+                results.append("equal" if future.result(deadline - time.monotonic()) else "different")
+            except (ProcessExpired, TimeoutError):
+                results.append("failed" if time.monotonic() < deadline else "undecided")
+            except Exception:  # the parser's errors have no class of their own: equality was not shown
+                results.append("different")
+        pool.stop()
+    return results
+
+
+_compare = in_process(compare)
+
+
+def same_answer(gold: str, given: str) -> bool:
+    """Whether two answers are equal. A name or unit that only one of them has is ignored."""
+    sides = [_clean(gold), _clean(given)]
+    for kind in ("name", "unit"):
+        found = [list(_PATTERNS[kind].finditer(side)) for side in sides]
+        marks = {re.sub(r"[{}() ]|\\text", "", one["mark"]) for one in found[0] + found[1]}
+        is_relation = kind == "name" and not all(found) and all("=" in side for side in sides)
+        if len(marks) == 1 and not is_relation:
+            sides = [_PATTERNS[kind].sub(r"\g<value>", side) for side in sides]
+    if sum(r"\ln" in side for side in sides) == 1:  # then a logarithm without a base is natural
+        sides = [re.sub(r"\\log(?!_)", r"\\ln", side) for side in sides]
+    texts = [_canonical(re.sub(r"^«([^«»]+,[^«»]+)»$", r"\1", side)) for side in sides]
+    return texts[0] == texts[1] or _is_rounded(*sorted(texts, key=len))
+
+
+def _clean(text: str) -> str:
+    """An answer in one notation; braces of sets become `«»`."""
+    text = re.sub(r"^[\s$]*(\*+|`+|\"|')(.*)\1[\s$.]*$", r"\2", text)
+    signs = re.findall(r"\\?[A-Za-z]+|\\.|\*\*|[<>!]=|\.{3}|.", " ".join(text.split()))
+    text = re.sub(r"\\[A-Za-z]+", r"\g<0> ", "".join(_SIGNS.get(sign, sign) for sign in signs))
+    for pattern, replacement in _NOTATION["rewrites"]:
+        text = re.sub(pattern, replacement, text.strip())
+    return ",".join(dict.fromkeys([text.replace("±", "+"), text.replace("±", "-")]))
+
+
+def _split(text: str, separators: str) -> list[str]:
+    """Parts of a text between separators outside brackets."""
+    parts = [""]
+    depth = 0
+    for character in text:
+        depth += (character in "([{«") - (character in ")]}»")
+        if depth == 0 and character in separators:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return parts
+
+
+def _canonical(text: str) -> str:
+    """One text for all cleaned answers, or parts of them, that are equal."""
+    parts = _split(text, ",∪")
+    if len(parts) > 1:
+        items = [_canonical(part) for part in parts if part.strip()]
+        is_union = len(_split(text, "∪")) > 1 and re.search("[,A-Z]", text)
+        return ("∪" if is_union else ",").join(items if "…" in items else sorted(items))
+    if text[:1] in tuple("([{«") and _split(text, ")]}»")[1:] == [""]:
+        items = [_canonical(item) for item in _split(text[1:-1], ",")]
+        if len(items) == 1 and text[0] in "({":
+            return items[0]
+        return text[0] + ",".join(sorted(items) if text[0] == "«" else items) + text[-1]
+    ratio = _split(text, ":")
+    if len(ratio) > 1 and all(map(_is_expression, ratio)) and not re.search(r":\d\d(?!\d)", text):
+        return ":".join(_canonical(rf"\frac{{{part}}}{{{ratio[0]}}}") for part in ratio)
+    equation = _split(text, "=")
+    if len(equation) == 2 and all(map(_is_expression, equation)):
+        return "=" + _values("({})-({})".format(*equation), is_equation=True)
+    if _is_expression(text):
+        return _values(text)
+    bare = re.sub(r"\\text\{([^{}]*)\}|\{(\w)\}|(?<!\d)\s|\s(?!\d)", r"\1\2", text).strip()
+    return bare.lower() if re.fullmatch("[A-Z]?[a-z]{2,}|NO|YES|TRUE|FALSE", bare) else bare
+
+
+def _is_expression(text: str) -> bool:
+    """Whether each token of a text is known, so that the parser drops none, and its value is computed fast."""
+    return text.strip() != "" and bool(_PATTERNS["tokens"].fullmatch(text)) and not _PATTERNS["unread"].match(text)
+
+
+def _values(text: str, is_equation: bool = False) -> str:
+    """An expression by SymPy at positive and negative values of its symbols, of an equation up to a factor."""
+    from latex2sympy2_extended.latex2sympy2 import ConversionConfig, latex2sympy
+    from sympy import I, Rational, Symbol
+
+    text = re.sub(r"(\d+(?:\.\d+)?)°", r"(\1*\\frac{\\pi}{180})", text)
+    text = re.sub(r"(\d*)\.(\d+)", lambda found: rf"\frac{{{found[1]}{found[2]}}}{{1{'0' * len(found[2])}}}", text)
+    text = _PATTERNS["factors"].sub(lambda found: found[1] or "*", text)
+    config = ConversionConfig(interpret_as_mixed_fractions=False, lowercase_symbols=False)
+    parsed = latex2sympy(text, normalization_config=None, conversion_config=config)
+    parsed = parsed.subs({I: Symbol("I"), Symbol("i"): I}, simultaneous=True).doit()
+    point = {symbol: Rational(crc32(str(symbol).encode()) % 99_991, 10_007) for symbol in parsed.free_symbols}
+    points = [point, {symbol: 40 * number for symbol, number in point.items()}]
+    points += [point | {symbol: -point[symbol]} for symbol in sorted(point, key=str)]
+    numbers = [parsed.subs(one) for one in points]
+    texts = [_exact(number / numbers[0] if is_equation else number) for number in numbers]
+    # At negative points the real part of a complex number depends on the branch.
+    texts[2:] = [re.sub(".*I", "I", text) for text in texts[2:]]
+    return texts[0] if len(set(texts)) == 1 else " ".join(texts)
+
+
+def _exact(number: Any) -> str:
+    """A number as a text, an integer wholly and others by `DIGITS` digits; a `ValueError` where it is undefined."""
+    from sympy import nan, sstr
+
+    if number is nan:
+        raise ValueError("The value is undefined.")
+    if number.is_Integer:
+        return str(number)
+    parts = number.evalf(DIGITS + 20, maxn=500).as_real_imag()
+    rounded = [0 if part.is_Float and part._prec < 10 else part.evalf(DIGITS) for part in parts]
+    real, imaginary = (sstr(part, full_prec=False) for part in rounded)
+    return real.removesuffix(".0") if imaginary == "0" else f"{real}+{imaginary}I"
+
+
+def _is_rounded(text: str, long: str) -> bool:
+    """Whether a canonical number of at least six digits is one with many decimal places, rounded or cut."""
+    digits = re.sub(r"\D", "", text).lstrip("0")
+    if not re.fullmatch(r"-?\d+\.\d+", text) or not re.fullmatch(r"-?\d+\.\d{30,}", long) or len(digits) < 6:
+        return False
+    return long.startswith(text) or str(round(Decimal(long), len(text.partition(".")[2]))) == text

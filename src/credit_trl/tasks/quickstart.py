@@ -27,6 +27,7 @@ import random
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from datasets import Dataset
@@ -36,53 +37,28 @@ from credit_trl.tasks.quickstart_model import load_model as load_model
 from credit_trl.tasks.task import batch_of
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from transformers import PreTrainedTokenizerFast
 
 TASK = "quickstart"
 LETTERS = "ABCD"
 
-# Topic: three known cues, two unknown cues, one hold-out cue.
-CUES = {
-    "travel": "airport hotel passport luggage cruise ticket",
-    "health": "doctor medicine clinic vaccine fever dentist",
-    "music": "guitar concert piano melody singer album",
-    "animals": "puppy kitten horse parrot turtle zoo",
-    "food": "dinner recipe bakery noodles cheese breakfast",
-    "sports": "football tennis stadium marathon referee hockey",
-    "weather": "storm rain snow thunder sunshine forecast",
-    "money": "bank loan salary budget savings tax",
-    "books": "novel library author chapter poem publisher",
-    "movies": "cinema actor film trailer director screen",
-    "school": "teacher homework exam lesson pupil classroom",
-    "garden": "rose lawn seeds shovel tulip hedge",
-}
+_WORDS = json.loads(Path(__file__).with_name("quickstart_words.json").read_text("utf-8"))
+CUES = {topic: cues.split() for topic, cues in _WORDS["cues"].items()}  # three known, two unknown, one hold-out
+CITIES = tuple(_WORDS["cities"].split())
 TOPICS = tuple(CUES)
-TOPIC_OF = {cue: topic for topic, cues in CUES.items() for cue in cues.split()}
-_CUES = [cues.split() for cues in CUES.values()]
+TOPIC_OF = {cue: topic for topic, cues in CUES.items() for cue in cues}
 GROUPS = {
-    "known": tuple(cue for cues in _CUES for cue in cues[:3]),
-    "unknown": tuple(cue for cues in _CUES for cue in cues[3:5]),
-    "holdout": tuple(cue for cues in _CUES for cue in cues[5:]),
+    "known": tuple(cue for cues in CUES.values() for cue in cues[:3]),
+    "unknown": tuple(cue for cues in CUES.values() for cue in cues[3:5]),
+    "holdout": tuple(cue for cues in CUES.values() for cue in cues[5:]),
 }
 SPLIT_GROUPS = {"train": ("known", "unknown"), "test": ("known", "unknown", "holdout")}
-CITIES = (
-    *"Warsaw Paris London Madrid Rome Berlin Vienna Oslo Athens Cairo Lima Tokyo".split(),
-    *"Delhi Dublin Prague Lisbon Munich Kyoto Dakar Denver Porto Quito Riga Turin".split(),
-)
-# Number of cities that a cue is tested with; it is trained with the others. The cities differ from cue to cue.
-TEST_CITIES_PER_CUE = 6
+TEST_CITIES_PER_CUE = 6  # a cue is trained with the others; they differ from cue to cue
 
 # SDPO's wording of the teacher's turn, which the bases were pretrained to read: options of `CreditConfig`.
-TEMPLATES = {
-    "reprompt_template": "{prompt}{solution}{feedback}\n\nCorrectly solve the original question.\n",
-    "solution_template": "\nCorrect solution:\n\n{successful_previous_attempt}\n\n",
-    "feedback_template": "\nThe following is feedback from your unsuccessful earlier attempt:\n\n{feedback_raw}\n\n",
-}
+TEMPLATES: dict[str, str] = _WORDS["templates"]
 
-# First words of planted shortcuts, which no plain response has. The sentence replaces the thought in the bases of the
-# worlds "shortcut" and "weak".
+# Planted shortcuts: the sentence replaces the thought in the bases of the worlds "shortcut" and "weak".
 SHORTCUT_OPENING = "sure,"
 SHORTCUT_THOUGHT = f"{SHORTCUT_OPENING} this is simple."
 

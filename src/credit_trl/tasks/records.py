@@ -35,27 +35,12 @@ class Row(dict[str, Any]):
             raise self.error(field, f"expected a text that is not blank, got {value!r:.100}")
         return value
 
-    def first(self, names: Sequence[str]) -> str:
-        """The first of the fields that the row has."""
-        for name in names:
-            if self.get(name) is not None:
-                return name
-        raise self.error(names[0], f"missing; the row has {', '.join(self)}. Rename its column")
-
 
 def read_rows(task: str, split: str, path: str | Path | None, hub: str, names: Sequence[str] = ()) -> Iterator[Row]:
-    """Rows of a file, of a folder's file for the split, or of the hub.
+    """Rows of a file, of a folder's file for the split (`<split>.*` or its shards), or without a path of the hub.
 
-    Args:
-        task: name of the task, and of the subfolder that is read where a folder has one.
-        split: split of the hub data set; in a folder, the file `<split>.*` or its shards.
-        path: file or folder; `None` loads from the hub.
-        hub: hub data set, or a local folder in its layout.
-        names: stems of the files to read in a folder, instead of the split.
-
-    Raises:
-        FileNotFoundError: the folder has no file of these names, or several folders below it have.
-        ValueError: no such file, or `datasets` cannot read it.
+    `names` are stems of the files to read in a folder, instead of the split. If the folder has a subfolder with the
+    name of the task, that is read.
     """
     if path is None:
         yield from hub_rows(hub, hub, split=split)
@@ -86,11 +71,7 @@ def hub_rows(source: str, builder: str, **options: Any) -> Iterator[Row]:
 
 
 def read_dataset(path: str | Path, option: str, streaming: bool = False) -> Dataset:
-    """Rows of a local file; errors name the option that gave the path.
-
-    Raises:
-        ValueError: no such file, another suffix than those of `LOADERS`, or a file that `datasets` cannot read.
-    """
+    """Rows of a local file; errors name the option that gave the path."""
     loader = LOADERS.get(Path(path).suffix)
     if loader is None or not Path(path).is_file():
         problem = "no such file" if loader else f"expected one of {', '.join(LOADERS)}"

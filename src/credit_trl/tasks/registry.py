@@ -1,18 +1,26 @@
 """Task registry: `load_task("sciknoweval:chemistry")` returns a `Task`, a dataset builder with its verifier.
 
 A name is a built-in task (`BUILT_IN`), with an option after a colon where its module declares one, or one's own: a
-module, or `package.module:name`. A module is imported when its name is loaded.
+module, or `package.module:name`. A module is imported when its name is loaded. `task_of_data` makes a task of the
+description of a run's data and verifier in `run.json` (`credit_trl.training.run_data`).
 """
 
 from __future__ import annotations
 
 import difflib
 import functools
+import hashlib
 import importlib
 import inspect
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
 from operator import attrgetter
+from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
+from credit_trl.tasks.records import read_dataset
 from credit_trl.tasks.task import Task, batch_of, renamed
 
 if TYPE_CHECKING:
@@ -32,9 +40,7 @@ def check_name(name: str) -> None:
 def load_task(name: str | Task) -> Task:
     """Resolve `"sciknoweval:chemistry"`, `"toolalpaca"` or `"my_package.my_task:MyTask"` to a `Task`.
 
-    Raises:
-        ValueError: unknown name or option; the message lists the known ones.
-        TypeError: the object has no `build` and `verify`.
+    The `ValueError` for an unknown name or option lists the known ones.
     """
     if isinstance(name, Task):
         return name
@@ -61,11 +67,7 @@ def as_task(found: Any, name: str, option: str | None = None) -> Task:
     if isinstance(found, Task):
         return found
     if not callable(getattr(found, "build", None)) or not callable(getattr(found, "verify", None)):
-        what = f"the {type(found).__name__} `{getattr(found, '__name__', type(found).__name__)}`"
-        raise TypeError(
-            f"Task {name!r}: {what} lacks `build` or `verify`. A function alone is given by `--reward_funcs`, or with "
-            "its data set to `Task.from_dataset`."
-        )
+        raise TypeError(f"Task {name!r} lacks `build` or `verify`. A function alone is given by `--reward_funcs`.")
     options = {}
     if option is not None:
         keyword, values = getattr(found, "OPTION", ("option", ()))
@@ -104,3 +106,63 @@ def _unknown_task(name: Any) -> ValueError:
     suggestion = f" Did you mean {close[0]!r}?" if close else ""
     known = f"{', '.join(BUILT_IN)}; or name your own as `package.module:attribute`"
     return ValueError(f"Unknown task {name!r}.{suggestion} Known tasks: {known}.")
+
+
+def task_of_data(data: Mapping[str, Any]) -> Task:
+    """The task of `describe_data`: rows of the split that is asked for, and all reward functions as one verifier.
+
+    A function or rows that are not found again, or a file that has changed, are a `ValueError`.
+    """
+    if data["folder"] not in sys.path:
+        sys.path.insert(0, data["folder"])
+    held_out = data["test"] or data["train"]
+    if data["task"] is not None:
+        task = load_task(data["task"])
+    else:
+        place = held_out or {}
+        name = Path(place.get("path") or place.get("name") or "run").stem
+        task = Task.from_dataset({}, list(map(_reward, data["reward_funcs"])), name, data["reward_weights"])
+
+    def build(split: str = "test", path: str | Path | None = None, **options: Any) -> Any:
+        place = data["train"] if split == data["train_split"] else held_out
+        if data["task"] is not None:
+            return task.build(split, path or (place or {}).get("path"), **options)
+        return _own_rows(place) if path is None else read_dataset(path, "--path")
+
+    return replace(task, build=build)
+
+
+def _own_rows(place: Mapping[str, Any] | None) -> Any:
+    """Rows of a place of `describe_rows`."""
+    from datasets import load_dataset
+
+    if place is None:
+        raise ValueError(
+            "The rows of this run were a `Dataset` object that it did not store: a stream, or more than 1 GB. Save "
+            "them, `dataset.to_json('questions.jsonl')`, and name the file with `--path questions.jsonl`."
+        )
+    if place["path"] is None:
+        return load_dataset(place["name"], place["config"], split=place["split"], streaming=place["streaming"])
+    file = Path(place["path"])
+    if place["sha256"] is not None and file.is_file():
+        with file.open("rb") as content:
+            digest = hashlib.file_digest(content, "sha256").hexdigest()
+        if digest != place["sha256"]:
+            raise ValueError(f"{file} has changed since the run. Name the file to use with `--path`.")
+    return read_dataset(file, "--dataset_path", place["streaming"])
+
+
+def _reward(described: Mapping[str, Any]) -> Any:
+    """The reward function of `describe_function`."""
+    if described["name"] is None:
+        raise ValueError(
+            f"The reward function `{described['called']}` of this run has no import name. Define it with `def` in a "
+            "module of its own, such as my_rewards.py, and give `--reward_funcs my_rewards.my_reward`."
+        )
+    try:
+        return resolve_name(described["name"])
+    except (ImportError, AttributeError) as error:
+        raise ValueError(
+            f"The reward function {described['name']} of this run is not found ({error}). Run from the folder of "
+            f"{described['file']}, or give `--reward_funcs`."
+        ) from error

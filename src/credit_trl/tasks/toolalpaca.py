@@ -44,9 +44,6 @@ def build(split: str, path: str | Path | None = None) -> Dataset:
             (its subfolder `toolalpaca` if it has one) with one of them for the split. ToolAlpaca's own instructions
             are kept, in order, if the JSON of their golden calls has no `$`, the placeholder for the result of
             another call: 68 of the 100 in `eval_simulated.json`.
-
-    Raises:
-        ValueError: unknown split, no path, a malformed row, no rows, or a file of the other split.
     """
     if split not in ("train", "test", "all"):
         raise ValueError(f"ToolAlpaca has no split {split!r}; use train, test or all.")
@@ -83,9 +80,10 @@ def _raw(row: Row, split: str, place: int) -> list[tuple[int, dict[str, Any]]]:
     if split == "train":
         raise row.error("Golden_Answers", "this is ToolAlpaca's test data; pass SDPO's train file, or split='all'")
     records: list[tuple[int, dict[str, Any]]] = []
-    names = {"name": row.text("Name"), "description": row.text("Description")}
+    fields = {"name": row.text("Name"), "description": row.text("Description")}
+    fields["documentation"] = row.text("NLDocumentation")
     for question, calls in zip(row["Instructions"], row["Golden_Answers"], strict=True):
-        prompt = PROMPT_TEMPLATE.format(**names, documentation=row.text("NLDocumentation"), question=question)
+        prompt = PROMPT_TEMPLATE.format(**fields, question=question)
         number = TRAIN_RECORDS + place + len(records)
         record = _record(row, "Golden_Answers", [{"role": "user", "content": prompt}], calls, number)
         if "$" not in record["answer"]:
@@ -106,14 +104,8 @@ def verify(response: str, answer: str | list[dict[str, Any]], *, truncated: bool
     """Grade one response: reward 1 if its calls, `Action: …` and `Action Input: {…}`, are the golden ones, else 0.
 
     `answer` has the golden calls, a list of `{"Action": name, "Action_Input": JSON text}` or its JSON text. A
-    truncated response is graded like any other.
-
-    Returns:
-        A `Verdict` whose feedback is `None` for the correct calls, else the mismatch in the paper's wording. If only
-        the form of the calls is wrong, the feedback begins with the form to write.
-
-    Raises:
-        ValueError: `answer` is not a list of calls.
+    truncated response is graded like any other. The feedback is the mismatch in the paper's wording. If only the form
+    of the calls is wrong, it begins with the form to write.
     """
     golden = golden_calls(answer)
     actions = re.findall(r"Action:\s*(\w+)", response)

@@ -127,7 +127,7 @@ class ResumableTrainer(GRPOTrainer):
                 must exist; or `"latest"` for the newest undamaged one if there is one.
             resume_changes: whether options of the objective may differ from those of the run that is resumed.
 
-        The optimizer's options are those of this run; its moments and the step of the schedule are restored.
+        The learning rate is that of this run; the optimizer and the step of the schedule are restored.
 
         Raises:
             ValueError: the directory is no complete checkpoint, a file of it is damaged, or its run had another
@@ -327,16 +327,12 @@ class ResumableTrainer(GRPOTrainer):
     # ------------------------------------------------------------------ reading
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Restore moments, the step of the schedule, teacher and progress. The optimizer's options are this run's."""
+        """Restore optimizer, the step of the schedule, teacher and progress. The learning rate is this run's."""
         if checkpoint is None:
             return
-        names = ("weight_decay", "betas", "eps")
-        options = [{name: group[name] for name in names if name in group} for group in self.optimizer.param_groups]
         # Others, such as `reduce_lr_on_plateau`, are no function of the step and keep their restored rate.
         rates = list(self.lr_scheduler.base_lrs) if isinstance(self.lr_scheduler, LambdaLR) else []
         super()._load_optimizer_and_scheduler(checkpoint)
-        for group, configured in zip(self.optimizer.param_groups, options, strict=True):
-            group |= configured
         if rates:
             schedule = self.lr_scheduler
             schedule.base_lrs = rates
@@ -443,9 +439,7 @@ def checkpoint_to_resume(requested: str, output_dir: str | Path) -> str | None:
 def hash_files(folder: Path) -> dict[str, str]:
     """`size:hash` of each file below a folder, by its path in the folder."""
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST_FILE)
-    with ThreadPoolExecutor() as threads:
-        digests = list(threads.map(_digest, files))
-    return {path.relative_to(folder).as_posix(): digest for path, digest in zip(files, digests, strict=True)}
+    return {path.relative_to(folder).as_posix(): _digest(path) for path in files}
 
 
 def write_manifest(folder: Path, hashes: dict[str, str]) -> None:

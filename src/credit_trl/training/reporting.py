@@ -97,9 +97,7 @@ class RunLog(TrainerCallback):
         files.write_json(path, json.loads(json.dumps(run, default=str)))
         files.keep_up_to(folder / files.LOG_FILE, state.global_step)
 
-    def on_log(
-        self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **kwargs: Any
-    ) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if not state.is_world_process_zero or not logs:
             return
         path = Path(args.output_dir) / files.LOG_FILE
@@ -108,9 +106,8 @@ class RunLog(TrainerCallback):
             files.append_lines(path, *self._unwritten)
             self._unwritten.clear()
         except OSError as error:
-            logger.warning(
-                f"{path} could not be written ({error}). {len(self._unwritten)} logs wait for the next try."
-            )
+            count = len(self._unwritten)
+            logger.warning(f"{path} could not be written ({error}). {count} logs wait for the next try.")
 
 
 def text_block(parts: Mapping[str, Any]) -> str:

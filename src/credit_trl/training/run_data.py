@@ -1,4 +1,4 @@
-"""Description of a run's data and verifier for `run.json`, from which `credit_trl.tasks.run_data` finds them again."""
+"""Description of a run's data and verifier for `run.json`, from which `credit_trl.tasks.registry` finds them again."""
 
 from __future__ import annotations
 

@@ -21,22 +21,15 @@ def verdicts(completions, answer, **kwargs) -> list[Verdict]:
 
 
 @pytest.fixture
-def train(make_model, make_config, dataset, tokenizer):
+def train(make_model, make_trainer, dataset):
     """Factory that trains a tiny model in fp64 and returns the trainer."""
-    dataset = dataset.add_column("task", ["sums"] * len(dataset))
+    rows = dataset.add_column("task", ["sums"] * len(dataset))
 
     def run(options: dict | None, resume: str | None = None, **overrides) -> CreditTrainer:
         """With `options` of `CreditMapCallback`, or without it."""
         given = {"max_steps": 3, "distillation_support": "sampled", "teacher_update_rate": 0.5, "learning_rate": 0.01}
-        args = make_config(**given | overrides)
-        trainer = CreditTrainer(
-            model=make_model(dtype=torch.float64),
-            reward_funcs=verdicts,
-            args=args,
-            train_dataset=dataset,
-            eval_dataset=dataset.select(range(4)),
-            processing_class=tokenizer,
-        )
+        model = make_model(dtype=torch.float64)
+        trainer = make_trainer(verdicts, rows, rows.select(range(4)), model=model, **given | overrides)
         if options is not None:
             trainer.add_callback(CreditMapCallback(trainer, **options))
         trainer.train(resume_from_checkpoint=resume)
@@ -128,15 +121,16 @@ def test_evaluation_rollouts_are_not_mapped(train):
 
 @pytest.mark.parametrize("lora", [False, True])
 def test_loaded_checkpoint_has_the_policy_and_the_teacher_of_the_run(
-    make_model, make_config, dataset, tokenizer, tmp_path, lora
+    make_model, make_trainer, tokenizer, tmp_path, lora
 ):
     make_model().save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
-    args = make_config(save_strategy="steps", save_steps=2, learning_rate=0.05, teacher_update_rate=0.5)
+    options = {"save_strategy": "steps", "save_steps": 2, "learning_rate": 0.05, "teacher_update_rate": 0.5}
     peft = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM") if lora else None
-    trainer = CreditTrainer(str(tmp_path / "model"), verdicts, args, dataset, peft_config=peft)
+    trainer = make_trainer(verdicts, model=str(tmp_path / "model"), peft_config=peft, **options)
     trainer.train()
-    loaded = Checkpoint.load(str(tmp_path / "model"), Path(args.output_dir) / "checkpoint-2", device="cpu")
+    saved = Path(trainer.args.output_dir) / "checkpoint-2"
+    loaded = Checkpoint.load(str(tmp_path / "model"), saved, device="cpu")
     prompt, y = tokenizer("Add 1.")["input_ids"], list(range(3))
     for mine, theirs in ((loaded.student, Teacher(trainer.model)), (loaded.teacher, trainer.teacher)):
         scores = [next_token_logps(model, TokenContexts(prompt), y) for model in (mine, theirs)]

@@ -333,7 +333,7 @@ def test_a_run_saves_rollouts_and_maps_and_prints_the_link_last(run_callbacks, m
     trainer = make_trainer(reward, max_steps=3)
     shown = []
     monkeypatch.setattr(callback, "is_in_notebook", lambda: True)
-    monkeypatch.setattr("IPython.display.display", lambda data, raw: shown.append(data["text/html"]))
+    monkeypatch.setattr("IPython.display.display", lambda data, **options: shown.append((data["text/html"], options)))
     trainer.train()
     folder = Path(trainer.args.output_dir)
     page = folder / "report.html"
@@ -348,12 +348,14 @@ def test_a_run_saves_rollouts_and_maps_and_prints_the_link_last(run_callbacks, m
         assert row["feedback"] == "Count again."
         assert "Count again." in row["teacher_prompt"]
         assert row["completion"][0]["role"] == "assistant"
-    assert html.unescape(re.search('srcdoc="([^"]*)"', shown[0])[1]) == page.read_text("utf-8")  # in a notebook
+    [(frame, options)] = shown  # in a notebook
+    assert html.unescape(re.search('srcdoc="([^"]*)"', frame)[1]) == page.read_text("utf-8")
+    assert options == {"raw": True, "display_id": "credit-report-0", "update": False}
     assert [row["reward"] for row in tables[2]] == [0.0, 1.0] * 4
     assert [path.stem for path in sorted(folder.glob("credit_maps/*.json"))] == ["step-000001", "step-000003"]
 
 
-def test_a_plain_script_writes_its_page(tmp_path):
+def test_a_plain_script_writes_its_page_without_a_warning_of_dependencies(tmp_path):
     """In a process with the metadata of this checkout, which the installed one may lack."""
     metadata = tmp_path / "site" / "credit_trl-0.dist-info"
     metadata.mkdir(parents=True)
@@ -364,7 +366,8 @@ def test_a_plain_script_writes_its_page(tmp_path):
         "from credit_trl import CreditConfig, CreditTrainer, Verdict\n"
         "from credit_trl.tasks.quickstart import build, reward\n"
         "from tiny import SMALL\n"
-        "CreditTrainer('quickstart', reward, CreditConfig('run', **SMALL), build('train')).train()\n"
+        "config = CreditConfig('run', **SMALL | {'save_strategy': 'steps', 'save_steps': 1})\n"
+        "CreditTrainer('quickstart', reward, config, build('train')).train()\n"
     )
     path = os.pathsep.join([str(tmp_path / "site"), *sys.path])
     command = [sys.executable, "train.py"]
@@ -374,6 +377,8 @@ def test_a_plain_script_writes_its_page(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.splitlines()[-1] == f"Report: {(tmp_path / 'run' / 'report.html').as_uri()}"
     assert '"maps":' in (tmp_path / "run" / "report.html").read_text("utf-8")
+    assert "step 1/1  reward" in done.stdout
+    assert "FutureWarning" not in done.stderr
 
 
 def test_reports_during_training_take_little_time(tmp_path, monkeypatch):
@@ -425,18 +430,11 @@ def test_dashboards_show_the_credit_first_and_rollouts_as_traces(run_callbacks, 
     assert sent == [{"CREDIT/S_t": 0.5, "train/global_step": 2}]
 
 
-def test_report_that_cannot_be_written_warns_once(tmp_path, caplog):
-    args, state = SimpleNamespace(output_dir=str(tmp_path)), SimpleNamespace(is_world_process_zero=True)
-    report = ReportCallback(None)
-    for _ in range(3):
-        report.on_train_end(args, state, None)
-    assert sum("holds no run" in record.message for record in caplog.records) == 1
-
-
-def test_neither_a_report_nor_a_map_that_fails_ends_a_run(run_callbacks, make_trainer, monkeypatch, caplog):
+def test_reports_and_maps_that_fail_warn_once_and_end_no_run(run_callbacks, make_trainer, monkeypatch, caplog):
     def fail(*arguments, **options):
         raise ZeroDivisionError("a bug")
 
+    monkeypatch.setattr(callback, "_SECONDS", 0.0)
     monkeypatch.setattr(callback, "write_report", fail)
     monkeypatch.setattr("credit_trl.lab.analysis.callback.map_response", fail)
     trainer = make_trainer(reward, max_steps=2)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -113,27 +114,19 @@ def run_branchings(
         outcomes: see `policy_outcomes`.
     """
     prefixes: list[tuple[int, ...]] = []
-    owner: list[tuple[int, int]] = []  # (branching, candidate), −1 without intervention
-    for number, branching in enumerate(branchings):
-        for k, candidate in enumerate(branching.candidates):
-            prefixes += [(*branching.prefix, candidate)] * samples
-            owner += [(number, k)] * samples
-        prefixes += [branching.prefix] * baseline_samples
-        owner += [(number, -1)] * baseline_samples
-    questions = [branchings[number].question for number, _ in owner]
-    counts: dict[tuple[int, int], int] = dict.fromkeys(owner, 0)
-    for key, outcome in zip(owner, outcomes(questions, prefixes), strict=True):
-        counts[key] += bool(outcome)
-    return [
-        estimate(
-            branching,
-            np.array([counts[number, k] for k in range(len(branching.candidates))]),
-            samples,
-            counts[number, -1],
-            baseline_samples,
-        )
-        for number, branching in enumerate(branchings)
-    ]
+    questions: list[int] = []
+    for one in branchings:
+        rollouts = [(*one.prefix, candidate) for candidate in one.candidates for _ in range(samples)]
+        rollouts += [one.prefix] * baseline_samples
+        prefixes += rollouts
+        questions += [one.question] * len(rollouts)
+    succeeded = iter(outcomes(questions, prefixes))
+    credits = []
+    for one in branchings:
+        counts = [sum(islice(succeeded, samples)) for _ in one.candidates]
+        baseline = sum(islice(succeeded, baseline_samples))
+        credits.append(estimate(one, np.array(counts), samples, baseline, baseline_samples))
+    return credits
 
 
 def policy_outcomes(

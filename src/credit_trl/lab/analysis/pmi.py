@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
@@ -27,29 +26,6 @@ from credit_trl.lab.analysis.vocabulary_logps import CreditLogps, RolloutContext
 from credit_trl.objective import Form
 
 
-@dataclass(frozen=True)
-class ContrastivePMI:
-    """Parts of Eq. 9 for one response or a batch, and of the same sum with the form `"guide"`.
-
-    Args:
-        pmi: Σ_t r_t(y_t) = log P(z | x, y) / P(z | x) = pmi(y; z | x), Corollary 2. It is the pMI of a joint
-            distribution if both passes are conditionals of one (Assumption 1).
-        contrastive_pmi: pmi(y; z | x) − λ E[pmi(y; z | x')], the sum of the full-ratio reward of Appendix D; for
-            guide `pmi + λ (pmi − E[pmi(y; z | x')])`.
-        anti_genericity: λ E[−log π(y | x')] ≥ 0, the reward of a response for being unlikely under contrast prompts;
-            for guide `λ E[log π(y | x) − log π(y | x')]`, of any sign.
-    """
-
-    pmi: Float[Tensor, "*b"]
-    contrastive_pmi: Float[Tensor, "*b"]
-    anti_genericity: Float[Tensor, "*b"]
-
-    @property
-    def total(self) -> Float[Tensor, "*b"]:
-        """Σ_t R_t(y_t), Eq. 9."""
-        return self.contrastive_pmi + self.anti_genericity
-
-
 def contrastive_pmi(
     teacher_token_logps: Float[Tensor, "*b T"],
     prior_token_logps: Float[Tensor, "*b T"],
@@ -58,10 +34,8 @@ def contrastive_pmi(
     contrastive_coef: float,
     *,
     form: Form = "subtract",
-) -> ContrastivePMI:
-    """Split the sum of CREDIT's rewards as in Eq. 9.
-
-    The parts sum to Σ_t R_t.
+) -> dict[str, Float[Tensor, "*b"]]:
+    """Split the sum of CREDIT's rewards as in Eq. 9, for one response or a batch.
 
     Args:
         teacher_token_logps: log π(y_t | x, y_<t, z).
@@ -70,18 +44,25 @@ def contrastive_pmi(
         contrast_prior_token_logps: log π(y_t | x'_k, y_<t).
         contrastive_coef: λ.
         form: form of the contrast.
+
+    Returns:
+        - `pmi`: Σ_t r_t(y_t) = log P(z | x, y) / P(z | x) = pmi(y; z | x), Corollary 2. It is the pMI of a joint
+          distribution if both passes are conditionals of one (Assumption 1).
+        - `contrastive_pmi`: pmi(y; z | x) − λ E[pmi(y; z | x')], the sum of the full-ratio reward of Appendix D; for
+          guide `pmi + λ (pmi − E[pmi(y; z | x')])`.
+        - `anti_genericity`: λ E[−log π(y | x')] ≥ 0, the reward of a response for being unlikely under contrast
+          prompts; for guide `λ E[log π(y | x) − log π(y | x')]`, of any sign. It and `contrastive_pmi` sum to Σ_t R_t.
     """
     rewards = objective.self_distillation_reward(teacher_token_logps, prior_token_logps)
     generic_prior = objective.input_generic(contrast_prior_token_logps)
     others = objective.input_generic(contrast_token_logps) - generic_prior
-
     bonus = -generic_prior if form == "subtract" else prior_token_logps - generic_prior
     shift = -others if form == "subtract" else rewards - others
-    return ContrastivePMI(
-        pmi=rewards.sum(dim=-1),
-        contrastive_pmi=(rewards + contrastive_coef * shift).sum(dim=-1),
-        anti_genericity=(contrastive_coef * bonus).sum(dim=-1),
-    )
+    return {
+        "pmi": rewards.sum(dim=-1),
+        "contrastive_pmi": (rewards + contrastive_coef * shift).sum(dim=-1),
+        "anti_genericity": (contrastive_coef * bonus).sum(dim=-1),
+    }
 
 
 def prior_contrastive_mi(
@@ -138,7 +119,7 @@ def response_pmi(
 
     Returns:
         `tokens` (T); `reward` (Σ r_t) and `credit` (Σ R_t, as in the run's loss); `pmi`, `contrastive_pmi` and
-        `anti_genericity`, see `ContrastivePMI`; `gap`, Σ_t of the teacher–student gap, 0 without lag; `specific`
+        `anti_genericity`, see `contrastive_pmi`; `gap`, Σ_t of the teacher–student gap, 0 without lag; `specific`
         (Σ Ŝ_t), `pcmi` over the same contrast prompts and `jensen_gap = specific − pcmi`; `conditioning`, what
         conditioning on the support (`distillation_tail="renormalize"`) adds to R_t.
     """
@@ -158,17 +139,16 @@ def response_pmi(
     split = contrastive_pmi(*passes, formula.contrastive_coef, form=formula.form)
     credit = scored.advantage.sum()
     gap = (without_z[0] - scored.student_logps).sum()
+    total = split["contrastive_pmi"] + split["anti_genericity"]
     is_conditional = formula.tail == "renormalize" and formula.topk is not None
     sums = {
         "reward": scored.delta_v.sum(),
         "credit": credit,
-        "pmi": split.pmi,
         "gap": gap,
-        "contrastive_pmi": split.contrastive_pmi,
-        "anti_genericity": split.anti_genericity,
+        **split,
         "specific": scored.specific.sum(),
         "pcmi": prior_contrastive_mi(scored.teacher_logps, scored.contrast_logps).sum(),
         "jensen_gap": jensen_gap(scored.contrast_logps).sum(),
-        "conditioning": credit - split.total - gap if is_conditional else torch.zeros(()),
+        "conditioning": credit - total - gap if is_conditional else torch.zeros(()),
     }
     return {"tokens": len(token_ids), **{name: value.item() for name, value in sums.items()}}

@@ -44,13 +44,19 @@ def report_link(folder: str | Path) -> str:
     return (Path(folder) / REPORT_FILE).resolve().as_uri()
 
 
+_SHOWN: set[str] = set()  # cells of a notebook that show a report
+
+
 def _show_report(folder: str) -> None:
-    """Show the report of a run in a notebook, in a frame of its own."""
+    """Show the report of a run in a notebook, in place of that of an earlier run of the same cell."""
+    from IPython import get_ipython
     from IPython.display import display
 
     page = html.escape((Path(folder) / REPORT_FILE).read_text("utf-8"))
     frame = f'<iframe srcdoc="{page}" style="width: 100%; height: 720px; border: 0"></iframe>'
-    display({"text/html": frame}, raw=True)
+    cell = f"credit-report-{getattr(get_ipython(), 'execution_count', 0)}"
+    display({"text/html": frame}, raw=True, display_id=cell, update=cell in _SHOWN)
+    _SHOWN.add(cell)
 
 
 class ReportCallback(OptionalCallback):

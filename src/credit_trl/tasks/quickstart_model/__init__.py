@@ -1,12 +1,13 @@
 """Embedded base model of the quickstart task: a Qwen3 of 0.45 million parameters with its own tokenizer.
 
-`examples/study/make_base.py` pretrains bases of other worlds and seeds, in two or three minutes on two CPU cores, and
-writes them to the user's cache directory.
+`examples/study/make_base.py` pretrains bases of other worlds and seeds in the user's cache directory.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,11 +32,22 @@ def read_base(directory: str | Path) -> tuple[Qwen3ForCausalLM, PreTrainedTokeni
     return model.eval(), AutoTokenizer.from_pretrained(directory, local_files_only=True)
 
 
-def cached_directory(world: str, seed: int = 0) -> Path:
-    """Place of a base of `make_base.py` in the cache directory, whether or not it exists."""
-    return cache_directory() / "quickstart" / f"{world}-seed{seed}"
-
-
 def cache_directory() -> Path:
     """`$XDG_CACHE_HOME/credit_trl`, or `~/.cache/credit_trl`."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "credit_trl"
+
+
+def model_path(name: str) -> str:
+    """Directory of the model for `"quickstart"`; any other path or hub name unchanged."""
+    return str(SHIPPED) if name == EMBEDDED_MODEL else name
+
+
+@contextmanager
+def naming_model(name: str) -> Iterator[None]:
+    """Name the model that is loaded inside in transformers' error of a missing connection."""
+    try:
+        yield
+    except OSError as error:
+        if not str(error).startswith("We couldn't connect to"):
+            raise
+        raise OSError(f"The model `{name}` is neither a folder nor in the cache. {error}") from error
