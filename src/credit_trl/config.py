@@ -99,7 +99,8 @@ class CreditConfig(GRPOConfig):
         packed (`bool`, *optional*):
             Concatenate sequences in the passes of student and teacher instead of padding them. Needs an attention
             implementation with variable lengths (FlashAttention, FlexAttention) or PyTorch's (`"sdpa"`), which reads a
-            prompt that several sequences share once. `None`: where student and teacher can. With `True` a student that
+            prompt that several sequences share once. `None`: where student and teacher can and are no
+            vision-language models, as images need padded rows. With `True` a student that
             cannot pads, with one warning.
         update_batch_tokens (`int`, *optional*):
             Maximum number of tokens in one forward and backward pass of the student, padding included. A micro-batch

@@ -34,6 +34,10 @@ from credit_trl.training.step import CreditStep
 
 _CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Name the capital city of France."}]
 _PROMPTS = [_CHAT, "What is 17 times 3? Answer:", [{"role": "user", "content": "Sort 3, 1 and 2."}], "The vowel is"]
+_SHOWN = [
+    [{"role": "user", "content": [{"type": "image", "image": f"{name}.png"}, {"type": "text", "text": "What is it?"}]}]
+    for name in ("cat", "dog")
+]
 # Responses that no verifier may crash on, take long for, or reward.
 ADVERSARIAL_RESPONSES = (
     *("", " \n", "\x00", "\ud800", "<|im_end|>", "{prompt} {0} {", "<think>", "</think>", "\\boxed{", "```python\n"),
@@ -43,17 +47,18 @@ _MAX_SECONDS = 10.0  # of one adversarial response
 
 
 def check_source(source: Source, columns: Mapping[str, Sequence[Any]] | None = None) -> None:
-    """Check a contrast source on a batch of 12 samples: four prompts with three rollouts each, the first successful.
+    """Check a contrast source on a batch of 12 samples: six prompts, two with an image, with two rollouts each.
 
-    The draws depend on seed, batch index and sample alone, leave the batch unchanged, are never the sample's own
-    prompt with its own z, and some sample has one. `columns` are dataset columns that it takes, of 12 entries each.
+    The first rollout of a prompt is successful. The draws depend on seed, batch index and sample alone, leave the
+    batch unchanged, are never the sample's own prompt with its own z, and some sample has one. `columns` are dataset
+    columns that it takes, of 12 entries each.
     """
-    prompts = [prompt for prompt in _PROMPTS for _ in range(3)]
+    prompts = [prompt for prompt in (*_PROMPTS, *_SHOWN) for _ in range(2)]
     rollouts = [PrivilegedContext(f"Answer {i}.", f"Feedback on rollout {i}.") for i in range(12)]
-    answers = [rollouts[i // 3 * 3].demonstration if i % 3 else None for i in range(12)]
+    answers = [rollouts[i // 2 * 2].demonstration if i % 2 else None for i in range(12)]
     privileged = [PrivilegedContext(answer, own.feedback) for answer, own in zip(answers, rollouts, strict=True)]
-    successes = [i % 3 == 0 for i in range(12)]
-    batch = ContrastBatch(5, 3, prompts, prompts, privileged, rollouts, successes, _PROMPTS, dict(columns or {}))
+    successes = [i % 2 == 0 for i in range(12)]
+    batch = ContrastBatch(5, 2, prompts, prompts, privileged, rollouts, successes, _PROMPTS, dict(columns or {}))
     before = deepcopy(batch)
 
     def drawn(sample: int) -> list[Contrast]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import textwrap
+from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any, ClassVar
 
@@ -18,12 +19,14 @@ from accelerate.utils import gather_object
 from datasets import Dataset, IterableDataset
 from torch import Tensor, nn
 from trl import GRPOTrainer
+from trl.data_utils import is_conversational, prepare_multimodal_messages
 from trl.trainer.utils import get_config_model_id
 
 from credit_trl.config import CreditConfig, fit_batch, refuse_unknown
 from credit_trl.contexts.build import ignored_feedback
 from credit_trl.contexts.builder import ContextBuilder
-from credit_trl.contexts.prompts import chat_renderer
+from credit_trl.contexts.images import ImageReader, PromptImages, trl_image_fields
+from credit_trl.contexts.prompts import chat_renderer, images_of, row_prompt, share_images
 from credit_trl.contexts.tokens import TokenContexts
 from credit_trl.loss.token_weight import TokenWeight
 from credit_trl.rollout.batch import (
@@ -43,6 +46,11 @@ from credit_trl.teacher.models import TeacherUpdate
 from credit_trl.teacher.packing import cannot_pack
 from credit_trl.training import checks, micro_batches, reporting
 from credit_trl.training.alarms import Alarms
+from credit_trl.training.check_images import (
+    check_image_options,
+    check_image_rows,
+    check_rollout_images,
+)
 from credit_trl.training.check_model import check_logits, check_model
 from credit_trl.training.check_run import check_run
 from credit_trl.training.checkpoints import ResumableTrainer
@@ -90,6 +98,8 @@ class CreditTrainer(ResumableTrainer):
         ValueError: the data or the model cannot train with this configuration. Checked before anything is generated.
     """
 
+    _given_prompts: Sequence[dict[str, Any]] = ()  # prompts and images of a rollout's rows, as in the dataset
+    _prompt_images: Sequence[PromptImages | None] = ()  # of a rollout
     _tag_names: ClassVar = ["trl", "credit"]
     _name = "CREDIT"
     _paper: ClassVar = {
@@ -146,8 +156,8 @@ class CreditTrainer(ResumableTrainer):
             func if isinstance(func, nn.Module) else self._verdicts.wrap(func, position)
             for position, func in enumerate(self.reward_funcs)
         ]
-        render = chat_renderer(self.processing_class, self._is_vlm, self.chat_template, self.chat_template_kwargs)
-        self.context_builder = ContextBuilder(self._tokenizer, args, self.eos_token_ids, render, self._is_vlm)
+        distills = args.distillation_weight > 0.0 or token_weight is not None
+        self.context_builder = self._build_context_builder(distills)
         self._init_reports()
         self.run_log.facts["data"] = describe_data(reward_funcs or [], args.reward_weights)
         self.run_log.rows = {"train": train_dataset, "test": eval_dataset}
@@ -161,9 +171,14 @@ class CreditTrainer(ResumableTrainer):
                 self.eos_token_ids,
                 self.alarms,
             )
-        if args.distillation_weight > 0.0 or token_weight is not None:
-            self._init_credit(token_weight)
+        if distills:
+            self._init_credit(token_weight, datasets)
         reporting.add_run_callbacks(self)
+
+    def _build_context_builder(self, distills: bool) -> ContextBuilder:
+        render = chat_renderer(self.processing_class, self._is_vlm, self.chat_template, self.chat_template_kwargs)
+        reader = ImageReader(self.processing_class) if self._is_vlm and distills else None
+        return ContextBuilder(self._tokenizer, self.args, self.eos_token_ids, render, self._is_vlm, reader)
 
     def _init_reports(self) -> None:
         self._eval_batches = 0
@@ -174,8 +189,11 @@ class CreditTrainer(ResumableTrainer):
         self.add_callback(WeightChange(self.alarms, self.model))
         self.num_completions_to_print = 0  # of TRL's table, see `print_completions`
 
-    def _init_credit(self, token_weight: TokenWeight | None) -> None:
+    def _init_credit(self, token_weight: TokenWeight | None, datasets: dict[str, Any]) -> None:
         args = self.args
+        is_plain = self.environment_factories is None and self.rollout_func is None
+        tokenize = self._tokenize_prompts if is_plain else None
+        check_image_rows(datasets, self.context_builder, self.accelerator, tokenize, self.tools or None)
         checks.check_machine(args, self.accelerator, self.aux_loss_enabled)
         reduce_gradients_in_fp32(self.accelerator)
         self.teacher = build_teacher(args, self.model, self.accelerator, self._tokenizer)
@@ -192,6 +210,10 @@ class CreditTrainer(ResumableTrainer):
             token_weight=token_weight,
         )
         self.alarms.raise_if(reason is not None, "not_packed", reason=reason)
+        if self.use_vllm and self.context_builder.reader is not None:  # as TRL does without vLLM
+            never = dict.fromkeys(self.context_builder.reader.placeholder_ids, -100.0)
+            options = self.vllm_generation.generation_kwargs
+            options["logit_bias"] = never | (options.get("logit_bias") or {})
         if self.credit_step.engine_role == "correction":
             self.vllm_importance_sampling_correction = False  # TRL's, which costs a forward pass
         if args.teacher_model_kind == "ema":
@@ -211,6 +233,22 @@ class CreditTrainer(ResumableTrainer):
 
     # ------------------------------------------------------------------ rollout
 
+    def _generate(self, prompts: list) -> Any:
+        """Read the images of the prompts. TRL gets none, as its processor fails on prompts with and without."""
+        if self.credit_step is None:
+            return super()._generate(prompts)
+        builder = self.context_builder
+        if any(map(images_of, prompts)):
+            check_image_options(self.args, self.accelerator, self._is_vlm)
+        if builder.reader is not None:
+            builder.reader.clear()
+            self._prompt_images = list(map(builder.read_images, prompts))
+        *generated, _, tool_images = super()._generate(prompts)
+        tools = self._sample_tools(len(prompts))
+        is_first = self.state.global_step == 0
+        check_rollout_images(tool_images, generated[0], prompts, builder, tools, is_first=is_first)
+        return *generated, None, tool_images
+
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         """Set `current_turn` of environments that have it, before their tools run."""
         generated = super()._generate_single_turn(*args, **kwargs)
@@ -225,7 +263,8 @@ class CreditTrainer(ResumableTrainer):
         ends = {*self.eos_token_ids, self._tokenizer.pad_token_id}
         # An empty completion is not truncated.
         truncated = [bool(ids) and ids[-1] not in ends for ids in completion_ids_list]
-        inputs = [{**row, "truncated": cut} for row, cut in zip(inputs, truncated, strict=True)]
+        given = self._given_prompts or [{}] * len(inputs)
+        inputs = [{**row, **own, "truncated": cut} for row, own, cut in zip(inputs, given, truncated, strict=False)]
         self._verdicts.clear()
         with self.clock.stage("verdict"):
             graded = completions
@@ -273,7 +312,15 @@ class CreditTrainer(ResumableTrainer):
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         if self.credit_step is not None:
-            checks.check_no_images(inputs)
+            names = ("prompt", "image", "images")
+            self._given_prompts = [{name: row[name] for name in names if name in row} for row in inputs]
+            shared: dict[str, Any] = {}  # so that TRL gathers an image once for its group
+            prompts = [share_images(row_prompt(row), shared) for row in inputs]
+            has_column = any("image" in row or "images" in row for row in inputs)
+            if self._is_vlm and has_column and is_conversational(inputs[0]):
+                prompts = list(map(prepare_multimodal_messages, prompts))  # as TRL does, also without an image
+            others = [{name: value for name, value in row.items() if name not in names} for row in inputs]
+            inputs = [{"prompt": prompt, **row} for prompt, row in zip(prompts, others, strict=True)]
         self._turn = 0
         with self.clock.stage("rollout"):
             output = super()._generate_and_score_completions(inputs)
@@ -293,7 +340,8 @@ class CreditTrainer(ResumableTrainer):
             self.alarms.check_rewards(metrics["frac_reward_zero_std"][-1] == 1.0, metrics["reward"][-1])
         contexts = None
         if self.credit_step is not None:
-            checks.check_no_images([output])
+            if any(self.credit_step.gather([any(self._prompt_images)])):
+                output["prompt_images"] = self._prompt_images
             with self.clock.stage("contexts"):
                 contexts = self._build_contexts(batch)
                 output["success_weights"] = self._weigh_successes(batch, contexts, loss_mask(output))
@@ -359,6 +407,8 @@ class CreditTrainer(ResumableTrainer):
         is_plain = not any(value is not None and value is not False for value in kwargs.values())
         is_rollout = model is self.model and not torch.is_grad_enabled() and is_plain
         if self.args.distillation_weight == 0.0 or not is_rollout:
+            if not torch.is_grad_enabled() and is_plain and any(self._prompt_images):
+                return self._logps_with_images(model, input_ids, attention_mask, logits_to_keep, batch_size)
             return super()._get_per_token_logps_and_entropies(
                 model, input_ids, attention_mask, logits_to_keep, batch_size, **kwargs
             )
@@ -370,16 +420,32 @@ class CreditTrainer(ResumableTrainer):
         for kind, values in (("ids", input_ids), ("mask", attention_mask)):
             parts[f"prompt_{kind}"] = values[:, :-logits_to_keep]
             parts[f"completion_{kind}"] = values[:, -logits_to_keep:]
+        if any(self._prompt_images):
+            parts["prompt_images"] = self._prompt_images
         with self.clock.stage("old_logps"):
             logps = self.credit_step.policy_logps(model, parts, batch_size)
         return logps, None, None
 
+    def _logps_with_images(
+        self, model: nn.Module, ids: Tensor, mask: Tensor, kept: int, size: int | None
+    ) -> tuple[Tensor, None, None]:
+        """TRL's log-probabilities of a rollout under another model, such as the one of the KL penalty."""
+        parts = []
+        for rows in torch.arange(len(ids)).split(size or len(ids)):
+            images = [self._prompt_images[row] for row in rows]
+            own = {"prompt_ids": ids[rows, :-kept], "completion_ids": ids[rows, -kept:], "prompt_images": images}
+            fields = trl_image_fields(own)
+            parts.append(super()._get_per_token_logps_and_entropies(model, ids[rows], mask[rows], kept, **fields)[0])
+        return torch.cat(parts), None, None
+
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         weight = self.args.distillation_weight
         if weight == 0.0:
-            return super()._compute_loss(model, inputs)
+            return super()._compute_loss(model, inputs | trl_image_fields(inputs))
         loss = self._distillation_loss(model, inputs)
-        return loss if weight == 1.0 else weight * loss + (1.0 - weight) * super()._compute_loss(model, inputs)
+        if weight == 1.0:
+            return loss
+        return weight * loss + (1.0 - weight) * super()._compute_loss(model, inputs | trl_image_fields(inputs))
 
     def _distillation_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         accumulation = self.current_gradient_accumulation_steps if self.model.training else 1.0

@@ -205,7 +205,7 @@ def test_a_source_that_exchanges_z_passes_the_check(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("hard", r"must be 'batch', .*'dataset', or 'module:function'.*got 'hard'"),
+        ("hard", r"must be 'batch', .*'dataset', .*, or 'module:function'.*got 'hard'"),
         ("no_such_module:f", r"in PYTHONPATH; got 'no_such_module:f' \(No module named 'no_such_module'\)"),
         ("my_source:f", "has no attribute 'f'"),
     ],

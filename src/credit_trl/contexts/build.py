@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from accelerate.utils import gather_object
 from datasets import Dataset
@@ -12,9 +13,9 @@ from datasets import Dataset
 from credit_trl.config import CreditConfig
 from credit_trl.contexts.builder import ContextBuilder, SlottedIds
 from credit_trl.contexts.contrast import ContrastBatch, draw_contrasts, source_columns
-from credit_trl.contexts.prompts import Render
+from credit_trl.contexts.prompts import Render, row_prompt, share_images
 from credit_trl.contexts.tokens import PrivilegedContext, TokenContexts, demonstration_text
-from credit_trl.rollout.batch import GenerationBatch, is_successful
+from credit_trl.rollout.batch import GenerationBatch, Prompt, is_successful
 from credit_trl.rollout.thinking import decode_with_marks, opening_mark
 
 
@@ -51,11 +52,13 @@ def gather_contrast_batch(batch: GenerationBatch, builder: ContextBuilder) -> Co
     by_turn = batch.turn_feedback if batch.turn_starts else [None] * len(texts)
     samples = zip(texts, batch.prompts, tools, batch.feedback, by_turn, strict=True)
     local = []
+    shared: dict[str, Any] = {}  # images by their content: pickling stores the same object once
     for (text, prompt, own, feedback, turns), row in zip(samples, batch.rows, strict=True):
         opened = opening_mark(builder.student_text(prompt, own), builder.marks) != ""
         answer = demonstration_text(text, config.teacher_context, builder.marks, opened=opened)
         rollout = PrivilegedContext(answer, feedback, turns or None)
-        local.append((prompt, row.get("prompt", prompt), rollout, [row[name] for name in columns]))
+        both = (share_images(one, shared) for one in (prompt, row_prompt({"prompt": prompt, **row})))
+        local.append((*both, rollout, [row[name] for name in columns]))
     prompts, dataset_prompts, rollouts, values = (list(one) for one in zip(*gather_object(local), strict=True))
     successes = is_successful(batch.rewards, config.success_reward_threshold)
     gathered = ContrastBatch(
@@ -66,10 +69,24 @@ def gather_contrast_batch(batch: GenerationBatch, builder: ContextBuilder) -> Co
         privileged=[],
         rollouts=rollouts,
         successes=[None if reward != reward else ok for reward, ok in zip(batch.rewards, successes, strict=True)],
-        dataset=batch.dataset["prompt"] if isinstance(batch.dataset, Dataset | Mapping) else (),
+        dataset=_RowPrompts(batch.dataset) if isinstance(batch.dataset, Dataset | Mapping) else (),
         columns={name: [own[k] for own in values] for k, name in enumerate(columns)},
     )
     return replace(gathered, privileged=[_privileged_context(gathered, i, config) for i in range(len(prompts))])
+
+
+class _RowPrompts(Sequence):
+    """The prompts of a dataset with their images, read as they are indexed."""
+
+    def __init__(self, dataset: Dataset | Mapping[str, Sequence[Any]]) -> None:
+        names = [name for name in ("prompt", "images", "image") if name in getattr(dataset, "column_names", dataset)]
+        self.columns = {name: dataset[name] for name in names}
+
+    def __len__(self) -> int:
+        return len(self.columns["prompt"])
+
+    def __getitem__(self, row: int) -> Prompt:
+        return row_prompt({name: values[row] for name, values in self.columns.items()})
 
 
 def _privileged_context(batch: ContrastBatch, sample: int, config: CreditConfig) -> PrivilegedContext:

@@ -22,8 +22,10 @@ from transformers.utils import get_json_schema
 
 from credit_trl.config import CreditConfig
 from credit_trl.contexts.contrast import Contrast, find_source
-from credit_trl.contexts.prompts import Prompt, Render, chat_renderer, user_text, with_user_text
+from credit_trl.contexts.images import ImageReader, PromptImages
+from credit_trl.contexts.prompts import Prompt, Render, chat_renderer, images_of, parts_of, with_user_text
 from credit_trl.contexts.tokens import PrivilegedContext, TokenContexts
+from credit_trl.rollout.batch import content_key
 from credit_trl.rollout.thinking import thinking_marks
 
 # Ids of trusted text, and names of the parts of z that stand between them.
@@ -52,6 +54,7 @@ class ContextBuilder:
         render: see `chat_renderer`; None renders with the tokenizer's own chat template.
         is_multimodal: whether the student's prompts are tokenised by a processor, which adds the tokenizer's special
             tokens, such as BOS, unless the rendered prompt begins with BOS.
+        reader: reads the images of prompts; None ignores them.
 
     Attributes:
         source: the contrast source; None where λ = 0.
@@ -69,19 +72,23 @@ class ContextBuilder:
         eos_token_ids: Sequence[int] = (),
         render: Render | None = None,
         is_multimodal: bool = False,
+        reader: ImageReader | None = None,
     ) -> None:
         self.tokenizer = tokenizer
+        self.reader = reader
         self.is_multimodal = is_multimodal
         self.config = config
         self.render = render or chat_renderer(tokenizer)
         self.source = find_source(config.contrastive_source) if config.contrasts else None
         self.marks = thinking_marks(tokenizer)
         self.slots = {part: f"\x02{secrets.token_hex(16)}\x03" for part in _PARTS}
+        self.place = f"\x02{secrets.token_hex(16)}\x03"  # of the prompt's own text
         self._rendered: dict[str, tuple[str, SlottedIds]] = {}
         self._tokenize_inside = lru_cache(_MAX_KEPT)(self._tokenize_inside)  # siblings share demonstrations
         self._adds_space = self.tokenize("\nx") != self.tokenize("\n") + self.tokenize("x")
         special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-        self._control_ids = frozenset(special | set(tokenizer.all_special_ids) | set(eos_token_ids))
+        placeholders = reader.placeholder_ids if reader is not None else ()
+        self._control_ids = frozenset({*special, *tokenizer.all_special_ids, *eos_token_ids, *placeholders})
 
     def build(
         self,
@@ -127,11 +134,13 @@ class ContextBuilder:
             return self.fit(lambda parts: self._render(contrast.prompt, tools, parts)[1], contrast.privileged)[0]
 
         count = self.config.contrastive_count if teacher is not None else 0
-        drawn = map(encode_contrast, islice(contrasts, count + _MAX_MISSES))
-        fitting = islice((ids for ids in drawn if ids is not None), count)
+        drawn = ((encode_contrast(one), one.prompt) for one in islice(contrasts, count + _MAX_MISSES))
+        fitting = islice(((ids, self.read_images(other)) for ids, other in drawn if ids is not None), count)
+        encoded = list(islice(cycle(fitting), count))
         return TokenContexts(
             teacher,
-            list(islice(cycle(fitting), count)),
+            [ids for ids, _ in encoded],
+            images=[self.read_images(prompt), *(images for _, images in encoded)],
             privileged=fitted,
             cut=fitted != privileged,
             feedback_dropped=privileged.feedback is not None and fitted.feedback is None,
@@ -196,6 +205,20 @@ class ContextBuilder:
             parts[part] = ids
         return parts
 
+    def read_images(self, prompt: Prompt) -> PromptImages | None:
+        """The images of a prompt as the model reads them; None without any.
+
+        Raises:
+            ValueError: the processor or the chat template does not support them, or the prompt has a video.
+        """
+        if self.reader is None:
+            return None
+        if parts_of(prompt, "video"):
+            raise ValueError("Distillation does not support prompts with videos. Use some of the frames as images.")
+        if images_of(prompt):
+            self.student_text(prompt)  # has their placeholders
+        return self.reader.read(images_of(prompt))
+
     def student_text(self, prompt: Prompt, tools: list[Any] | None = None) -> str:
         """The prompt as the student reads it, with the generation prompt."""
         return self._render(prompt, tools, [])[0]
@@ -203,7 +226,7 @@ class ContextBuilder:
     def _render(self, prompt: Prompt, tools: list[Any] | None, parts: list[str]) -> tuple[str, SlottedIds]:
         """The prompt with slots for parts of z, rendered and tokenised once for all samples that have them."""
         tools = [tool if isinstance(tool, dict) else get_json_schema(tool) for tool in tools or ()] or None
-        key = json.dumps([prompt, tools, sorted(parts)], default=str)
+        key = json.dumps([prompt, tools, sorted(parts)], default=content_key)
         if key not in self._rendered:
             if len(self._rendered) >= _MAX_KEPT:
                 self._rendered.clear()
@@ -224,9 +247,15 @@ class ContextBuilder:
         if isinstance(prompt, str):
             return f"{(solution + feedback).strip()}\n\n{prompt}" if parts else prompt
         if parts:
-            turn = config.reprompt_template.format(prompt=user_text(prompt), solution=solution, feedback=feedback)
-            prompt = with_user_text(prompt, turn)
+            turn = config.reprompt_template.format(prompt=self.place, solution=solution, feedback=feedback)
+            prompt = with_user_text(prompt, turn, self.place)
         text = self.render(prompt, tools=tools)
+        if self.reader is not None:
+            if parts_of(prompt, "video"):
+                raise ValueError(
+                    "Distillation does not support prompts with videos. Use some of the frames as images."
+                )
+            text = self.reader.expand(text, images_of(prompt))
         if not all(self.slots[part] in text for part in parts):
             raise ValueError(
                 "The chat template changes or drops the text of the last user turn, where the teacher reads "

@@ -16,8 +16,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from credit_trl.contexts.prompts import images_of, with_images
 from credit_trl.contexts.tokens import PrivilegedContext
-from credit_trl.rollout.batch import Prompt, prompt_key
+from credit_trl.rollout.batch import Prompt, content_key, prompt_key
 
 T = TypeVar("T")
 
@@ -110,7 +111,7 @@ def draw_contrasts(source: Source, batch: ContrastBatch, sample: int, seed: int)
         ValueError: a contrast has the sample's own prompt and privileged context.
     """
     drawn = source(batch, sample, np.random.default_rng([seed, batch.index, sample]), **batch.columns)
-    own = (batch.prompts[sample], batch.dataset_prompts[sample])
+    own = {prompt_key(prompt) for prompt in (batch.prompts[sample], batch.dataset_prompts[sample])}
     name = f"The contrast source {getattr(source, '__name__', source)!r}"
     fix = "Return a list of texts, lists of messages or `Contrast(prompt, privileged)`, or yield them."
     if isinstance(drawn, str) or not isinstance(drawn, Iterable):
@@ -119,7 +120,7 @@ def draw_contrasts(source: Source, batch: ContrastBatch, sample: int, seed: int)
         contrast = one if isinstance(one, Contrast) else Contrast(one)
         if not isinstance(contrast.prompt, str | list):
             raise TypeError(f"{name} returned a {type(one).__name__} among the prompts. {fix}")
-        if contrast.privileged in (None, batch.privileged[sample]) and contrast.prompt in own:
+        if contrast.privileged in (None, batch.privileged[sample]) and prompt_key(contrast.prompt) in own:
             raise ValueError(f"{name} returned the prompt of sample {sample} itself. Draw another prompt.")
         yield contrast
 
@@ -159,5 +160,41 @@ def from_dataset(batch: ContrastBatch, sample: int, rng: np.random.Generator) ->
             yield prompt
 
 
+def other_images(batch: ContrastBatch, sample: int, rng: np.random.Generator) -> Iterator[Prompt]:
+    """The sample's own prompt with the images of other prompts of the batch that have as many, uniformly."""
+    prompt = batch.prompts[sample]
+    own = images_of(prompt)
+    choices = {tuple(map(content_key, images)): images for images in _images_of_batch(batch) if images}
+    kept = [images for key, images in choices.items() if len(key) == len(own) and key != tuple(map(content_key, own))]
+    return (with_images(prompt, images) for images in shuffled(kept, rng))
+
+
+def without_images(batch: ContrastBatch, sample: int, rng: np.random.Generator) -> list[Prompt]:
+    """The sample's own prompt without its images: what the images explain, and the text does not."""
+    prompt = batch.prompts[sample]
+    return [with_images(prompt, [])] if _images_of_batch(batch)[sample] else []
+
+
+def _images_of_batch(batch: ContrastBatch) -> list[list[Any]]:
+    """Images of every sample.
+
+    Raises:
+        ValueError: no sample of the run's first batch has any.
+    """
+    images = [images_of(prompt) for prompt in batch.prompts]
+    if batch.index == 0 and not any(images):
+        raise ValueError(
+            "`contrastive_source` exchanges or removes images, and no prompt of the first generation batch has any. "
+            "Set `contrastive_source='batch'`, or train on prompts with images."
+        )
+    return images
+
+
 # Registered sources by name.
-SOURCES: dict[str, Source] = {"batch": from_batch, "batch_per_group": from_batch_per_group, "dataset": from_dataset}
+SOURCES: dict[str, Source] = {
+    "batch": from_batch,
+    "batch_per_group": from_batch_per_group,
+    "dataset": from_dataset,
+    "other_images": other_images,
+    "without_images": without_images,
+}

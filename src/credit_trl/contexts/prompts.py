@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from trl.data_utils import prepare_multimodal_messages
 
-from credit_trl.rollout.batch import Prompt
+from credit_trl.rollout.batch import Prompt, content_key
 
 Render = Callable[..., str]  # conversation to text; takes `tools` and `add_generation_prompt`, True by default
 
@@ -47,12 +47,52 @@ def user_text(prompt: Prompt) -> str:
     return " ".join(part.get("text", "") for part in content if part.get("type") == "text")
 
 
-def has_images(prompt: Prompt) -> bool:
-    """Whether a conversational prompt has an image part."""
-    if isinstance(prompt, str):
-        return False
-    contents = (message.get("content") for message in prompt)
-    return any(part.get("type") == "image" for content in contents if isinstance(content, list) for part in content)
+def _parts(message: dict[str, Any]) -> list[dict[str, Any]]:
+    content = message.get("content")
+    return content if isinstance(content, list) else []
+
+
+def parts_of(prompt: Prompt, kind: str) -> list[dict[str, Any]]:
+    """Content parts of a kind of a conversational prompt, such as `"image"`, in their order."""
+    messages = [] if isinstance(prompt, str) else prompt
+    return [part for message in messages for part in _parts(message) if part.get("type") == kind]
+
+
+def images_of(prompt: Prompt) -> list[Any]:
+    """Images of a prompt; None for a part that a column of the dataset row fills."""
+    return [part.get("image") for part in parts_of(prompt, "image")]
+
+
+def with_images(prompt: Prompt, images: Sequence[Any]) -> Prompt:
+    """The prompt with other images in the places of its own; without image parts where `images` is empty."""
+    if not images_of(prompt):
+        return prompt
+    rest = iter(images)
+    messages = []
+    for message in prompt:
+        if parts := _parts(message):
+            kept = [part for part in parts if images or part.get("type") != "image"]
+            filled = [{**part, "image": next(rest)} if part.get("type") == "image" else part for part in kept]
+            message = {**message, "content": filled}
+        messages.append(message)
+    return messages
+
+
+def share_images(prompt: Prompt, shared: dict[str, Any]) -> Prompt:
+    """The prompt with the image of the same content that an earlier call has met."""
+    return with_images(prompt, [shared.setdefault(content_key(image), image) for image in images_of(prompt)])
+
+
+def row_prompt(row: Mapping[str, Any]) -> Prompt:
+    """The prompt of a dataset row with the images of its column `images` or `image`, as TRL forms it.
+
+    Raises:
+        ValueError: the prompt has another number of image parts without an image.
+    """
+    given = row.get("images") if "images" in row else [row.get("image")]
+    images = [image for image in given or [] if image is not None]
+    prompt = row.get("prompt")
+    return prepare_multimodal_messages(prompt, images=images) if images and isinstance(prompt, list) else prompt
 
 
 def _last_user(messages: list[dict[str, Any]]) -> int:
@@ -65,10 +105,28 @@ def _last_user(messages: list[dict[str, Any]]) -> int:
     )
 
 
-def with_user_text(messages: list[dict[str, Any]], text: str) -> list[dict[str, Any]]:
-    """The conversation with another text in its last user turn."""
+def with_user_text(messages: list[dict[str, Any]], template: str, place: str) -> list[dict[str, Any]]:
+    """The conversation with a text in its last user turn, in which the text of that turn replaces `place`.
+
+    In a turn with images, what stands before and after `place` is added to its first and last text.
+    """
     index = _last_user(messages)
-    content: Any = text
-    if isinstance(messages[index].get("content"), list):
-        content = [{"type": "text", "text": text}]
+    parts = _parts(messages[index])
+    text = template.replace(place, user_text(messages))
+    content: Any = [{"type": "text", "text": text}] if parts else text
+    if any(part.get("type") != "text" for part in parts):
+        before, after = (end.replace(place, user_text(messages)) for end in template.split(place, 1))
+        content = _with_text(parts, before, after)
     return [*messages[:index], {**messages[index], "content": content}, *messages[index + 1 :]]
+
+
+def _with_text(parts: list[dict[str, Any]], before: str, after: str) -> list[dict[str, Any]]:
+    """Content parts with text before the first and after the last, in one part with a text that is there."""
+    first, last = ({"type": "text", "text": text} for text in (before, after))
+    if parts[0].get("type") == "text":
+        first["text"] += parts[0]["text"]
+        parts = parts[1:]
+    if parts and parts[-1].get("type") == "text":
+        last["text"] = parts[-1]["text"] + last["text"]
+        parts = parts[:-1]
+    return [part for part in (first, *parts, last) if part.get("type") != "text" or part["text"]]

@@ -21,7 +21,7 @@ from credit_trl.evaluation.config import EvaluationConfig
 from credit_trl.evaluation.engines import Engine, TrainerEngine, TransformersEngine, VLLMEngine
 from credit_trl.evaluation.result import Evaluation, summarize
 from credit_trl.evaluation.verdicts import SAMPLES_FILE, Sample, Unit, grade, read_samples
-from credit_trl.rollout.batch import prompt_key
+from credit_trl.rollout.batch import Prompt, prompt_key
 from credit_trl.tasks.registry import Task, load_task
 from credit_trl.training.checks import check_column_names
 from credit_trl.training.run_directory import RESULT_FILE, SETTINGS_FILE, append_lines, read_json, run_lock, write_json
@@ -112,8 +112,18 @@ def task_rows(task: Task, config: EvaluationConfig) -> list[dict[str, Any]]:
     if not rows:
         raise ValueError(f"Task {task.name!r} has no rows to evaluate.")
     check_column_names(f"The data of task {task.name!r}", set().union(*rows))
+    if any(row.get("image") or row.get("images") or _has_image_part(row["prompt"]) for row in rows):
+        raise ValueError(
+            f"Rows of task {task.name!r} have images, which avg@k does not read. Pass the rows as `eval_dataset` and "
+            "set `eval_strategy`: the reward of their rollouts is logged."
+        )
     ids = [str(row.get("id") or hashlib.sha256(prompt_key(row["prompt"]).encode()).hexdigest()[:16]) for row in rows]
     return [{**row, "id": name} for row, name in zip(rows, distinct_names(ids), strict=True)]
+
+
+def _has_image_part(prompt: Prompt) -> bool:
+    contents = [] if isinstance(prompt, str) else [message.get("content") for message in prompt]
+    return any(part.get("type") == "image" for content in contents if isinstance(content, list) for part in content)
 
 
 def distinct_names(names: Sequence[str]) -> list[str]:

@@ -6,11 +6,14 @@ order of the ranks. That order does not depend on the number of processes.
 
 from __future__ import annotations
 
+import hashlib
 import json
+import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from jaxtyping import Bool, Float
@@ -29,7 +32,24 @@ _REWARD_ROUNDING = 1e-6
 
 def prompt_key(prompt: Prompt) -> str:
     """Key that two prompts share where their content is the same, whatever the order of a message's keys."""
-    return prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True, default=str)
+    return prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True, default=content_key)
+
+
+def content_key(value: Any) -> str:
+    """Key of an image by its content, which must not change afterwards; of another value by its text."""
+    if hasattr(value, "credit_key"):  # every context of a rollout asks for it
+        return value.credit_key
+    if isinstance(value, np.ndarray | Tensor):
+        array = np.asarray(value)
+        content = (array.dtype.str, array.shape, array.tobytes())
+    elif hasattr(value, "getpalette"):  # of Pillow
+        content = (value.mode, value.size, value.getpalette(), value.tobytes())
+    else:
+        return str(value)
+    key = hashlib.blake2b(pickle.dumps(content), digest_size=16).hexdigest()
+    if hasattr(value, "getpalette"):
+        value.credit_key = key
+    return key
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,15 @@ def backbone(model: nn.Module) -> nn.Module:
     return causal_lm.base_model
 
 
+def load_renamed_weights(model: nn.Module, directory: str) -> None:
+    """Load the full weights of a checkpoint whose names `save_pretrained` changed, as of vision-language models.
+
+    The trainer of transformers reads the file by the model's own names and ignores all others.
+    """
+    saved = type(model).from_pretrained(directory, dtype=torch.promote_types(model.dtype, torch.float32))
+    model.load_state_dict(saved.state_dict())
+
+
 def keep_quantized_differentiable(model: nn.Module) -> None:
     """Keep the layers of a 4-bit base differentiable on every CPU.
 

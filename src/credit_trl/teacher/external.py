@@ -10,7 +10,14 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from credit_trl.config import CreditConfig
 from credit_trl.teacher.models import CopyTeacher, Teacher, make_teacher
@@ -29,10 +36,14 @@ class ModelTeacher(CopyTeacher):
     def __init__(self, student: nn.Module, accelerator: Accelerator, config: CreditConfig) -> None:
         name = config.teacher_model_name_or_path
         own = config.teacher_model_init_kwargs or {}
-        options = {"dtype": "auto", "trust_remote_code": config.trust_remote_code} | own
+        trust = {"trust_remote_code": config.trust_remote_code}
+        options = {"dtype": "auto", **trust} | own
         if "quantization_config" in own:  # quantised weights cannot be moved between devices
             options.setdefault("device_map", {"": accelerator.device})
-        model = AutoModelForCausalLM.from_pretrained(name, **options).requires_grad_(False)
+        configs = (student.config, AutoConfig.from_pretrained(name, revision=own.get("revision"), **trust))
+        read_images = all(hasattr(one, "vision_config") for one in configs)
+        auto = AutoModelForImageTextToText if read_images else AutoModelForCausalLM
+        model = auto.from_pretrained(name, **options).requires_grad_(False)
         _pad_vocabulary(model, full_shape(student.get_output_embeddings().weight)[0])
         commit = getattr(model.config, "_commit_hash", None)
         self.identity = {"name": name, "revision": own.get("revision"), "commit": commit}

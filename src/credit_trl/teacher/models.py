@@ -195,7 +195,9 @@ class CopyTeacher(Teacher):
             reshard(self.model)
 
     def named_weights(self) -> dict[str, Tensor]:
-        return _parameters(self.unwrapped(self.model))
+        shared = set(map(id, self.student.parameters()))
+        own = _parameters(self.unwrapped(self.model))
+        return {name: weight for name, weight in own.items() if id(weight) not in shared}
 
 
 class AdapterTeacher(Teacher):

@@ -22,8 +22,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from credit_trl.contexts.images import PromptImages
 from credit_trl.contexts.tokens import CompletionBatch, TokenContexts
 from credit_trl.teacher.causal_lm import backbone, head_input
+from credit_trl.teacher.image_inputs import image_inputs, zero_of_tower
 from credit_trl.teacher.models import Teacher
 from credit_trl.teacher.packing import PrefixSharing, common_length, model_inputs, shares_prefixes, to_device
 from credit_trl.teacher.sharding import run_in_wrapped_forward
@@ -43,6 +45,7 @@ class _Sequence:
     prompt: list[int]  # ids
     completion: int  # length
     columns: list[int] | None = None  # see `TokenContexts.insert_at`; None without such columns
+    images: PromptImages | None = None
 
     def __len__(self) -> int:
         return len(self.prompt) + self.completion
@@ -95,13 +98,7 @@ def token_states(
         Of n scored tokens of one group: sample (n,) and column of the completion (n,) of each, and the hidden states
         that predict them, (n, H) under the teacher's prompt and (C, n, H) under C contrast prompts.
     """
-    lengths = batch.lengths()
-    is_scored = batch.loss_mask.any(dim=1).tolist()
-    sequences = {
-        i: [_Sequence(i, k, ids, lengths[i], columns) for k, (ids, columns) in enumerate(own.sequences())]
-        for i, own in enumerate(contexts)
-        if own.teacher is not None and is_scored[i]
-    }
+    sequences = _sequences_of(contexts, batch)
     unwrapped = teacher.unwrapped(model)
     shares = packed and shares_prefixes(unwrapped)
     groups = [
@@ -111,14 +108,17 @@ def token_states(
     # In main memory, so that a pass copies its own to the device at once.
     host = CompletionBatch(batch.ids.cpu(), batch.mask, batch.loss_mask.cpu())
     device = batch.ids.device
+    encoded: dict[int, Any] = {}
 
-    def forward(ids: list[Tensor]) -> tuple[Tensor, Tensor]:
+    def forward(tensors: list[Tensor], images: Sequence[PromptImages | None] = ()) -> tuple[Tensor, Tensor]:
         """Hidden states (R, H) of a pass, and the row of each token of the sequences, one after the other."""
-        inputs, indices = model_inputs(unwrapped, [own.tolist() for own in ids], device, packed=packed)
+        ids = [own.tolist() for own in tensors]
+        inputs, indices = model_inputs(unwrapped, ids, device, packed=packed)
 
         def run(input_ids: Tensor) -> Tensor:
             with teacher.autocast():
-                outputs = backbone(unwrapped)(**(inputs | {"input_ids": input_ids}), use_cache=False)
+                shown = image_inputs(unwrapped, ids, images, device, encoded)
+                outputs = backbone(unwrapped)(**(inputs | {"input_ids": input_ids} | shown), use_cache=False)
                 return head_input(unwrapped, outputs.last_hidden_state)
 
         # In the wrapper's forward, so that a sharded teacher gathers its weights.
@@ -132,10 +132,24 @@ def token_states(
         forward([host.ids[0, :1]])
 
 
+def _sequences_of(contexts: Sequence[TokenContexts], batch: CompletionBatch) -> dict[int, list[_Sequence]]:
+    """The sequences of every sample that has a teacher and scored tokens."""
+    lengths = batch.lengths()
+    is_scored = batch.loss_mask.any(dim=1).tolist()
+    return {
+        i: [
+            _Sequence(i, k, ids, lengths[i], columns, own.images[k] if own.images else None)
+            for k, (ids, columns) in enumerate(own.sequences())
+        ]
+        for i, own in enumerate(contexts)
+        if own.teacher is not None and is_scored[i]
+    }
+
+
 def _states_of(
     group: list[int],
     of_group: list[list[_Sequence]],
-    forward: Callable[[list[Tensor]], tuple[Tensor, Tensor]],
+    forward: Callable[[list[Tensor], list[PromptImages | None]], tuple[Tensor, Tensor]],
     batch: CompletionBatch,
     device: torch.device,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -147,7 +161,8 @@ def _states_of(
     count = 1 + max(sequence.context for of_pass in of_group for sequence in of_pass)
     kept: Tensor | None = None
     for of_pass in of_group:
-        hidden, indices = forward([sequence.ids(batch.ids) for sequence in of_pass])
+        ids = [sequence.ids(batch.ids) for sequence in of_pass]
+        hidden, indices = forward(ids, [sequence.images for sequence in of_pass])
         if kept is None:
             kept = hidden.new_empty(count * len(rows), hidden.shape[-1])
         firsts = itertools.accumulate(map(len, of_pass), initial=0)
@@ -217,6 +232,8 @@ class Sequences:
     chosen: Int[Tensor, " N"]
     # Indices of the tokens before them in the sequences one after the other, in main memory.
     before: Int[Tensor, " N"]
+    # Of each sample; None where no prompt of the generation batch has images.
+    images: Sequence[PromptImages | None] | None
 
     @property
     def rows(self) -> Int[Tensor, " N"]:
@@ -240,7 +257,7 @@ def chosen_sequences(batch: dict[str, Any], mask: Bool[Tensor, "B T"]) -> Sequen
     before = (lengths.cumsum() - lengths)[rows] + valid.cumsum(axis=1)[rows, prompt + columns] - 2
     read = [own[kept.astype(bool)].tolist() for own, kept in zip(ids, valid, strict=True)]
     chosen = to_device(torch.from_numpy(rows * width + columns), mask.device)
-    return Sequences(read, width, chosen, torch.from_numpy(before))
+    return Sequences(read, width, chosen, torch.from_numpy(before), batch.get("prompt_images"))
 
 
 def policy_states(
@@ -269,9 +286,12 @@ def policy_states(
             # Without a mask a CPU sums the gradients of attention in another order: weights differ in their last bit.
             inputs.setdefault("attention_mask", mask)
     extra = {"output_router_logits": True} if router_loss else {}
-    outputs = backbone(model)(**inputs, use_cache=False, **extra)
+    images = image_inputs(model, sequences.ids, sequences.images or (), device, {})
+    outputs = backbone(model)(**(inputs | images), use_cache=False, **extra)
     hidden = outputs.last_hidden_state.flatten(0, 1)[to_device(indices[sequences.before], device)]
     aux_loss = _router_loss(model, outputs, mask) if router_loss else None
+    if sequences.images is not None and not images:
+        hidden = hidden + zero_of_tower(model)
     return head_input(model, hidden), inputs["input_ids"].numel(), aux_loss
 
 

@@ -106,14 +106,21 @@ def frozen_copy(model: PreTrainedModel, accelerator: Accelerator | None, *, prec
     """Copy a model without gradients, and place or shard the copy as the accelerator will do with the model.
 
     The model is not wrapped yet; ZeRO-3 may have partitioned it during loading. Without an accelerator the copy stays
-    on the same device. `precise` stores it in at least fp32, in place of DeepSpeed's precision.
+    on the same device. Frozen parameters are shared with the model where neither is sharded. `precise` stores the
+    copy in at least fp32, in place of DeepSpeed's precision.
     """
     if is_zero3(accelerator):
         return _zero3_copy(model, accelerator, precise)
     copied = copy.deepcopy(model).requires_grad_(False)
     copied.__dict__.pop("forward", None)  # TRL's patched forward is bound to the original
     copied = copied.to(torch.promote_types(copied.dtype, torch.float32)) if precise else copied
-    return copied if accelerator is None else place_frozen(copied, accelerator)
+    copied = copied if accelerator is None else place_frozen(copied, accelerator)
+    if accelerator is None or accelerator.distributed_type not in ("FSDP", "DEEPSPEED"):
+        for name, parameter in model.named_parameters():
+            if not parameter.requires_grad:  # of a vision tower, for example
+                owner, _, own = name.rpartition(".")
+                setattr(copied.get_submodule(owner), own, parameter)
+    return copied
 
 
 def place_frozen(model: PreTrainedModel, accelerator: Accelerator) -> nn.Module:

@@ -27,13 +27,14 @@ from accelerate.utils import broadcast_object_list, gather_object, is_peft_model
 from datasets import Dataset, IterableDataset
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import TrainerState
+from transformers import PreTrainedModel, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint, rotate_checkpoints
 from trl import GRPOTrainer
 from trl.trainer.utils import RepeatSampler
 
 from credit_trl.config import CreditConfig
+from credit_trl.teacher.causal_lm import load_renamed_weights
 from credit_trl.teacher.models import Teacher
 from credit_trl.teacher.sharding import full_tensor
 from credit_trl.training.alarms import Alarms
@@ -338,6 +339,9 @@ class ResumableTrainer(GRPOTrainer):
             for group, rate, share in zip(self.optimizer.param_groups, rates, schedule.lr_lambdas, strict=True):
                 group |= {"initial_lr": rate, "lr": rate * share(schedule.last_epoch)}
             schedule._last_lr = [group["lr"] for group in self.optimizer.param_groups]  # which is logged
+        is_whole = self.accelerator.distributed_type not in ("FSDP", "DEEPSPEED")
+        if self._is_vlm and is_whole and isinstance(self.model, PreTrainedModel):
+            load_renamed_weights(self.model, checkpoint)
         if self.teacher is not None and self._restores_teacher:
             self.teacher.load(checkpoint)
         self._load_progress(Path(checkpoint))

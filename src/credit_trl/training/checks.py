@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -16,7 +16,7 @@ from trl.trainer.utils import get_callable_name
 
 from credit_trl.config import CreditConfig
 from credit_trl.contexts.contrast import find_source, source_columns
-from credit_trl.contexts.prompts import Render, has_images, user_text
+from credit_trl.contexts.prompts import Render, images_of, user_text
 from credit_trl.rollout.verdict import parameters_of
 from credit_trl.training.alarms import Alarms
 
@@ -75,7 +75,7 @@ def check_datasets(
         datasets: of `named_datasets`.
 
     Raises:
-        ValueError: a dataset has no column `prompt` or none for a parameter of a reward function, has images or a
+        ValueError: a dataset has no column `prompt` or none for a parameter of a reward function, has a
             column that hides an argument of reward functions, or has no rows or columns to draw contrast prompts
             from; or there is no such contrast source.
     """
@@ -95,8 +95,6 @@ def check_datasets(
                 f"`{name}` has no column `prompt`; its columns are {', '.join(columns)}. Rename the one that holds "
                 "the question: dataset.rename_column(..., 'prompt')."
             )
-        if distills and {"image", "images"} & set(columns):
-            raise ValueError(_NO_IMAGES)
         check_column_names(f"`{name}`", columns)
         if missing := [column for column in columns_of_source if column not in columns]:
             raise ValueError(
@@ -137,16 +135,15 @@ def check_prompts(
 
     Raises:
         ValueError: a prompt cannot be encoded, the chat template does not take its content parts or, with a
-            distillation loss, it has images or no user turn.
+            distillation loss, it has no user turn.
     """
     for name, dataset in datasets.items():
         if not isinstance(dataset, Dataset) or not len(dataset) or "prompt" not in dataset.column_names:
             continue
         prompt = dataset.select_columns("prompt")[0]["prompt"]
         if args.distillation_weight > 0.0:
-            check_no_images([{"prompt": prompt}])
             user_text(prompt)
-        if has_images(prompt):
+        if images_of(prompt):
             continue
         text, ids = encode(prompt)
         parts = [] if isinstance(prompt, str) else [m["content"] for m in prompt if isinstance(m.get("content"), list)]
@@ -216,25 +213,3 @@ def check_column_names(rows: str, columns: Iterable[str]) -> None:
             f"{rows} has the column `{taken[0]}`, the name of another argument of reward functions. Rename or remove "
             f"it: dataset.rename_column({taken[0]!r}, 'my_{taken[0]}')."
         )
-
-
-_NO_IMAGES = (
-    "Prompts with images are not supported with distillation: teacher and contrast prompts exchange the text of a "
-    "prompt only. Use prompts, environments and tools of text only, or `distillation_weight=0` (GRPO)."
-)
-# Fields of dataset rows and of TRL's rollouts that hold images.
-_IMAGE_FIELDS = ("image", "images", "pixel_values", "num_images")
-
-
-def check_no_images(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Raise a `ValueError` where a dataset row has an image, or a rollout, to which tools may add some."""
-    for row in rows:
-        if _has_images([row.get(name) for name in _IMAGE_FIELDS]) or has_images(row.get("prompt") or ""):
-            raise ValueError(_NO_IMAGES)
-
-
-def _has_images(images: Any) -> bool:
-    """Whether a field holds images: it is not None, 0 or a (nested) list of those."""
-    if isinstance(images, list | tuple):
-        return any(map(_has_images, images))
-    return images is not None and not (isinstance(images, int) and images == 0)

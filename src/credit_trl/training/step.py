@@ -90,7 +90,8 @@ class CreditStep:
         )
         self.engine_role = engine_role(config)
         self.router_loss = has_router_loss(config, teacher.student)
-        can_pack = cannot_pack(teacher.student) is None
+        may_have_images = context_builder.reader is not None  # which packed rows do not support
+        can_pack = cannot_pack(teacher.student) is None and not (config.packed is None and may_have_images)
         self.teacher_packed = config.packed
         if config.packed is None:
             self.teacher_packed = can_pack and all(cannot_pack(model) is None for model in teacher.models())
@@ -126,6 +127,11 @@ class CreditStep:
             loss, or GRPO's `advantages` (B, T), weighted.
         """
         contexts = self.build_contexts(batch) if contexts is None else contexts
+        if self.config.packed and any(any(own.images) for own in contexts):
+            raise ValueError(
+                "`packed=True` does not support images, whose placeholders look alike whatever the image. Set "
+                "`packed=False`."
+            )
         device = tensors["completion_ids"].device
         masks = {
             "teacher_mask": torch.tensor([own.teacher is not None for own in contexts], device=device),
@@ -267,6 +273,9 @@ class CreditStep:
         if size is not None and size < len(lengths):
             order = lengths.argsort(descending=True, stable=True)
             parts = [{name: inputs[name][rows] for name in names} for rows in order.split(size)]
+            if "prompt_images" in inputs:
+                for part, rows in zip(parts, order.split(size), strict=True):
+                    part["prompt_images"] = [inputs["prompt_images"][row] for row in rows]
             return torch.cat([self.policy_logps(model, part) for part in parts])[order.argsort()]
         mask = inputs["completion_mask"].bool()
         sequences = chosen_sequences(inputs, mask)

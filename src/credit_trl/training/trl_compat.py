@@ -20,6 +20,7 @@ HOOKS: dict[type, dict[str, str | None]] = {
     GRPOTrainer: {
         "_calculate_rewards": "inputs prompts completions completion_ids_list",
         "_compute_loss": "model inputs",
+        "_generate": "prompts",
         "_generate_and_score_completions": "inputs",
         "_generate_single_turn": "prompt_ids images multimodal_fields num_generations has_tool_images",
         "_get_grad_norm": "model grad_norm",  # of transformers

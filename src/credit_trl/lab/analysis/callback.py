@@ -12,14 +12,16 @@ from accelerate.utils import gather_object
 
 from credit_trl.contexts.build import build_contexts
 from credit_trl.contexts.builder import ContextBuilder
-from credit_trl.contexts.tokens import TokenContexts
+from credit_trl.contexts.prompts import images_of, with_images
+from credit_trl.contexts.tokens import PrivilegedContext, TokenContexts
 from credit_trl.lab import MAPS_FOLDER
 from credit_trl.lab.analysis.checkpoints import Checkpoint
-from credit_trl.lab.analysis.responses import Rollout, with_contrasts
+from credit_trl.lab.analysis.responses import Rollout, data_url, with_contrasts
 from credit_trl.lab.analysis.tokenmap import TokenMap, map_response
 from credit_trl.lab.analysis.tokenmap_json import read_maps, write_maps
 from credit_trl.lab.analysis.vocabulary_logps import RolloutContexts, vocabulary_logps
 from credit_trl.lab.optional import OptionalCallback
+from credit_trl.rollout.batch import content_key
 from credit_trl.teacher.models import Teacher
 from credit_trl.teacher.sharding import reshard
 
@@ -105,7 +107,8 @@ class CreditMapCallback(OptionalCallback):
         batch = trainer._generation_batch
         config = with_contrasts(trainer.args)
         own = trainer.context_builder
-        builder = ContextBuilder(own.tokenizer, config, trainer.eos_token_ids, own.render, own.is_multimodal)
+        images = own.is_multimodal, own.reader
+        builder = ContextBuilder(own.tokenizer, config, trainer.eos_token_ids, own.render, *images)
         contexts = build_contexts(batch, builder)
         return [self._rollout(step, i, own, builder) for i, own in enumerate(contexts) if own.teacher is not None]
 
@@ -114,23 +117,27 @@ class CreditMapCallback(OptionalCallback):
         tokenizer = self.trainer._tokenizer
         number = batch.first + sample
         prompt = batch.prompts[sample]
-        text = builder.student_text(prompt, batch.tools[sample] if batch.tools else None)
-        student = builder.tokenize(text, first=isinstance(prompt, str))
+        student = builder.encode(prompt, PrivilegedContext(), batch.tools[sample] if batch.tools else None)
+        read = contexts.images if any(contexts.images) else []
+        shown = [builder.reader.sources(one) if one else [] for one in read]
         return Rollout(
             identifier=f"step {step}, rollout {number}",
-            prompt=prompt,
+            prompt=with_images(prompt, list(map(content_key, images_of(prompt)))),
             token_ids=tuple(batch.completion_ids[sample]),
             privileged=contexts.privileged,
             contrasts=tuple(tokenizer.batch_decode(contexts.contrasts)),
             reward=batch.rewards[number],
-            contexts=RolloutContexts(student, contexts.teacher, contexts.contrasts, contexts.insert_at),
+            contexts=RolloutContexts(student, contexts.teacher, contexts.contrasts, contexts.insert_at, read),
+            images=tuple(tuple(map(data_url, images)) for images in shown or [[]]),
         )
 
     def _read_pinned(self) -> None:
         """Take this process's share of the rollouts of the first file; the number of processes may have changed."""
         accelerator = self.trainer.accelerator
         paths = sorted(self.directory.glob("step-*.json")) if accelerator.is_main_process else []
-        first = [(path.stem, one.response) for path in paths[:1] for one in self.attempt(read_maps, path) or ()]
+        maps = [(path.stem, one) for path in paths[:1] for one in self.attempt(read_maps, path) or ()]
+        # Images are not stored as the model reads them.
+        first = [(stem, one.response) for stem, one in maps if not any(one.response.images)]
         pinned = gather_object(first)
         self._pinned_step = int(pinned[0][0].removeprefix("step-")) if pinned else None
         self._pinned = [rollout for _, rollout in pinned][accelerator.process_index :: accelerator.num_processes]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from io import BytesIO
 from itertools import islice
 from typing import Any
 
@@ -39,6 +41,7 @@ class Rollout:
     reward: float | None = None  # of the verifier
     # Prompts that a trainer built; `prompt`, `privileged` and `contrasts` are then only shown.
     contexts: RolloutContexts | None = None
+    images: tuple[tuple[str, ...], ...] = ((),)  # `data_url` of those of x and of each x'_k; `prompt` has keys of them
 
     @property
     def group(self) -> str:
@@ -60,9 +63,21 @@ class Rollout:
             token_ids=tuple(record.pop("token_ids")),
             privileged=PrivilegedContext(z.get("demonstration"), z.get("feedback"), turns or None),
             contrasts=tuple(record.pop("contrasts")),
-            contexts=None if contexts is None else RolloutContexts(**contexts),
+            contexts=None if contexts is None else RolloutContexts(**contexts | {"images": ()}),  # are not stored
+            images=tuple(map(tuple, record.pop("images", ((),)))),
             **record,
         )
+
+
+def data_url(image: Any, size: int = 256) -> str:
+    """A picture of at most `size` pixels a side for a page; empty for what is no image of Pillow."""
+    if not hasattr(image, "thumbnail"):
+        return ""
+    shown = image.convert("RGB")
+    shown.thumbnail((size, size))
+    buffer = BytesIO()
+    shown.save(buffer, "PNG")
+    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
 
 
 def feedback_text(response: Rollout) -> str | None:

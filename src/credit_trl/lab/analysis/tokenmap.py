@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float, Int
@@ -152,6 +152,8 @@ def map_response(
     tokens = token_texts(checkpoint.tokenizer, response.token_ids)
     distinct = sorted(set(scores.alternatives.ids.flatten().tolist()))
     text_of = {i: token_texts(checkpoint.tokenizer, [i])[0].text for i in distinct}
+    if contexts.images:  # their tensors are not stored
+        response = replace(response, contexts=replace(contexts, images=()))
     return TokenMap(
         response,
         checkpoint.name,

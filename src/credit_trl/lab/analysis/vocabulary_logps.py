@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from credit_trl.contexts.images import PromptImages
 from credit_trl.contexts.tokens import CompletionBatch, TokenContexts
 from credit_trl.loss.head import LMHead, lm_head
 from credit_trl.teacher.models import Teacher
@@ -34,6 +35,7 @@ class RolloutContexts:
     teacher: list[int]  # (x, z)
     contrasts: list[list[int]]  # (x'_k, z), C of them; C may be 0
     insert_at: list[list[int]] | None = None  # of teacher and contrasts
+    images: Sequence[PromptImages | None] = ()  # of teacher and contrasts, not stored; x has the teacher's
 
 
 @dataclass(frozen=True)
@@ -50,8 +52,8 @@ def credit_logps(
 ) -> Iterator[tuple[slice, CreditLogps]]:
     """Yield a slice of positions of y and the log-probabilities there, from one pass of student and teacher each."""
     models = [
-        (checkpoint.student, TokenContexts(contexts.student)),
-        (checkpoint.teacher, TokenContexts(contexts.teacher, contexts.contrasts, contexts.insert_at)),
+        (checkpoint.student, TokenContexts(contexts.student, images=contexts.images[:1])),
+        (checkpoint.teacher, TokenContexts(contexts.teacher, contexts.contrasts, contexts.insert_at, contexts.images)),
     ]
     for rows, (student, teacher) in vocabulary_logps(models, token_ids, temperature=temperature):
         yield rows, CreditLogps(student[0], teacher[0], teacher[1:])

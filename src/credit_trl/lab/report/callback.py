@@ -10,9 +10,12 @@ from typing import Any
 from pandas import DataFrame
 from transformers import TrainerCallback
 from transformers.utils import is_in_notebook
+from trl.data_utils import prepare_multimodal_messages
 from trl.trainer.utils import strip_images_from_messages
 
+from credit_trl.contexts.prompts import images_of
 from credit_trl.lab.analysis.callback import CreditMapCallback
+from credit_trl.lab.analysis.responses import data_url
 from credit_trl.lab.optional import OptionalCallback
 from credit_trl.lab.report.dashboards import send_credit, send_rollouts
 from credit_trl.lab.report.log_lines import print_lines
@@ -109,10 +112,14 @@ class ReportCallback(OptionalCallback):
         columns["advantage"] = own["advantages"]
         frame = DataFrame({name: list(values)[: self.rollouts] for name, values in columns.items()})
         frame.insert(0, "step", step)
+        images = [list(map(data_url, images_of(prompt))) for prompt in frame["prompt"]]
+        if any(images):
+            frame["images"] = images
+            frame["prompt"] = frame["prompt"].map(prepare_multimodal_messages)  # a column has contents of one type
         for name in ("prompt", "completion"):
             frame[name] = frame[name].map(strip_images_from_messages)
         if not self.trainer.log_completions:  # else TRL writes all of them
             path = folder / COMPLETIONS / f"completions_{step:05d}.parquet"
             path.parent.mkdir(parents=True, exist_ok=True)
             frame.to_parquet(path)
-        send_rollouts(self.trainer, frame.to_dict("records"))
+        send_rollouts(self.trainer, frame.drop(columns="images", errors="ignore").to_dict("records"))

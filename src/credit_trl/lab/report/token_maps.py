@@ -99,6 +99,7 @@ def _described(response: Rollout) -> dict[str, Any]:
         "prompt": turns(response.prompt),
         "feedback": feedback_text(response),
         "demonstration": None if z.demonstration is None else visible(z.demonstration),
+        "images": response.images,
         "contrasts": [visible(user_text(prompt)) for prompt in response.contrasts],
         "reward": None if math.isinf(_reward(response)) else _reward(response),
     }
@@ -116,7 +117,9 @@ def _content(turn: dict[str, Any]) -> str:
     parts = [content] if isinstance(content, str | dict) else list(content or ())
     parts += turn.get("tool_calls") or ()
     return "\n".join(
-        part if isinstance(part, str) else str(part.get("text") or json.dumps(part, default=str)) for part in parts
+        part if isinstance(part, str) else str(part.get("text") or json.dumps(part, default=str))
+        for part in parts
+        if isinstance(part, str) or part.get("type") != "image"  # shown as a picture
     )
 
 

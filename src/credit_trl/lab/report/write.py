@@ -138,6 +138,8 @@ def _rollout(row: Mapping[str, Any]) -> dict[str, Any]:
             shown[name] = [turn | {"text": _shortened(turn["text"])} for turn in turns(value)]
         elif name in ("feedback", "teacher_prompt"):
             shown[name] = None if value is None else _shortened(visible(str(value)))
+        elif name == "images":
+            shown[name] = list(value)
         elif name != "step" and isinstance(value, int | float) and not isinstance(value, bool):
             shown["rewards"][visible(name)] = value if math.isfinite(value) else str(value)
     return shown

@@ -257,6 +257,16 @@ function labelled(name, text, className) {
   return box;
 }
 
+// Pictures of a prompt; other addresses than PNG data are dropped.
+function pictures(urls) {
+  const box = element("div", "pictures");
+  for (const url of (urls || []).filter((url) => url.startsWith("data:image/png;base64,"))) {
+    box.append(element("img"));
+    box.lastChild.src = url;
+  }
+  return box.childElementCount ? [box] : [];
+}
+
 function cardOf(rollout, isOpen) {
   const card = element("details", "rollout"), summary = element("summary"), box = element("div");
   const rewards = Object.entries(rollout.rewards).filter(([name]) => name !== "s_mean" && name !== "advantage");
@@ -265,7 +275,7 @@ function cardOf(rollout, isOpen) {
   const said = rollout.completion.map((turn) => turn.text).join("\n");
   summary.append(element("span", "reward", facts.join(" · ")), element("span", "line", said.replaceAll("\n", " ")));
   const several = rollout.completion.length > 1;
-  box.append(...rollout.prompt.map((turn) => labelled(turn.role, turn.text)));
+  box.append(...pictures(rollout.images), ...rollout.prompt.map((turn) => labelled(turn.role, turn.text)));
   box.append(...rollout.completion.map((turn) => labelled(several ? "completion, " + turn.role : "completion", turn.text)));
   if (rollout.feedback) box.append(labelled("feedback", rollout.feedback));
   if (rollout.teacher_prompt) {
@@ -324,13 +334,14 @@ function meanings(quantity) {
 
 function showContext() {
   const response = maps.responses[state.response], section = byId("context");
-  section.replaceChildren(...response.prompt.map((turn) => labelled(turn.role, turn.text)));
+  section.replaceChildren(...pictures(response.images[0]), ...response.prompt.map((turn) => labelled(turn.role, turn.text)));
   if (response.feedback !== null) section.append(labelled("feedback z, reward " + number(response.reward, 2), response.feedback));
   const folded = response.demonstration === null ? [] : [["demonstration in z", [response.demonstration]]];
   if (response.contrasts.length) folded.push(["contrast prompts x′ (" + response.contrasts.length + ")", response.contrasts]);
   for (const [name, texts] of folded) {
     const details = element("details");
-    details.append(element("summary", "", name), ...texts.map((text) => element("pre", "text", text)));
+    const shown = (i) => (texts === response.contrasts ? pictures(response.images[i + 1]) : []);
+    details.append(element("summary", "", name), ...texts.flatMap((text, i) => [...shown(i), element("pre", "text", text)]));
     section.append(details);
   }
 }

@@ -1,0 +1,173 @@
+"""Images of a prompt: the text that stands for them, and the tensors that the model reads beside its token ids.
+
+The processor of the model is called once for each distinct list of images, with nothing else. `ContextBuilder` then
+encodes the prompt as any text, so that the processor never sees z: a placeholder in z stays text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from credit_trl.rollout.batch import content_key
+
+# Outputs of processors that TRL passes on. Others, such as masks of cross-attention, depend on the whole prompt.
+_IMAGE_INPUTS = {
+    *"pixel_values image_grid_thw pixel_attention_mask spatial_shapes image_sizes image_position_ids".split()
+}
+_TYPE_INPUTS = ("mm_token_type_ids", "token_type_ids")
+_MARK = "\x04"  # between the images of a text that the processor expands
+
+
+@dataclass(frozen=True)
+class PromptImages:
+    """The images of one prompt as the model reads them."""
+
+    tensors: dict[str, Tensor]  # first dimension: images, tiles or patches
+    modalities: dict[int, int]  # token id -> modality, of tokens that are not text
+    types_name: str | None  # name of the model's input with the modality of each token, if it has one
+
+
+torch.serialization.add_safe_globals([PromptImages])  # checkpoints hold rollouts
+
+
+class ImageReader:
+    """Reads lists of images with the processor of a model, each once until `clear`."""
+
+    def __init__(self, processor: Any) -> None:
+        self.processor = processor
+        self._read: dict[str, tuple[PromptImages, list[str], Sequence[Any]]] = {}
+
+    @property
+    def placeholder_ids(self) -> set[int]:
+        """Token ids that stand for an image in a rendered prompt or in an expanded one."""
+        tokenizer = self.processor.tokenizer
+        named = (getattr(owner, "image_token_id", None) for owner in (self.processor, tokenizer))
+        return {tokenizer.convert_tokens_to_ids(self.processor.image_token), *named} - {None}
+
+    def clear(self) -> None:
+        self._read.clear()
+
+    def read(self, images: Sequence[Any]) -> PromptImages | None:
+        """Inputs of the model for the images of a prompt; None without images.
+
+        Raises:
+            ValueError: the processor returns inputs that cannot be combined with a longer text.
+        """
+        return self._cached(images)[0] if images else None
+
+    def sources(self, own: PromptImages) -> Sequence[Any]:
+        """The images that were read as `own`."""
+        return next(images for read, _, images in self._read.values() if read is own)
+
+    def expand(self, text: str, images: Sequence[Any]) -> str:
+        """A rendered prompt in which each placeholder is replaced by the text that stands for its image.
+
+        Raises:
+            ValueError: the text does not have one placeholder for each image.
+        """
+        if not images:
+            return text
+        start, *pieces = text.split(self.processor.image_token)
+        if len(pieces) != len(images):
+            raise ValueError(
+                f"The chat template renders {len(pieces)} placeholders {self.processor.image_token!r} for a prompt "
+                f"with {len(images)} images. Use a `chat_template` that renders each image part once, and texts "
+                "without the placeholder."
+            )
+        return start + "".join(map("".join, zip(self._cached(images)[1], pieces, strict=True)))
+
+    def _cached(self, images: Sequence[Any]) -> tuple[PromptImages, list[str], Sequence[Any]]:
+        key = " ".join(map(content_key, images))
+        if key not in self._read:
+            self._read[key] = (*self._process(images), images)
+        return self._read[key]
+
+    def _process(self, images: Sequence[Any]) -> tuple[PromptImages, list[str]]:
+        tokenizer = self.processor.tokenizer
+        recorder = _Recorder(tokenizer)
+        self.processor.tokenizer = recorder
+        try:
+            text = _MARK.join([self.processor.image_token] * len(images))
+            outputs = self.processor(images=[list(images)], text=[text], return_tensors="pt")
+        finally:
+            self.processor.tokenizer = tokenizer
+        ids = outputs.pop("input_ids")[0].tolist()
+        outputs.pop("attention_mask", None)
+        name = next((name for name in _TYPE_INPUTS if name in outputs), None)
+        types = outputs.pop(name)[0].tolist() if name else [0] * len(ids)
+        if unknown := sorted(set(outputs) - _IMAGE_INPUTS):
+            raise ValueError(
+                f"`{type(self.processor).__name__}` returns {', '.join(unknown)}, which cannot be formed for the "
+                "longer prompt of the teacher. Set `distillation_weight=0` (GRPO), or use a model of another family."
+            )
+        modalities = {token: modality for token, modality in zip(ids, types, strict=True) if modality}
+        return PromptImages(dict(outputs), modalities, name), recorder.text.split(_MARK)
+
+
+class _Recorder:
+    """A tokenizer that keeps the last text that it was given."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.text = ""
+
+    def __call__(self, text: list[str], **options: Any) -> Any:
+        self.text = text[0]
+        return self.tokenizer(text, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.tokenizer, name)
+
+
+def joined_images(
+    images: Sequence[PromptImages], ids: Sequence[Sequence[int]], *, with_pixels: bool = True
+) -> dict[str, Tensor]:
+    """Inputs of the model for several prompts, in the order of their rows.
+
+    Args:
+        images: of the rows that have some, at least one.
+        ids: of each row, padded to one length; a model may read the modality of each.
+        with_pixels: include what only the vision tower reads.
+    """
+    names = [name for name in images[0].tensors if with_pixels or not name.startswith("pixel")]
+    inputs = {name: _joined([own.tensors[name] for own in images]) for name in names}
+    if name := images[0].types_name:
+        modalities: dict[int, int] = {}
+        for own in images:
+            modalities |= own.modalities
+        inputs[name] = torch.tensor([[modalities.get(token, 0) for token in row] for row in ids])
+    return inputs
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    """Parts along the first dimension; the others are padded with 0, as processors pad images and tiles."""
+    sizes = [max(of_dimension) for of_dimension in zip(*(part.shape[1:] for part in parts), strict=True)]
+    padded = []
+    for part in parts:
+        missing = [size - own for size, own in zip(sizes, part.shape[1:], strict=True)]
+        padded.append(pad(part, [side for count in reversed(missing) for side in (0, count)]))
+    return torch.cat(padded)
+
+
+def trl_image_fields(batch: dict[str, Any]) -> dict[str, Any]:
+    """The images of a micro-batch as TRL's forward pass reads them; nothing where it has none.
+
+    TRL's own fields cannot be split for every mixture of prompts with and without images. Here all images belong to
+    the first sample: TRL reads the micro-batch in one slice.
+    """
+    images = batch.get("prompt_images") or []
+    present = [own for own in images if own is not None]
+    if not present:
+        return {}
+    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+    fields = {name: values.to(ids.device) for name, values in joined_images(present, ids.tolist()).items()}
+    pixels = fields["pixel_values"]
+    others = [0] * (len(images) - 1)
+    count = len(fields.get("image_grid_thw", pixels))
+    return fields | {"num_images": [count, *others], "num_tiles": [len(pixels), *others]}

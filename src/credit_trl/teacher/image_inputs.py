@@ -1,0 +1,87 @@
+"""Inputs of a forward pass whose prompts have images; the vision tower encodes each list of images once."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from credit_trl.contexts.images import PromptImages, joined_images
+from credit_trl.teacher.causal_lm import backbone, unwrap_adapters
+from credit_trl.teacher.packing import to_device
+
+
+def image_inputs(
+    model: nn.Module,
+    ids: Sequence[Sequence[int]],
+    images: Sequence[PromptImages | None],
+    device: torch.device,
+    encoded: dict[int, Any],
+) -> dict[str, Any]:
+    """Inputs beside the token ids for rows that are padded on the right; nothing where no row has images.
+
+    The model forms its own mask and positions: tokens of an image may see each other, and have two-dimensional
+    positions. Call it where the backbone is called, as it runs the tower, on one list of images at a time: a pass
+    holds the tower's activations of one prompt, whatever its budget of tokens.
+
+    Args:
+        model: the causal LM, perhaps with adapters.
+        ids: of each row, without padding.
+        images: of each row.
+        encoded: the tower's outputs by the identity of the images, to which new ones are added. Keep it while neither
+            images nor weights change.
+
+    Raises:
+        ValueError: the model has no vision tower.
+    """
+    present = [own for own in images if own is not None]
+    if not present:
+        return {}
+    width = max(map(len, ids))
+    tower = backbone(model)
+    if not hasattr(tower, "get_image_features"):
+        raise ValueError(
+            f"The prompts have images, and `{type(unwrap_adapters(model)).__name__}` has no vision tower. Use a "
+            "vision-language model, also as `teacher_model_name_or_path`."
+        )
+    takes_features = "mm_encoder_outputs" in inspect.signature(tower.forward).parameters
+    padded = [[*row, *[0] * (width - len(row))] for row in ids]
+    inputs: dict[str, Any] = joined_images(present, padded, with_pixels=not takes_features)
+    inputs["attention_mask"] = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in ids])
+    inputs = {name: to_device(values, device) for name, values in inputs.items()}
+    if takes_features:
+        for own in present:
+            if id(own) not in encoded:
+                names = inspect.signature(tower.get_image_features).parameters.keys() & own.tensors.keys()
+                read = {name: to_device(own.tensors[name], device) for name in names}
+                encoded[id(own)] = tower.get_image_features(**read, return_dict=True)
+        inputs["mm_encoder_outputs"] = {"image": _joined_features([encoded[id(own)] for own in present])}
+    return inputs
+
+
+def _joined_features(outputs: list[Any]) -> Any:
+    """Outputs of the tower for several lists of images as one: features of each image, and of each layer."""
+    joined = {"pooler_output": _joined([own.pooler_output for own in outputs])}
+    if getattr(outputs[0], "deepstack_features", None) is not None:
+        layers = zip(*(own.deepstack_features for own in outputs), strict=True)
+        joined["deepstack_features"] = list(map(_joined, layers))
+    return type(outputs[0])(**joined)
+
+
+def _joined(features: Sequence[Any]) -> Any:
+    """Features as one tensor, or as one list of the features of each image."""
+    return torch.cat(features) if isinstance(features[0], Tensor) else list(chain.from_iterable(features))
+
+
+def zero_of_tower(model: nn.Module) -> Tensor | float:
+    """0 with a gradient of 0 for every trained parameter outside of the language model.
+
+    DDP waits for the gradients of the tower also on a process whose micro-batch has no images.
+    """
+    causal_lm = unwrap_adapters(model)
+    read = {id(p) for part in (causal_lm.get_decoder(), causal_lm.get_output_embeddings()) for p in part.parameters()}
+    return sum(p.flatten()[0] * 0.0 for p in causal_lm.parameters() if p.requires_grad and id(p) not in read)

@@ -1,0 +1,104 @@
+"""Checks of prompts with images: what the teacher would read otherwise than the student, or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from accelerate import Accelerator
+from datasets import Dataset
+
+from credit_trl.config import CreditConfig
+from credit_trl.contexts.builder import ContextBuilder
+from credit_trl.contexts.prompts import images_of, row_prompt
+from credit_trl.contexts.tokens import PrivilegedContext
+from credit_trl.rollout.batch import Prompt
+from credit_trl.teacher.sharding import is_zero3
+
+
+def check_image_options(args: CreditConfig, accelerator: Accelerator, has_processor: bool) -> None:
+    """Raise a `ValueError` where a run cannot train on prompts with images."""
+    if not has_processor:
+        raise ValueError(
+            "The prompts have images, and `processing_class` is a tokenizer. Pass the processor of a vision-language "
+            "model, or remove the images."
+        )
+    if args.packed:
+        raise ValueError(
+            "`packed=True` does not support images: placeholders have the same ids whatever the image. Set "
+            "`packed=False`."
+        )
+    if accelerator.distributed_type == "FSDP" or is_zero3(accelerator):
+        raise ValueError(
+            "FSDP2 and ZeRO-3 do not support prompts with images: a pass without images would not gather the vision "
+            "tower's weights as the others do. Use DDP or ZeRO-2, with LoRA if memory is short."
+        )
+
+
+def check_image_rows(
+    datasets: dict[str, Any],
+    builder: ContextBuilder,
+    accelerator: Accelerator,
+    tokenize: Callable[[list[Prompt]], Any] | None,
+    tools: list[Any] | None,
+) -> None:
+    """Check the options for datasets with images, and the first prompt of each; streams are not read.
+
+    Args:
+        tokenize: prompts to a tuple that begins with the student's ids of each; None where environments add to them.
+    """
+    for name, dataset in datasets.items():
+        columns = {*(getattr(dataset, "column_names", None) or ())}
+        prompt: Prompt = ""
+        if isinstance(dataset, Dataset) and len(dataset) and "prompt" in columns:
+            prompt = row_prompt(dataset.select_columns([*columns & {"prompt", "image", "images"}])[0])
+        if columns & {"image", "images"} or images_of(prompt):
+            check_image_options(builder.config, accelerator, builder.reader is not None)
+        builder.read_images(prompt)
+        if images_of(prompt) and tokenize is not None:
+            ids = tokenize([prompt])[0][0]
+            check_ids(f"The first prompt of `{name}`", prompt, ids, builder, tools)
+            check_room(f"The first prompt of `{name}`", ids, builder.config)
+
+
+def check_rollout_images(
+    tool_images: Sequence[Any],
+    prompt_ids: Sequence[Sequence[int]],
+    prompts: Sequence[Prompt],
+    builder: ContextBuilder,
+    tools: Sequence[list[Any] | None],
+    *,
+    is_first: bool,
+) -> None:
+    """Check that only prompts have images, that the teacher reads the same ids, and at first that z has room."""
+    if any(tool_images):
+        raise ValueError(
+            "A tool returned an image. With distillation only prompts may have images: return text, or set "
+            "`distillation_weight=0` (GRPO)."
+        )
+    samples = zip(prompt_ids, prompts, tools or [None] * len(prompts), strict=True)
+    distinct = {tuple(ids): (prompt, own) for ids, prompt, own in samples if images_of(prompt)}
+    for ids, (prompt, own) in distinct.items():
+        check_ids("A prompt", prompt, ids, builder, own)
+        if is_first:  # later ones count in `credit/frac_without_teacher`
+            check_room("A prompt", ids, builder.config)
+
+
+def check_ids(name: str, prompt: Prompt, ids: Sequence[int], builder: ContextBuilder, tools: list[Any] | None) -> None:
+    """Raise a `ValueError` where the student's ids of a prompt are not those of the teacher's without z."""
+    own = builder.encode(prompt, PrivilegedContext(), tools)
+    if own != list(ids):
+        raise ValueError(
+            f"{name} has {len(ids)} tokens for the student and {len(own)} for the teacher, or other ones: the "
+            "processor changes the text around its images. Use a processor that replaces the placeholders only."
+        )
+
+
+def check_room(name: str, ids: Sequence[int], config: CreditConfig) -> None:
+    """Raise a `ValueError` where a prompt with images fills the budget of the teacher's prompt."""
+    if len(ids) >= config.max_reprompt_len:
+        raise ValueError(
+            f"{name} has {len(ids)} tokens with its images, which leaves no room for z in "
+            f"`max_reprompt_len={config.max_reprompt_len}`. Increase it, or lower the resolution of the processor, "
+            "such as its `max_pixels`."
+        )

@@ -1,0 +1,512 @@
+"""Prompts with images: `CreditTrainer` against plain forward passes over single sequences, in fp64."""
+
+import base64
+import json
+import re
+import shutil
+from dataclasses import dataclass, replace
+from functools import wraps
+from io import BytesIO
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset, IterableDataset
+from peft import LoraConfig
+from PIL import Image
+from torch import Tensor, nn
+from torch.testing import assert_close
+from transformers import BatchFeature
+from trl import GRPOConfig, GRPOTrainer
+
+from credit_trl import CreditConfig, CreditTrainer
+from credit_trl.contexts.images import PromptImages
+from credit_trl.contexts.prompts import row_prompt
+from credit_trl.contexts.tokens import PrivilegedContext, TokenContexts
+from credit_trl.evaluation import evaluate
+from credit_trl.lab.analysis.callback import CreditMapCallback
+from credit_trl.lab.analysis.responses import data_url
+from credit_trl.lab.analysis.tokenmap_json import read_maps
+from credit_trl.lab.report.callback import ReportCallback
+from credit_trl.rollout.batch import content_key, prompt_key
+from credit_trl.tasks.registry import Task
+from credit_trl.teacher.models import make_teacher
+from credit_trl.training import check_images
+from dense import buckets, divergence, gradients, move
+from tiny import QUIET, build_model
+from vlm import FAMILIES, build_vlm, image_verdicts, picture, rows
+
+LORA = LoraConfig(r=2, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+# Families and options of a generation batch with 0, 1 and 2 images a prompt.
+CASES = [
+    *((family, {"distillation_topk": topk}) for family in FAMILIES for topk in (5, None)),
+    *(("Qwen2_5_VL", {"contrastive_count": 2, "distillation_alpha": alpha}) for alpha in (0.0, 0.5)),
+    *(("Gemma3", {"contrastive_count": 2, "teacher_model_kind": kind}) for kind in ("base", "live")),
+    *((family, {"contrastive_count": 2, "peft_config": LORA}) for family in ("Qwen3VL", "Idefics3")),
+    ("Qwen2_5_VL", {"contrastive_source": "other_images"}),
+    ("LlavaNext", {"contrastive_source": "without_images"}),
+]
+
+
+@dataclass
+class Batch:
+    """A generation batch of a trainer, before it is shuffled and split."""
+
+    trainer: CreditTrainer
+    inputs: dict[str, Any]
+    prompts: list[Any]  # of the rows, in the order of the samples
+    contexts: list[TokenContexts]
+
+
+@pytest.fixture
+def make_batch(make_config, tmp_path):
+    """A function that runs one rollout; other options are those of `make_config`."""
+
+    def make(family="Qwen2_5_VL", given=None, peft_config=None, **options) -> Batch:
+        given = rows() if given is None else given
+        model, processor = build_vlm(family)
+        common = {"num_generations": 2, "per_device_train_batch_size": 2 * len(given), "loss_type": "grpo"}
+        common |= {"contrastive_coef": 0.3, "distillation_topk": 5, "max_reprompt_len": 512}
+        config = make_config(**common | options)
+        if config.beta:  # TRL loads the reference model
+            model.save_pretrained(tmp_path / "model")
+            model.config._name_or_path = str(tmp_path / "model")
+        dataset = Dataset.from_list(given)
+        trainer = CreditTrainer(
+            model, image_verdicts, config, dataset, processing_class=processor, peft_config=peft_config
+        )
+        if config.teacher_model_kind != "live":
+            move(trainer.teacher.named_weights().values())
+        trainer.current_gradient_accumulation_steps = 1
+        trainer.model.train()
+        seen = []
+        build = trainer._build_contexts
+        trainer._build_contexts = lambda batch: seen.append(build(batch)) or seen[-1]
+        inputs = trainer._generate_and_score_completions([row for row in dataset for _ in range(2)])
+        return Batch(trainer, inputs, [row for row in given for _ in range(2)], seen[0])
+
+    return make
+
+
+def plain_logps(model: nn.Module, processor: Any, ids: list[int], images: list[Any], completion: list[int]) -> Tensor:
+    """(t, V) log-probabilities of a completion, by the processor's own tensors and a pass over one sequence."""
+    read = torch.tensor([ids + completion])
+    inputs = {"input_ids": read, "attention_mask": torch.ones_like(read)}
+    if images:
+        own = processor(images=[images], text=[processor.image_token * len(images)], return_tensors="pt")
+        inputs |= {name: own[name] for name in own.keys() - inputs.keys()}
+        for name in inputs.keys() & {"mm_token_type_ids", "token_type_ids"}:
+            inputs[name] = (read == model.config.image_token_id).long()
+    return model(**inputs).logits[0, len(ids) - 1 : -1].log_softmax(-1)
+
+
+def shown(batch: Batch, ids: list[int], k: int) -> list[Any]:
+    """Images of the k-th prompt of a sample, or of the student's where k is 0, by the question in its ids."""
+    text = batch.trainer._tokenizer.decode(ids)
+    [row] = [i for i in range(4) if f"What is {i}?" in text]
+    source = batch.trainer.args.contrastive_source if k else "batch"
+    if source == "without_images":
+        return []
+    return rows()[{0: 3, 3: 0}[row] if source == "other_images" else row]["images"]
+
+
+def plain_loss(batch: Batch, read=shown) -> Tensor:
+    """Lines 2 to 7 of Algorithm 1; `read` gives the images of a prompt, see `shown`."""
+    config, processor = batch.trainer.args, batch.trainer.processing_class
+    policy = batch.trainer.model
+    losses = []
+    for i, own in enumerate(batch.contexts):
+        length = int(batch.inputs["completion_mask"][i].sum())
+        completion = batch.inputs["completion_ids"][i, :length].tolist()
+        student = batch.inputs["prompt_ids"][i][batch.inputs["prompt_mask"][i].bool()].tolist()
+        p = plain_logps(policy, processor, student, read(batch, student, 0), completion)
+        with torch.no_grad(), batch.trainer.teacher.active() as teacher:
+            f, *g = (
+                plain_logps(teacher, processor, ids, read(batch, ids, k), completion)
+                for k, (ids, _) in enumerate(own.sequences())
+            )
+        support = f.topk(config.distillation_topk or f.shape[-1]).indices
+        target = buckets(f, support, "bucket")
+        if g:
+            target = target - config.contrastive_coef * sum(buckets(x, support, "bucket") for x in g) / len(g)
+        losses.append(divergence(buckets(p, support, "bucket"), target, config.distillation_alpha).mean())
+    return torch.stack(losses).mean()
+
+
+@pytest.mark.parametrize(("family", "options"), CASES)
+def test_loss_and_gradients_with_images_are_those_of_algorithm_1(make_batch, family, options):
+    batch = make_batch(family, **options)
+    assert [len(own.contrasts) for own in batch.contexts]
+    model = batch.trainer.model
+    ours, theirs = batch.trainer.compute_loss(model, batch.inputs), plain_loss(batch)
+    assert_close(ours.detach(), theirs.detach(), rtol=1e-12, atol=1e-12)
+    found, expected = gradients(ours, model), gradients(theirs, model)
+    assert found.keys() == expected.keys()
+    assert any("vis" in name for name in expected) or "peft_config" in options
+    difference = torch.cat([(found[name] - gradient).flatten() for name, gradient in expected.items()]).norm()
+    size = torch.cat([gradient.flatten() for gradient in expected.values()]).norm()
+    assert difference <= size * 1e-9
+
+
+@pytest.mark.parametrize(
+    "break_images",
+    [
+        lambda own: replace(own, images=[own.images[0]] * len(own.images)),
+        lambda own: replace(own, images=[one and _reversed(one) for one in own.images]),
+        lambda own: replace(own, images=[one and replace(one, modalities={}) for one in own.images]),
+    ],
+    ids=["x's images under x'", "images in reverse order", "all tokens are text"],
+)
+def test_wrong_images_change_the_loss(make_batch, break_images):
+    given = rows((2, 2), sizes=((24, 24),))
+    batch = make_batch(given=given)
+    trainer = batch.trainer
+    loss = trainer.compute_loss(trainer.model, batch.inputs)
+    broken = [break_images(own) for own in batch.contexts]
+    scores = trainer.credit_step.prepare(trainer._generation_batch, batch.inputs, broken)
+    assert (loss - trainer.compute_loss(trainer.model, batch.inputs | scores)).abs() > 1e-4
+
+
+def _reversed(one: PromptImages) -> PromptImages:
+    parts = one.tensors["pixel_values"].chunk(2)
+    return replace(one, tensors=one.tensors | {"pixel_values": torch.cat(parts[::-1])})
+
+
+def test_pictures_of_equal_size_and_text_are_told_apart(make_batch):
+    batch = make_batch(given=rows((1, 1), sizes=((24, 24),), same_text=True))
+    first, second = batch.contexts[0], batch.contexts[2]
+    assert first.teacher == first.contrasts[0]  # by their ids
+    pixels = [[one.tensors["pixel_values"] for one in own.images] for own in (first, second)]
+    assert torch.equal(pixels[0][0], pixels[1][1])
+    assert torch.equal(pixels[0][1], pixels[1][0])
+    assert not torch.equal(pixels[0][0], pixels[0][1])
+    keys = {prompt_key([{"role": "user", "content": [{"type": "image", "image": picture(i)}]}]) for i in range(9)}
+    assert len(keys) == 9  # objects at one address, one after the other
+    assert content_key(picture(1)) == content_key(picture(1).copy())
+    palettes = [picture(1).convert("P"), picture(1).convert("P")]
+    palettes[1].putpalette(range(256))
+    assert len(set(map(content_key, [*palettes, *(torch.full((900, 900), x) for x in (0, 1))]))) == 4
+
+
+def test_placeholders_in_the_privileged_context_stay_text(make_batch):
+    """Its feedback has the placeholders of all families; a demonstration has more."""
+    batch = make_batch("Qwen3VL")
+    builder = batch.trainer.context_builder
+    soft = batch.trainer.model.config.image_token_id
+    for row in rows():
+        prompt = row_prompt(row)
+        student = builder.encode(prompt, PrivilegedContext())
+        for text in ("<|image_pad|>", "<|vision_start|><|image_pad|><|vision_end|>", "<image>\x04\x02"):
+            z = PrivilegedContext(text, text)
+            ids = builder.build(prompt, z).teacher
+            assert ids.count(soft) == student.count(soft)
+            assert builder.tokenizer.decode(ids).count(text) == 2 + (
+                student.count(soft) if text == "<|image_pad|>" else 0
+            )
+    (alone,) = batch.trainer._tokenize_prompts([row_prompt(rows()[2])])[0]
+    assert builder.encode(row_prompt(rows()[2]), PrivilegedContext()) == alone
+    with pytest.raises(ValueError, match="placeholders"):
+        builder.student_text(row_prompt(rows((1,))[0] | {"prompt": [{"role": "user", "content": "<|image_pad|>"}]}))
+
+
+@pytest.mark.parametrize("family", ["Qwen2_5_VL", "Gemma3"])
+def test_contexts_are_what_the_processor_forms_of_the_whole_text(make_batch, family):
+    """With a feedback that it may read: images keep their places, and the template surrounds the text parts."""
+    batch = make_batch(family)
+    builder, processor = batch.trainer.context_builder, batch.trainer.processing_class
+    parts = [
+        {"type": "text", "text": "Before"},
+        {"type": "image", "image": picture(1)},
+        {"type": "text", "text": "after?"},
+    ]
+    prompt = [
+        {"role": "user", "content": "Earlier"},
+        {"role": "assistant", "content": "Yes"},
+        {"role": "user", "content": parts},
+    ]
+    z = PrivilegedContext(feedback="It is red.")
+    shown = batch.trainer.args.feedback_template.format(feedback_raw=z.feedback)
+    end = batch.trainer.args.reprompt_template.format(prompt="", solution="", feedback=shown)
+    whole = [*prompt[:2], {"role": "user", "content": [*parts, {"type": "text", "text": end}]}]
+    text = processor.apply_chat_template(whole, tokenize=False, add_generation_prompt=True)
+    expected = processor(images=[[picture(1)]], text=[text])["input_ids"][0]
+    assert builder.build(prompt, z).teacher == list(expected)
+
+
+def test_weight_0_is_grpo(make_config):
+    ends = []
+    for trainer_class, config_class, verdicts in (
+        (GRPOTrainer, GRPOConfig, lambda **columns: [v.reward for v in image_verdicts(**columns)]),
+        (CreditTrainer, CreditConfig, image_verdicts),
+    ):
+        model, processor = build_vlm("Qwen2_5_VL", torch.float32)
+        options = {name: getattr(make_config(max_steps=3), name) for name in QUIET | {"max_steps": 1, "seed": 1}}
+        options |= {"per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 6}
+        weight = {"distillation_weight": 0.0} if config_class is CreditConfig else {}
+        config = config_class(str(make_config().output_dir), learning_rate=1e-2, **options, **weight)
+        dataset = Dataset.from_list(rows((1, 1, 1, 1)))
+        trainer = trainer_class(model, verdicts, config, dataset, processing_class=processor)
+        trainer.train()
+        ends.append({name: p.detach().clone() for name, p in trainer.model.named_parameters()})
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+
+
+@pytest.fixture
+def train(make_config, tmp_path):
+    """A function that trains on images in fp64, in a folder, and returns the trainer."""
+
+    def run(name, resume=None, shows=False, **options) -> CreditTrainer:
+        model, processor = build_vlm(options.pop("family", "Qwen2_5_VL"))
+        common = {"output_dir": str(tmp_path / name), "num_generations": 2, "per_device_train_batch_size": 4}
+        common |= {"gradient_accumulation_steps": 2, "optim": "sgd", "learning_rate": 1e-2, "max_grad_norm": 0.0}
+        config = make_config(**common | {"max_steps": 1, "teacher_update_rate": 0.2} | options)
+        dataset = Dataset.from_list(rows())
+        evaluated = dataset if config.eval_strategy != "no" else None
+        trainer = CreditTrainer(model, image_verdicts, config, dataset, evaluated, processing_class=processor)
+        for callback in (CreditMapCallback, ReportCallback):
+            trainer.remove_callback(callback)
+        if shows:
+            trainer.add_callback(CreditMapCallback(trainer, every=1, rollouts=8))
+            trainer.add_callback(ReportCallback(trainer))
+        trainer.train(resume_from_checkpoint=resume)
+        return trainer
+
+    return run
+
+
+def assert_same_weights(one, other, tolerance):
+    for (name, ours), theirs in zip(one.model.named_parameters(), other.model.parameters(), strict=True):
+        assert_close(ours, theirs, rtol=0, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_micro_batches_and_parts_give_the_same_weights(train):
+    """However TRL's shuffled generation batch is split; a sample's images stay with it."""
+    whole = train("whole", per_device_train_batch_size=8, gradient_accumulation_steps=1)
+    start, _ = build_vlm("Qwen2_5_VL")
+    pairs = zip(whole.model.parameters(), start.parameters(), strict=True)
+    assert any((own - other).abs().max() > 1e-5 for own, other in pairs)
+    assert_same_weights(whole, train("split"), 1e-10)
+    assert_same_weights(whole, train("parts", update_batch_tokens=64), 1e-10)
+
+
+def test_run_resumed_inside_a_generation_batch_is_equal_bitwise(train, tmp_path):
+    options = {"steps_per_generation": 4, "num_iterations": 2, "max_steps": 4, "distillation_weight": 0.5}
+    options |= {"per_device_train_batch_size": 2, "save_strategy": "steps", "save_steps": 1}
+    options |= {"family": "Gemma3", "eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4}
+    whole = train("whole", **options)
+    assert all(torch.isfinite(torch.tensor(row["loss"])) for row in whole.state.log_history if "loss" in row)
+    assert any("eval_loss" in row for row in whole.state.log_history)
+    shutil.copytree(tmp_path / "whole" / "checkpoint-1", tmp_path / "resumed" / "checkpoint-1")
+    resumed = train("resumed", resume=True, **options)
+    assert resumed.state.global_step == 4
+    assert_same_weights(whole, resumed, 0.0)
+
+
+@pytest.mark.parametrize("family", ["Qwen2_5_VL", "LlavaNext", "Idefics3"])
+def test_stored_log_probabilities_are_those_of_plain_passes(make_batch, family):
+    """Of the policy, for the ratio, and of the reference model of GRPO's KL penalty; both losses read the images."""
+    batch = make_batch(family, distillation_weight=0.5, beta=0.1, num_iterations=2, per_device_train_batch_size=4)
+    trainer, inputs = batch.trainer, batch.inputs
+    for i, ids in enumerate(inputs["prompt_ids"]):
+        length = int(inputs["completion_mask"][i].sum())
+        completion = inputs["completion_ids"][i, :length]
+        prompt = ids[inputs["prompt_mask"][i].bool()].tolist()
+        images = batch.prompts[i]["images"]
+        with torch.no_grad():
+            plain = plain_logps(trainer.model, trainer.processing_class, prompt, images, completion.tolist())
+        expected = plain.gather(1, completion[:, None]).squeeze(1)
+        for name in ("old_per_token_logps", "ref_per_token_logps"):
+            assert_close(inputs[name][i, :length].double(), expected, rtol=1e-5, atol=1e-5)
+    assert torch.isfinite(trainer.compute_loss(trainer.model, inputs))
+
+
+@pytest.mark.parametrize("family", ["Qwen3VL", "Idefics3"])
+def test_the_tower_encodes_each_prompts_images_once_in_scoring(make_batch, family, monkeypatch):
+    """Four prompts with four images, two rollouts and two contrasts each: 36 images are read, in three lists."""
+    batch = make_batch(family, contrastive_count=2, scoring_batch_tokens=128)
+    trainer = batch.trainer
+    calls = []
+    with trainer.teacher.active() as teacher:
+        tower = teacher.model
+        encode = tower.get_image_features
+
+        @wraps(encode)
+        def counted(*own, **named):
+            calls.append(1)
+            return encode(*own, **named)
+
+        monkeypatch.setattr(tower, "get_image_features", counted)
+        scores = trainer.credit_step.prepare(trainer._generation_batch, batch.inputs, batch.contexts)
+    assert len(calls) == 3
+    for name, values in scores.items():
+        assert_close(values, batch.inputs[name], rtol=1e-9, atol=1e-9)  # of larger passes
+
+
+def test_frozen_tower_is_shared_with_the_teacher_and_not_stored():
+    model, _ = build_vlm("Gemma3")
+    model.model.vision_tower.requires_grad_(False)
+    teacher = make_teacher("ema", model)
+    frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
+    own = dict(teacher.model.named_parameters())
+    assert frozen
+    assert all((own[name] is p) == (name in frozen) for name, p in model.named_parameters())
+    assert teacher.named_weights().keys() == own.keys() - frozen
+    move(p for p in model.parameters() if p.requires_grad)
+    teacher.update(0.5)
+    assert all(p.requires_grad for name, p in model.named_parameters() if name not in frozen)
+
+
+def test_another_vlm_is_a_teacher_and_a_text_model_is_refused(make_batch, tmp_path):
+    model, processor = build_vlm("Qwen3VL", seed=3)
+    model.save_pretrained(tmp_path / "vlm")
+    processor.tokenizer.save_pretrained(tmp_path / "vlm")
+    options = {"teacher_model_kind": "model", "teacher_model_name_or_path": str(tmp_path / "vlm")}
+    batch = make_batch("Qwen3VL", teacher_model_init_kwargs={"dtype": "float64"}, **options)
+    loss = batch.trainer.compute_loss(batch.trainer.model, batch.inputs)
+    assert_close(loss.detach(), plain_loss(batch).detach(), rtol=1e-6, atol=1e-6)
+    build_model(processor.tokenizer).save_pretrained(tmp_path / "text")
+    processor.tokenizer.save_pretrained(tmp_path / "text")
+    with pytest.raises(ValueError, match="`Qwen3ForCausalLM` has no vision tower"):
+        make_batch("Qwen3VL", **options | {"teacher_model_name_or_path": str(tmp_path / "text")})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tokenizer": True}, "`processing_class` is a tokenizer. Pass the processor"),
+        ({"packed": True}, "`packed=True` does not support images.*`packed=False`"),
+        ({"sharded": True}, "FSDP2 and ZeRO-3 do not support prompts with images"),
+        ({"max_reprompt_len": 40}, "no room for z in `max_reprompt_len=40`. Increase it, or lower the resolution"),
+        ({"template": "{{ messages[-1]['content'][-1]['text'] }}"}, "renders 0 placeholders .* with 1 images"),
+        ({"output": "cross_attention_mask"}, "returns cross_attention_mask, which cannot be formed"),
+        ({"video": True}, "does not support prompts with videos. Use some of the frames"),
+        ({"contrastive_source": "other_images", "counts": (0, 0)}, "no prompt of the first generation batch has any"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("streams", [False, True])
+def test_what_cannot_train_is_refused_before_the_loss(make_config, monkeypatch, options, message, streams):
+    """Datasets at construction, streams at the first batch."""
+    options = dict(options)
+    model, processor = build_vlm("Qwen2_5_VL")
+    given = rows(options.pop("counts", (1, 1)))
+    if options.pop("video", False):
+        for row in given:
+            row["prompt"] = [{"role": "user", "content": [{"type": "image"}, {"type": "video"}]}]
+    if template := options.pop("template", None):
+        processor.chat_template = processor.tokenizer.chat_template = template
+    if name := options.pop("output", None):
+        call = type(processor).__call__
+
+        def with_another(self, *own, **named):
+            return BatchFeature({**call(self, *own, **named), name: torch.zeros(1)})
+
+        monkeypatch.setattr(type(processor), "__call__", with_another)
+    own = processor.tokenizer if options.pop("tokenizer", False) else processor
+    if options.pop("sharded", False):
+        monkeypatch.setattr(check_images, "is_zero3", lambda accelerator: True)
+    dataset = Dataset.from_list(given)
+    at_batch = streams or "contrastive_source" in options
+    if streams:
+        dataset = IterableDataset.from_generator(lambda: iter(given))
+    monkeypatch.setattr(CreditTrainer, "_distillation_loss", lambda *own: pytest.fail("the loss was computed"))
+    config = make_config(num_generations=2, per_device_train_batch_size=4, **options)
+    if not at_batch:
+        monkeypatch.setattr(GRPOTrainer, "_generate", lambda *own: pytest.fail("a completion was generated"))
+    with pytest.raises(ValueError, match=message):
+        CreditTrainer(model, image_verdicts, config, dataset, processing_class=own).train()
+
+
+def test_maps_and_report_show_the_pictures_of_prompt_and_contrast(train, tmp_path):
+    """Maps score with the pictures; a data URL of each is stored, and the page shows nothing else."""
+    train("run", shows=True, max_steps=2, per_device_train_batch_size=8, gradient_accumulation_steps=1)
+    page = (tmp_path / "run" / "report.html").read_text()
+    shown = json.loads(re.search(r"id=.data.>(.*?)</script>", page)[1])
+    read = read_maps(tmp_path / "run" / "credit_maps" / "step-000001.json")
+    assert len(read) == 8
+    for one in read:
+        for text, urls in zip((one.response.problem, *one.response.contrasts), one.response.images, strict=True):
+            [row] = [row for i, row in enumerate(rows()) if f"What is {i}?" in text]
+            assert list(urls) == list(map(data_url, row["images"]))
+    own = picture(1)
+    stored = Image.open(BytesIO(base64.b64decode(data_url(own).partition(",")[2])))
+    assert stored.tobytes() == own.tobytes()
+    assert {len(response["images"]) for response in shown["maps"]["responses"]} == {2}
+    assert sorted(len(one["images"]) for one in shown["rollouts"][:8]) == [0, 0, 1, 1, 1, 1, 2, 2]
+    assert data_url("http://picture.png") == ""
+
+
+class FakeEngine:
+    """A colocated engine and a server's client of TRL, which check the images of each prompt that they get."""
+
+    def __init__(self, *own, **options) -> None:
+        self.tokenizer = build_vlm("Qwen2_5_VL")[1].tokenizer
+        self.soft = self.tokenizer.convert_tokens_to_ids("<|image_pad|>")
+        self.read = 0
+
+    def check(self, ids: list[int], images: list[Any], options: dict[str, Any]) -> None:
+        [row] = [row for i, row in enumerate(rows()) if f"What is {i}?" in self.tokenizer.decode(ids)]
+        assert [image.tobytes() for image in images] == [image.tobytes() for image in row["images"]]
+        runs = [a != self.soft == b for a, b in pairwise(ids)]
+        assert sum(runs) == len(images)
+        assert options["logit_bias"][self.soft] == -100.0
+        self.read += len(images)
+
+    def completion(self, i: int) -> list[int]:
+        return self.tokenizer(f"A{i % 3}")["input_ids"] + [self.tokenizer.eos_token_id]
+
+    def generate(self, prompts, sampling_params=None, features=None, **options) -> Any:
+        outputs = []
+        if sampling_params is not None:  # colocated, with one prompt for each rollout
+            for i, prompt in enumerate(prompts):
+                images = prompt.get("multi_modal_data", {}).get("image", [])
+                self.check(
+                    prompt["prompt_token_ids"], images if isinstance(images, list) else [images], vars(sampling_params)
+                )
+                logprobs = [{token: SimpleNamespace(logprob=-1.0, rank=1)} for token in self.completion(i)]
+                output = SimpleNamespace(token_ids=self.completion(i), logprobs=logprobs)
+                outputs.append(SimpleNamespace(prompt_token_ids=prompt["prompt_token_ids"], outputs=[output]))
+            return outputs
+        for ids, feature in zip(prompts, features, strict=True):
+            self.check(ids, feature["images"] if feature else [], options["generation_kwargs"])
+        completions = [self.completion(i) for i in range(len(prompts) * options["n"])]
+        logprobs = [[[-1.0] for _ in own] for own in completions]
+        return {"prompt_ids": prompts, "completion_ids": completions, "logprobs": logprobs}
+
+    def image_features(self, all_images: list[list[Any] | None]) -> list[dict[str, Any] | None]:
+        return [own and {"images": own, "mm_placeholders": {"image": [None] * len(own)}} for own in all_images]
+
+    def get_server_info(self) -> dict[str, Any]:
+        return {"model_config": {"logprobs_mode": "processed_logprobs"}}
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *own, **named: None
+
+
+@pytest.mark.parametrize("mode", ["colocate", "server"])
+def test_an_engine_gets_the_images_of_each_prompt(make_batch, monkeypatch, mode):
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "0")  # TRL sets them; monkeypatch restores them
+        monkeypatch.delenv(name)
+    engine = FakeEngine()
+    fakes = {
+        "LLM": lambda **options: engine,
+        "VLLMClient": lambda *own, **options: engine,
+        "SamplingParams": SimpleNamespace,
+    }
+    fakes |= {"is_vllm_available": lambda: True, "VLLMGeneration.sync_weights": lambda self: None}
+    for name, fake in fakes.items():
+        monkeypatch.setattr(f"trl.generation.vllm_generation.{name}", fake, raising=False)
+    monkeypatch.setattr("credit_trl.trainer.await_engine", lambda args: None, raising=False)
+    monkeypatch.setattr("credit_trl.rollout.vllm.WatchedClient.adopt", lambda client, patience: client)
+    batch = make_batch(use_vllm=True, vllm_mode=mode)
+    assert engine.read == (8 if mode == "colocate" else 4)
+    loss = batch.trainer.compute_loss(batch.trainer.model, batch.inputs)
+    assert torch.isfinite(loss)
+
+
+def test_avg_at_k_refuses_images():
+    with pytest.raises(ValueError, match="avg@k does not read"):
+        evaluate(object(), Task("pictures", lambda split, path=None: rows(), image_verdicts, image_verdicts), k=1)
