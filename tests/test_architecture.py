@@ -44,7 +44,7 @@ MAX_OPTIONS = 34  # of `CreditConfig` beyond `GRPOConfig`
 MAX_PROSE_BYTES = 115_000  # README and docs
 MAX_PACKED_ASSIGNMENTS = 60
 MAX_WALRUSES = 30
-MAX_OVERRIDES = 19  # of methods of TRL's trainer
+MAX_OVERRIDES = 18  # of methods of TRL's trainer
 MIN_READERS = 3  # functions that name a dataclass of the stages
 
 # Part of the package -> what it may import besides itself: a part, or one module of it.

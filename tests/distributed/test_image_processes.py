@@ -6,10 +6,9 @@ import torch
 from distributed.launching import finished, launch, weights
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-def test_a_process_without_images_joins_the_gradients_of_the_tower(tmp_path, recompute):
-    """With recomputed activations DDP waits for the gradient of every parameter."""
-    options = {"gradient_checkpointing": recompute}
+@pytest.mark.parametrize("options", [{"gradient_checkpointing": True}, {"ddp_find_unused_parameters": False}], ids=str)
+def test_a_process_without_images_joins_the_gradients_of_the_tower(tmp_path, options):
+    """Where DDP does not look for unused parameters, it waits for the gradient of every one."""
     finished(launch(tmp_path / "one", 1, job="image_run", **options))
     finished(launch(tmp_path / "two", 2, job="image_run", **options))
     expected, *found = weights(tmp_path / "one"), weights(tmp_path / "two"), weights(tmp_path / "two", 1)

@@ -36,6 +36,7 @@ INSTRUCTION = r"Please reason step by step, and put your final answer within \bo
 NO_BOX = r"No final answer was found. The final answer must be given in the format \boxed{answer}. "
 TRUNCATED = "The response was cut off because it reached the maximum length. "
 LONGEST = 250  # characters of an answer above which only equal texts are equal
+LONGEST_BOX = 10_000  # characters after which a box that is not closed is none
 SECONDS_PER_PAIR = 3  # that a comparison may take
 WORKER_BYTES = 2 << 30
 DIGITS = 50
@@ -119,7 +120,7 @@ def last_boxed(text: str) -> str | None:
     if box is None or box[1]:
         return box and box[1].rstrip(".,;:)\\")
     depth = 0
-    for brace in re.compile(r"\\.|[{}]", re.DOTALL).finditer(text, box.end()):
+    for brace in re.compile(r"\\.|[{}]", re.DOTALL).finditer(text, box.end(), box.end() + LONGEST_BOX):
         depth += {"{": 1, "}": -1}.get(brace[0], 0)
         if depth < 0:
             return text[box.end() : brace.start()].strip()

@@ -110,7 +110,6 @@ class ResumableTrainer(GRPOTrainer):
     teacher: Teacher | None = None
     _restores_teacher: bool = True  # whether the checkpoint's teacher is of this run's kind
     _save_dir: str | None = None
-    _has_push: bool = False
     _losses_are_finite: Tensor | None = None  # of the micro-batches since the last optimizer step, on this process
 
     def train(
@@ -246,8 +245,13 @@ class ResumableTrainer(GRPOTrainer):
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         output_dir = Path(self._get_output_dir(trial))
         finished = output_dir / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        pushes = self.args.push_to_hub  # postponed until the checkpoint has its final name
         with self._saving(finished) as unfinished:
-            super()._save_checkpoint(model, trial)
+            self.args.push_to_hub = False
+            try:
+                super()._save_checkpoint(model, trial)
+            finally:
+                self.args.push_to_hub = pushes
             if self.teacher is not None:
                 self.teacher.save(unfinished, self.args.should_save)
             self._save_progress(unfinished)
@@ -262,9 +266,8 @@ class ResumableTrainer(GRPOTrainer):
                 best_model_checkpoint=self.state.best_model_checkpoint,
                 use_mtime=True,
             )
-        if self._has_push:
-            self._has_push = False
-            super()._push_from_checkpoint(str(finished))
+        if pushes:
+            self._push_from_checkpoint(str(finished))
 
     def _save_progress(self, folder: Path) -> None:
         """Write the count of passes and, inside a generation batch, this process's part of the batch."""
@@ -278,10 +281,6 @@ class ResumableTrainer(GRPOTrainer):
 
     def _get_output_dir(self, trial: Any) -> str:
         return self._save_dir or super()._get_output_dir(trial)
-
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Postpone the push until the checkpoint has its final name."""
-        self._has_push = True
 
     @contextmanager
     def _saving(self, finished: Path) -> Iterator[Path]:

@@ -16,7 +16,7 @@ def test_line_of_a_log_has_its_metrics_and_stages(logs, line):
 
 
 @pytest.mark.parametrize("disable_tqdm", [True, False])
-def test_run_prints_one_line_per_step(make_trainer, capsys, disable_tqdm):
+def test_run_prints_one_line_per_step(run_callbacks, make_trainer, capsys, disable_tqdm):
     make_trainer(disable_tqdm=disable_tqdm).train()
     printed = capsys.readouterr().out
     pattern = r"step (\d)/2  reward .*  s .*  ΔV .*  kl .*  seconds .*rollout.*$"

@@ -63,7 +63,7 @@ class Rollout:
             token_ids=tuple(record.pop("token_ids")),
             privileged=PrivilegedContext(z.get("demonstration"), z.get("feedback"), turns or None),
             contrasts=tuple(record.pop("contrasts")),
-            contexts=None if contexts is None else RolloutContexts(**contexts),
+            contexts=None if contexts is None else RolloutContexts(**contexts | {"images": ()}),  # are not stored
             images=tuple(map(tuple, record.pop("images", ((),)))),
             **record,
         )
