@@ -9,12 +9,14 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read once, by the first of these
 
 from functools import partial
 from importlib.resources import files
+from types import SimpleNamespace
 
 import pytest
 from datasets import Dataset
 from transformers import PreTrainedTokenizerFast
 from trl import GRPOTrainer
 from trl.chat_template_utils import add_response_schema
+from trl.generation import vllm_generation
 
 from credit_trl import CreditConfig, CreditTrainer
 from families import build_family
@@ -51,13 +53,11 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 @pytest.fixture
 def make_model(tokenizer):
-    """`build_model` for the session's tokenizer."""
     return partial(build_model, tokenizer)
 
 
 @pytest.fixture
 def make_family(tokenizer):
-    """`build_family` for the session's tokenizer."""
     return partial(build_family, tokenizer)
 
 
@@ -107,6 +107,17 @@ def make_trainer(make_model, make_config, tokenizer, dataset):
         return CreditTrainer(model, reward_funcs, make_config(**options), rows or dataset, eval_rows, **given)
 
     return make
+
+
+@pytest.fixture
+def no_engine(monkeypatch) -> None:
+    """Options of vLLM are accepted, and no engine is started: a `rollout_func` samples."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "0")  # TRL sets them; monkeypatch restores them
+        monkeypatch.delenv(name)
+    engine = SimpleNamespace(sleep=lambda level: None)
+    monkeypatch.setattr(vllm_generation, "is_vllm_available", lambda: True)
+    monkeypatch.setattr(vllm_generation, "LLM", lambda **options: engine, raising=False)
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ def tables_of(test: str) -> dict[str, Any]:
     return yaml.safe_load(file.read_text("utf-8"))
 
 
-def rows_of(test: str, name: str) -> list[dict[str, Any]]:
+def rows_of(test: str, name: str) -> list[Any]:
     """Rows of `cases/NAME.jsonl` beside a test, given by its `__file__`."""
     lines = (Path(test).parent / "cases" / f"{name}.jsonl").read_text("utf-8").splitlines()
     return [json.loads(line) for line in lines]

@@ -39,7 +39,7 @@ LINE_BUDGETS: dict[str, tuple[list[str], int]] = {
     "examples, benchmarks and notebooks": (["examples/**/*.py", "benchmarks/**/*.py", "notebooks/*.py"], 5_500),
 }
 # Rooms that are not within their budget yet -> lines that they must not exceed until they are. Only lower these.
-RATCHETS = {"src": 19_650, "core": 9_150, "tests": 20_500}
+RATCHETS = {"src": 19_650, "core": 9_150}
 MAX_OPTIONS = 34  # of `CreditConfig` beyond `GRPOConfig`
 MAX_PROSE_BYTES = 115_000  # README and docs
 MAX_PACKED_ASSIGNMENTS = 60
@@ -128,15 +128,7 @@ def imports() -> dict[str, dict[str, int]]:
 
 
 def test_deferred_lazy_and_relative_imports_are_found():
-    tree = ast.parse(
-        "import numpy\n"
-        "def deferred():\n"
-        "    from credit_trl.loss.head import lm_head\n"
-        "    from .verdict import Verdict\n"
-        "    from ..training import checks\n"
-        "LAZY = {'CreditTrainer': 'credit_trl.trainer'}\n"
-        "page = files('credit_trl.lab')\n"
-    )
+    tree = ast.parse(TABLES["imports"])
     found = [target for target, _ in imported("rollout.batch", tree)]
     assert sorted(found) == ["loss.head", "rollout.verdict", "trainer", "training.checks"]
 

@@ -95,20 +95,11 @@ def test_correction_of_the_engine_is_token_by_token_unless_chosen(make_config, o
 
 def test_names_that_sdpo_has_are_sdpos():
     theirs = {f.name for f in dataclasses.fields(SDPOConfig)}
-    shared = """distillation_alpha distillation_topk distillation_weight distillation_is_clip teacher_model_kind
-        teacher_update_rate teacher_sync_steps success_reward_threshold dont_reprompt_on_self_success max_reprompt_len
-        reprompt_template solution_template feedback_template include_environment_feedback
-        environment_feedback_only_without_solution use_successful_as_teacher"""
-    assert set(shared.split()) <= OWN & theirs
+    assert set(TABLES["shared_with_sdpo"]) <= OWN & theirs
 
 
 def test_json_options_are_parsed(make_config):
-    config = make_config(
-        teacher_model_kind="model",
-        teacher_model_name_or_path="a/b",
-        teacher_model_init_kwargs='{"revision": "main"}',
-        chat_template_kwargs='{"enable_thinking": false}',
-    )
+    config = make_config(**TABLES["json"])
     assert config.teacher_model_init_kwargs == {"revision": "main"}
     assert config.chat_template_kwargs == {"enable_thinking": False}
 

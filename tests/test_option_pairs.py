@@ -17,7 +17,7 @@ from trl import GRPOConfig
 
 from credit_trl import CreditConfig, CreditTrainer, Verdict
 from dense import move
-from tables import tables_of
+from tables import rows_of, tables_of
 from test_trainer_parity import loss_and_gradients, prepared
 from tiny import QUIET, build_model, build_tokenizer, save_model
 
@@ -25,17 +25,7 @@ TABLES = tables_of(__file__)
 
 PAGE = Path(__file__).parents[1] / "docs" / "options.md"
 TOKENIZER = build_tokenizer()
-ROWS = Dataset.from_list(
-    [
-        {
-            "prompt": [{"role": "user", "content": f"{a}+{b}={'?' * a}"}],
-            "privileged_context": f"Add {a} and {b}." if b < 3 else None,
-            "task": "one" if b else "other",
-        }
-        for a in range(4)
-        for b in range(4)
-    ]
-)
+ROWS = Dataset.from_list(rows_of(__file__, "option_pair_rows"))
 
 # One choice besides the default for each option; its first option names it.
 CHOICES = TABLES["choices"]
@@ -90,14 +80,10 @@ def options_of(choices: frozenset[int], teacher: str) -> dict[str, object]:
 
 
 class Walk:
-    """Losses of runs, each run once.
-
-    Args:
-        teacher: path of another model.
-    """
+    """Losses of runs, each run once."""
 
     def __init__(self, teacher: str) -> None:
-        self.teacher = teacher
+        self.teacher = teacher  # path of another model
         self.known: dict[tuple[frozenset[int], int], list[float] | str] = {}
 
     def losses(self, choices: frozenset[int], batches: int) -> list[float] | str:

@@ -68,14 +68,9 @@ def sdpo_pair(make_model, make_config, tokenizer, dataset, tmp_path):
         rows = dataset.map(lambda row: {"privileged_context": f"Hint: {row['answer']}"})
         common = {"num_generations": 4, "max_completion_length": 6, "per_device_train_batch_size": 8}
         common |= {"distillation_alpha": alpha, "distillation_topk": len(tokenizer), "temperature": temperature}
-        trls = SDPOConfig(
-            output_dir=str(tmp_path / "sdpo"),
-            distillation_mode="topk_logits",
-            distillation_add_tail=tail == "bucket",
-            include_environment_feedback=True,
-            **QUIET,
-            **common,
-        )
+        own = {"distillation_mode": "topk_logits", "distillation_add_tail": tail == "bucket"}
+        own |= {"include_environment_feedback": True}
+        trls = SDPOConfig(str(tmp_path / "sdpo"), **own, **QUIET, **common)
         wording = {name: getattr(trls, name) for name in TEMPLATES}
         config = make_config(
             contrastive_form=form, contrastive_coef=0.0, distillation_tail=tail, loss_type="grpo", **wording, **common
@@ -100,12 +95,8 @@ def test_zero_lambda_equals_trls_sdpo(sdpo_pair, form, alpha, tail, temperature)
     ours, theirs = sdpo_pair(form, alpha, tail, temperature)
     inputs = prepared(ours)
     rollouts = ours._generation_batch
-    context = theirs.teacher_context_builder.build(
-        inputs,
-        rollouts.prompts,
-        torch.tensor(rollouts.rewards),
-        feedbacks=[r["privileged_context"] for r in rollouts.rows],
-    )
+    feedbacks, rewards = [r["privileged_context"] for r in rollouts.rows], torch.tensor(rollouts.rewards)
+    context = theirs.teacher_context_builder.build(inputs, rollouts.prompts, rewards, feedbacks=feedbacks)
     assert any(rollouts.rewards)
     assert not all(rollouts.rewards)
 

@@ -1,6 +1,5 @@
 """Tiny random models, a tokenizer with a chat template, and a verifier that random models can satisfy."""
 
-import json
 import os
 import tomllib
 
@@ -9,7 +8,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from importlib.metadata import EntryPoint
 from pathlib import Path
-from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -17,6 +15,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from credit_trl import Verdict
 from credit_trl.contexts.tokens import TokenContexts
+from tables import tables_of
 
 torch.set_num_threads(1)
 
@@ -24,23 +23,9 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-# Options of a run on a CPU that writes nothing.
-QUIET = {
-    "use_cpu": True,
-    "bf16": False,
-    "gradient_checkpointing": False,
-    "report_to": "none",
-    "save_strategy": "no",
-    "disable_tqdm": True,
-}
-# Options of one short step, for scripts and blocks of the documentation.
-SMALL = QUIET | {
-    "per_device_train_batch_size": 4,
-    "gradient_accumulation_steps": 1,
-    "num_generations": 2,
-    "max_completion_length": 4,
-    "max_steps": 1,
-}
+TABLES = tables_of(__file__)
+# Options of a run on a CPU that writes nothing, and of one short step, for scripts and blocks of the documentation.
+QUIET, SMALL = TABLES["quiet"], TABLES["quiet"] | TABLES["small"]
 SHARED_DATA = Path(__file__).parents[2] / "shared" / "data"
 
 
@@ -56,12 +41,8 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     backend = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
-        extra_special_tokens=["<|im_start|>"],
-    )
+    special = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "extra_special_tokens": ["<|im_start|>"]}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **special)
     tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.padding_side = "left"
     return tokenizer
@@ -72,24 +53,8 @@ def build_model(
 ) -> Qwen3ForCausalLM:
     """The same random Qwen3 every time it is called with the same arguments."""
     torch.manual_seed(seed)
-    config = Qwen3Config(
-        **{
-            "vocab_size": len(tokenizer),
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 1,
-            "head_dim": 16,
-            "max_position_embeddings": 2048,
-            "tie_word_embeddings": False,
-            "initializer_range": 0.2,
-            "pad_token_id": tokenizer.pad_token_id,
-            "eos_token_id": tokenizer.eos_token_id,
-            "bos_token_id": None,
-            **overrides,
-        }
-    )
+    ids = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
+    config = Qwen3Config(**{"vocab_size": len(tokenizer), **TABLES["sizes"], **ids, **overrides})
     return Qwen3ForCausalLM(config).to(dtype)
 
 
@@ -118,8 +83,3 @@ def length_verdicts(completions, answer, **kwargs) -> list[Verdict]:
         Verdict(float(len(c[-1]["content"]) % 2), f"The answer is {a}.")
         for c, a in zip(completions, answer, strict=True)
     ]
-
-
-def read_cases(test_file: str, name: str) -> list[Any]:
-    """Rows of `cases/NAME.jsonl` beside a test file."""
-    return [json.loads(line) for line in (Path(test_file).parent / "cases" / f"{name}.jsonl").open(encoding="utf-8")]

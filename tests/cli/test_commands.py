@@ -13,6 +13,9 @@ from trl.cli.commands import get_commands
 from credit_trl import cli
 from credit_trl.cli import credit, training
 from credit_trl.sandbox import CHOICE
+from tables import tables_of
+
+TABLES = tables_of(__file__)
 
 ROOT = Path(__file__).parents[2]
 ON_CPU = ["--use_cpu", "true", "--bf16", "false", "--gradient_accumulation_steps", "4"]
@@ -175,15 +178,7 @@ def test_ended_launches_return_their_code_without_traceback(monkeypatch, capfd, 
     assert error.count("\n") == bool(printed)
 
 
-@pytest.mark.parametrize(
-    ("line", "module", "printed"),
-    [
-        ("credit-report runs", "credit_report.run", "trl credit-report: interrupted\n"),
-        ("credit-eval --model m --task t", "credit_eval.run", "trl credit-eval: interrupted\n"),
-        ("credit-eval run", "credit_eval.run", "trl credit-eval: interrupted; the same command continues\n"),
-        ("credit --task quickstart", "credit.processes_of", "trl credit: interrupted\n"),
-    ],
-)
+@pytest.mark.parametrize(("line", "module", "printed"), TABLES["interrupted"])
 def test_interrupted_command_prints_one_line(monkeypatch, capsys, line, module, printed):
     def interrupt(args):
         raise KeyboardInterrupt

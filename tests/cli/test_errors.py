@@ -23,7 +23,6 @@ RUN = ["--model_name_or_path", "quickstart", "--output_dir", "run", *ON_CPU, *SM
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch) -> Path:
-    """A working directory with data, a module and a few invalid files."""
     (tmp_path / "data").mkdir()
     rows = [{"prompt": [{"role": "user", "content": f"{n} + 1?"}], "solution": str(n + 1)} for n in range(8)]
     (tmp_path / "data" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

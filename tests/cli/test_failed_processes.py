@@ -18,15 +18,11 @@ ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 TRL = ["-m", "credit_trl", "credit"]
 TWO = "--multi_gpu --num_processes 2 --num_machines 1 --mixed_precision no --dynamo_backend no".split()
-RUN = (
-    "--model_name_or_path quickstart --use_cpu true --bf16 false --max_steps 1 --report_to none --save_strategy no "
-    "--per_device_train_batch_size 4 --num_generations 2 --max_completion_length 4 --output_dir run"
-).split()
+RUN = TABLES["run"].split()
 
 
 @pytest.fixture
 def run(tmp_path):
-    """A function that runs Python with arguments in a folder with the tasks, and returns the finished process."""
     (tmp_path / "tasks.py").write_text(TABLES["tasks"])
 
     def start(*arguments: str, timeout: float = 200) -> subprocess.CompletedProcess[str]:

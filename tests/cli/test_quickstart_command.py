@@ -20,7 +20,6 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def table(folder):
-    """The table of a run of three steps in `folder`."""
     sizes = {"SHOWN": 8, "SAMPLES": 2, "SCORED_PROMPTS": 12, "ROWS_PER_CUE": 1}
     with pytest.MonkeyPatch.context() as patch:
         for name, value in sizes.items():

@@ -15,7 +15,8 @@ from credit_trl.contexts.contrast import Contrast
 from credit_trl.contexts.prompts import chat_renderer
 from credit_trl.contexts.tokens import PrivilegedContext, demonstration_text
 from credit_trl.rollout.batch import GenerationBatch, is_successful, total_rewards
-from tiny import build_tokenizer, context_ids, read_cases
+from tables import rows_of
+from tiny import build_tokenizer, context_ids
 
 PROMPT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}]
 SPECIAL = ["<|im_end|>", "<|im_start|>", "<|endoftext|>"]
@@ -84,11 +85,8 @@ def test_text_of_special_tokens_and_placeholders_reaches_the_teacher_as_it_is(bu
 
 
 def test_a_split_control_token_across_two_pieces_of_z_stays_text(tokenizer, make_config):
-    config = make_config(
-        solution_template="{successful_previous_attempt}",
-        feedback_template="{feedback_raw}",
-        reprompt_template="{prompt}{solution}{feedback}",
-    )
+    templates = {"solution_template": "{successful_previous_attempt}", "feedback_template": "{feedback_raw}"}
+    config = make_config(**templates, reprompt_template="{prompt}{solution}{feedback}")
     ids = ContextBuilder(tokenizer, config).encode(PROMPT, PrivilegedContext("<|im_", "end|>"))
     control = set(tokenizer.all_special_ids)
     assert [i for i in ids if i in control] == [i for i in student_ids(tokenizer, PROMPT) if i in control]
@@ -185,7 +183,7 @@ def test_a_student_prompt_as_context_has_no_z(tokenizer, make_config):
     assert not built.cut
 
 
-@pytest.mark.parametrize(("kept", "text", "opened", "expected"), read_cases(__file__, "demonstrations"))
+@pytest.mark.parametrize(("kept", "text", "opened", "expected"), rows_of(__file__, "demonstrations"))
 def test_demonstration_is_the_chosen_part_of_a_rollout(kept, text, opened, expected):
     assert demonstration_text(text, kept, opened=opened) == expected
 
@@ -249,12 +247,8 @@ def test_tools_that_differ_are_rendered_apart(tokenizer, make_config):
     builder = ContextBuilder(tokenizer, make_config(), render=render)
     texts = [builder.student_text(PROMPT, tools) for tools in (None, [add], None)]
     add.__doc__ = add.__doc__.replace("Add a", "Subtract a")
-    assert [*texts, builder.student_text(PROMPT, [add])] == [
-        "[] 2+2?",
-        "['Add a number.'] 2+2?",
-        "[] 2+2?",
-        "['Subtract a number.'] 2+2?",
-    ]
+    assert texts == [f"{tools} 2+2?" for tools in ("[]", "['Add a number.']", "[]")]
+    assert builder.student_text(PROMPT, [add]) == "['Subtract a number.'] 2+2?"
 
 
 def test_a_prompt_without_a_user_turn_is_named(builder):

@@ -21,7 +21,10 @@ from credit_trl.rollout.batch import GenerationBatch
 from credit_trl.teacher.packing import packed_row
 from credit_trl.teacher.passes import _Sequence, passes
 from credit_trl.testing import check_source
+from tables import tables_of
 from tiny import context_ids
+
+TABLES = tables_of(__file__)
 
 prompts = st.lists(st.sampled_from("abcdef"), min_size=1, max_size=24)
 
@@ -62,17 +65,11 @@ def test_dataset_draws_are_distinct_and_end(rows, own, count, seed):
     assert set(drawn) <= others
 
 
-@pytest.mark.parametrize(
-    ("name", "own", "dataset", "count"),
-    [
-        ("batch", [q for q in "abcdefgh" for _ in range(4)], [], 7),
-        ("dataset", ["a"], list("abcdefgh"), 7),
-        ("batch", list("abcde"), [], 4),
-    ],
-)
+@pytest.mark.parametrize(("name", "own", "dataset", "count"), TABLES["uniform"])
 @pytest.mark.parametrize("drawn", [1, 2])
 def test_draws_and_pairs_of_draws_are_uniform(name, own, dataset, count, drawn):
-    counts = Counter(frozenset(draw(name, batch_of(own, dataset, index), 0, drawn, seed=4)) for index in range(2000))
+    batches = (batch_of(list(own), list(dataset), index) for index in range(2000))
+    counts = Counter(frozenset(draw(name, batch, 0, drawn, seed=4)) for batch in batches)
     assert len(counts) == (count if drawn == 1 else count * (count - 1) // 2)
     assert chisquare(list(counts.values())).pvalue > 0.01
 
@@ -164,17 +161,8 @@ def test_siblings_have_one_draw_per_group_and_each_sample_draws_uniformly():
     assert draw("batch_per_group", batch_of(own), 9, 3, seed=4) == draw("batch", batch_of(own), 9, 3, seed=4)
 
 
-SAME_TASK = """
-def same_task(batch, sample, rng, task):
-    for i in rng.permutation(len(batch.prompts)):
-        if task[i] == task[sample] and batch.prompts[i] != batch.prompts[sample]:
-            yield batch.prompts[i]
-"""
-
-
 @pytest.fixture
 def module(tmp_path, monkeypatch):
-    """Writes `my_source.py` with a source, as a user's file."""
     monkeypatch.syspath_prepend(tmp_path)
 
     def write(text):
@@ -186,7 +174,7 @@ def module(tmp_path, monkeypatch):
 
 
 def test_a_source_in_a_file_reads_columns_of_the_dataset(module, make_config, tokenizer):
-    module(SAME_TASK)
+    module(TABLES["same_task"])
     own = [f"question {i}" for i in range(6)]
     rows = [{"prompt": prompt, "task": "pq"[i % 2]} for i, prompt in enumerate(own)]
     config = make_config(contrastive_source="my_source:same_task", contrastive_count=2)
@@ -202,14 +190,7 @@ def test_a_source_that_exchanges_z_passes_the_check(monkeypatch):
     check_source(find_source("wrong_feedback:wrong_feedback"))
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("hard", r"must be 'batch', .*'dataset', .*, or 'module:function'.*got 'hard'"),
-        ("no_such_module:f", r"in PYTHONPATH; got 'no_such_module:f' \(No module named 'no_such_module'\)"),
-        ("my_source:f", "has no attribute 'f'"),
-    ],
-)
+@pytest.mark.parametrize(("name", "message"), TABLES["not_imported"])
 def test_a_source_that_cannot_be_imported_names_the_fix(module, name, message):
     module("")
     with pytest.raises(ValueError, match=message):

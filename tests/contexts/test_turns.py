@@ -187,15 +187,14 @@ SCRIPT = [[call(1), call(2, 3), "7"], ["no"], [call(4), "4"], ['<tool_call>\n{"n
 
 
 @pytest.fixture
-def scripted(make_model, make_config, tokenizer, dataset, monkeypatch):
-    """Builds a trainer whose model generates the turns of `SCRIPT`."""
+def scripted(make_model, make_trainer, tokenizer, monkeypatch):
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.chat_template = qwen3_chat_template
 
     def make(factory=Counter, **options):
         model = make_model(vocab_size=len(tokenizer), max_position_embeddings=8192)
-        config = make_config(max_completion_length=1000, **options)
-        trainer = CreditTrainer(model, None, config, dataset, processing_class=tokenizer, environment_factory=factory)
+        given = {"model": model, "processing_class": tokenizer, "environment_factory": factory}
+        trainer = make_trainer(None, max_completion_length=1000, **given, **options)
         remaining = []
         calling = []
 

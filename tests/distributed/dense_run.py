@@ -19,7 +19,7 @@ def run(folder: str, rank: int, processes: int, port: int, limit: float, options
     jobs.begin(out, rank, limit)
     jobs.join(rank, processes, port)
     dist.init_process_group("gloo", rank=rank, world_size=processes)
-    config = CreditConfig(str(out), use_cpu=True, bf16=False, report_to="none", **options)
+    config = CreditConfig(str(out), use_cpu=True, bf16=False, report_to="none", packed=False, **options)
 
     def summed(values: torch.Tensor) -> torch.Tensor:
         dist.all_reduce(values)

@@ -208,12 +208,8 @@ def gradients(model: torch.nn.Module, reduced: list[str]) -> dict[str, Any]:
         for parameter in module._get_fsdp_state()._fsdp_param_group.fsdp_params
         if parameter.unsharded_accumulated_grad is not None
     ]
-    return {
-        "dtypes": sorted({str(one.dtype) for one in held}),
-        "share": share_held(held),
-        "unsharded": len(unsharded),
-        "reduced": reduced,
-    }
+    dtypes = sorted({str(one.dtype) for one in held})
+    return {"dtypes": dtypes, "share": share_held(held), "unsharded": len(unsharded), "reduced": reduced}
 
 
 class StopAt(TrainerCallback):
@@ -330,15 +326,9 @@ def make_trainer(out: Path, processes: int, options: dict[str, Any]) -> LocalLos
     given = tiny.QUIET | sizes | optimizer | method | several_passes | {"max_steps": 2, "logging_steps": 1, "seed": 3}
     config = CreditConfig(str(out / "run"), **given | options)
     torch.manual_seed(0)
-    return LocalLosses(
-        model,
-        verdicts,
-        config,
-        Dataset.from_list(QUESTIONS),
-        processing_class=tokenizer,
-        rollout_func=ROLLOUTS.get(completions),
-        peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False) if lora else None,
-    )
+    adapter = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False) if lora else None
+    parts = {"processing_class": tokenizer, "rollout_func": ROLLOUTS.get(completions), "peft_config": adapter}
+    return LocalLosses(model, verdicts, config, Dataset.from_list(QUESTIONS), **parts)
 
 
 def facts(made: LocalLosses) -> dict[str, Any]:
@@ -391,12 +381,8 @@ def differing_buffers(made: LocalLosses) -> list[str]:
 
 def routed_model(tokenizer: Any) -> PreTrainedModel:
     """A mixture of experts whose routing depends on buffers."""
-    experts = {
-        "n_routed_experts": 8,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 16,
-        "first_k_dense_replace": 0,
-    }
+    experts = {"n_routed_experts": 8, "num_experts_per_tok": 2, "first_k_dense_replace": 0}
+    experts |= {"moe_intermediate_size": 16}
     sizes = {"hidden_size": 32, "head_dim": 16, "vocab_size": len(tokenizer)}
     sizes |= {f"num_{name}": 2 for name in ("hidden_layers", "attention_heads", "key_value_heads")}
     ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}

@@ -23,17 +23,11 @@ DEEPSPEED = "needs DeepSpeed: `make test-slow` installs it, or pip install 'cred
 
 @dataclass(frozen=True)
 class Ended:
-    """Result of a run.
+    """Result of a run."""
 
-    Args:
-        codes: exit code of each process; None if the watchdog ended it.
-        facts: facts of each process, or None.
-        output: last lines of the processes' output.
-    """
-
-    codes: list[int | None]
+    codes: list[int | None]  # of each process; None if the watchdog ended it
     facts: list[dict[str, Any] | None]
-    output: str
+    output: str  # its last lines
 
     @property
     def hung(self) -> bool:

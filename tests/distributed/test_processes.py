@@ -37,7 +37,6 @@ LARGEST = 259 * 32  # elements of the tiny model's largest parameter, its embedd
 
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory):
-    """Path of a wider teacher with weights of its own."""
     return save_model(tmp_path_factory.mktemp("teacher"), seed=5, hidden_size=48)
 
 

@@ -11,11 +11,7 @@ from tables import tables_of
 
 TABLES = tables_of(__file__)
 
-RAGGED = {
-    "a process without a teacher": {"verdicts": "first process only", "scoring_batch_tokens": 128},
-    "completions of one token": {"completions": "one token"},
-    "all truncated": {"completions": "truncated", "mask_truncated_completions": True},
-}
+RAGGED = TABLES["ragged"]
 SUPPORTS = {"topk": {}, "whole": {"distillation_topk": None}, "sampled": {"distillation_support": "sampled"}}
 CASES = [(wrapper, ragged, "topk") for wrapper in TYPES for ragged in RAGGED]
 CASES += [("fsdp2", ragged, "whole") for ragged in RAGGED]

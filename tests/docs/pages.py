@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import shutil
 from pathlib import Path
 
 from sybil import Example, Sybil
@@ -12,36 +13,13 @@ ROOT = Path(__file__).parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")), *sorted(ROOT.glob("examples/**/*.md"))]
 LANGUAGES = ("python", "bash", "yaml", "json")
 
-QUESTIONS = [{"prompt": [{"role": "user", "content": f"What is {n} + 1?"}], "answer": str(n + 1)} for n in range(8)]
-SCIENCE = [
-    {
-        "question": f"Which is larger than {n}?",
-        "choices": {"text": [str(n + 1), str(n), str(n - 1), str(n - 2)], "label": ["A", "B", "C", "D"]},
-        "answerKey": "A",
-        "type": "mcq-4-choices",
-        "domain": domain,
-        "details": {"level": "L3"},
-    }
-    for domain in ("Physics", "Chemistry")
-    for n in range(20)
-]
-CAPITALS = [{"prompt": [{"role": "user", "content": f"Capital {n}?"}], "answer": "Paris"} for n in range(8)]
-FILES = {
-    "questions.jsonl": QUESTIONS,
-    "conversations.jsonl": [
-        {"messages": [*row["prompt"], {"role": "assistant", "content": row["answer"]}]} for row in QUESTIONS
-    ],
-    "capitals.jsonl": CAPITALS,
-    "data/physics.jsonl": SCIENCE,
-    "data/chemistry.jsonl": SCIENCE,
-}
+FILES = Path(__file__).with_name("files")  # that the pages name
+QUESTIONS = [json.loads(line) for line in (FILES / "questions.jsonl").read_text("utf-8").splitlines()]
 
 
 def write_files(folder: Path) -> None:
     """Write the files that pages name into a folder."""
-    for name, rows in FILES.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    shutil.copytree(FILES, folder, dirs_exist_ok=True)
 
 
 def write_starter(folder: Path) -> None:

@@ -12,7 +12,6 @@ N, V, H, C, TOPK, COEF = 12, 31, 7, 2, 5, 0.3
 
 @pytest.fixture(scope="module")
 def reference_loss():
-    """The function that the page defines."""
     (block,) = blocks_of(ROOT / "docs" / "life_of_a_batch.md", "python")
     namespace: dict = {}
     exec(block.parsed, namespace)

@@ -14,6 +14,7 @@ import credit_trl
 from credit_trl.cli import COMPANIONS
 from credit_trl.cli.credit import launch_arguments, one_config, own_options
 from credit_trl.config import CreditConfig
+from tables import tables_of
 from tiny import SMALL, length_verdicts, save_model
 
 NEEDS_TRAINER = ("evaluation.md", "token_maps.md")
@@ -22,7 +23,6 @@ PROGRAMS = {"trl", "credit-trl", "make", "pip", "python", "sbatch", "accelerate"
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory) -> str:
-    """Path of a tiny random Qwen3 whose chat template supports tools."""
     from trl.chat_template_utils import qwen3_chat_template
 
     return save_model(tmp_path_factory.mktemp("model"), qwen3_chat_template)
@@ -30,7 +30,6 @@ def tiny_model(tmp_path_factory) -> str:
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch) -> Path:
-    """Working directory with the files that pages name, and the examples."""
     write_files(tmp_path)
     write_starter(tmp_path)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
@@ -96,13 +95,7 @@ def check_command(words: list[str], page: Path) -> None:
 
 
 def test_wrong_commands_fail():
-    for line in (
-        "trl credit --contrastive_coeff 0.1",
-        "trl credit-map --pmi",
-        "make quickstrat",
-        "python examples/none.py",
-        "rm -r x",
-    ):
+    for line in tables_of(__file__)["wrong_commands"]:
         with pytest.raises((AssertionError, ValueError, SystemExit)):
             check_command(line.split(), ROOT / "README.md")
 

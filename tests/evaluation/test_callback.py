@@ -30,8 +30,6 @@ TASK = Task("odd", questions, odd_length, batch_of(odd_length, "odd"))
 
 @pytest.fixture
 def train(make_trainer):
-    """Train four steps with an evaluation every two steps; returns the trainer."""
-
     def run(folder, evaluated=True, resume=None, scores=None, **options):
         options = {"output_dir": str(folder), "max_steps": 4, "learning_rate": 1e-2, **options}
         trainer = make_trainer(TASK.reward, **options)
@@ -78,7 +76,10 @@ def test_run_directory_holds_evaluations_log_and_settings(train, tmp_path):
         assert len(read_lines(folder / "samples.jsonl")) == 4 * 3
         assert json.loads((folder / "result.json").read_text())["score"] == row["score"]
     log = read_lines(tmp_path / "log.jsonl")
-    assert [entry["step"] for entry in log if "loss" in entry] == [1, 2, 3, 4]
+    trained, logged = ([row for row in rows if "loss" in row] for rows in (log, trainer.state.log_history))
+    assert [entry["step"] for entry in trained] == [1, 2, 3, 4]
+    for name in ("reward", "credit/s_mean"):
+        assert [entry[name] for entry in trained] == [entry[name] for entry in logged]
     assert [entry["eval_avg@3"] for entry in log if "eval_avg@3" in entry] == [row["score"] for row in history]
     shown = [entry for entry in trainer.state.log_history if "eval_avg@3" in entry]
     assert [entry["step"] for entry in shown] == [0, 2, 4]

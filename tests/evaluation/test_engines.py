@@ -13,7 +13,7 @@ from credit_trl.evaluation import EvaluationConfig, SamplingConfig
 from credit_trl.evaluation.engines import TransformersEngine, VLLMEngine, weight_fingerprint
 from credit_trl.evaluation.generation import encode_prompt, generate_ids, read_responses
 from credit_trl.evaluation.protocol import make_engine
-from tiny import read_cases
+from tables import rows_of
 
 PROMPT = [{"role": "user", "content": "2+2="}]
 
@@ -100,7 +100,7 @@ def completion_ids(tokenizer, text, end=True):
     return tokenizer(text, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id] * end
 
 
-@pytest.mark.parametrize("text", read_cases(__file__, "responses"))
+@pytest.mark.parametrize("text", rows_of(__file__, "responses"))
 @pytest.mark.parametrize("end", [True, False])
 def test_responses_to_conversations_are_parsed_as_trl_does(parsing, text, end):
     ids, prefix = completion_ids(parsing, text, end), encode_prompt(parsing, PROMPT)
@@ -169,7 +169,7 @@ def test_vllm_requests_have_ids_settings_and_seeds(vllm, tokenizer):
     assert [r.length for r in responses] == [3] * 4
 
 
-@pytest.mark.parametrize(("options", "message"), read_cases(__file__, "options_out_of_range"))
+@pytest.mark.parametrize(("options", "message"), rows_of(__file__, "options_out_of_range"))
 def test_values_out_of_range_name_their_option(options, message):
     with pytest.raises(ValueError, match=message):
         EvaluationConfig(**options)

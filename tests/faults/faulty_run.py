@@ -194,24 +194,13 @@ def make_trainer(out: Path, variant: str, processes: int) -> CreditTrainer:
     tokenizer = tiny.build_tokenizer()
     questions = [f"{a}+{b}=" for a in range(3) for b in range(4)]
     rows = [{"prompt": [{"role": "user", "content": q}], "answer": str(int(q[0]) + int(q[2]))} for q in questions]
-    config = CreditConfig(
-        output_dir=str(out),
-        per_device_train_batch_size=4 // processes,
-        max_steps=STEPS,
-        save_steps=100 if "rarely" in variant else 1,
-        save_total_limit=3 if "keeps" in variant else 1,
-        **FAULTS["options"],
-    )
+    saving = {"save_steps": 100 if "rarely" in variant else 1, "save_total_limit": 3 if "keeps" in variant else 1}
+    sizes = {"per_device_train_batch_size": 4 // processes, "max_steps": STEPS}
+    config = CreditConfig(str(out), **sizes, **saving, **FAULTS["options"])
     adapter = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     torch.manual_seed(0)
-    return CreditTrainer(
-        tiny.build_model(tokenizer),
-        verdicts,
-        config,
-        Dataset.from_list(rows),
-        processing_class=tokenizer,
-        peft_config=adapter if "lora" in variant else None,
-    )
+    given = {"processing_class": tokenizer, "peft_config": adapter if "lora" in variant else None}
+    return CreditTrainer(tiny.build_model(tokenizer), verdicts, config, Dataset.from_list(rows), **given)
 
 
 def digests(made: CreditTrainer) -> dict[str, Any]:

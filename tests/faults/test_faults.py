@@ -18,16 +18,11 @@ from faults.faulty_run import FAULTS, STEPS, Fault
 def cases(table: dict, kind: str) -> list:
     """Parameters (variant, processes, fault) of the rows of a table of `faults.toml`."""
     rows = [(row, ()) for row in table["fast"]] + [(row, pytest.mark.slow) for row in table["slow"]]
-    return [
-        pytest.param(
-            variant,
-            processes,
-            Fault(point, step, rank, kind),
-            id=f"{variant or 'full'}-{processes}-{point}-step{step}-rank{rank}",
-            marks=marks,
-        )
-        for (variant, processes, point, step, rank), marks in rows
-    ]
+    found = []
+    for (variant, processes, point, step, rank), marks in rows:
+        name = f"{variant or 'full'}-{processes}-{point}-step{step}-rank{rank}"
+        found.append(pytest.param(variant, processes, Fault(point, step, rank, kind), id=name, marks=marks))
+    return found
 
 
 @pytest.mark.parametrize(("variant", "processes", "fault"), cases(FAULTS["kills"], "kill"))

@@ -1,7 +1,5 @@
 """Every causal language model of transformers trains alike in each layout of its passes, or is refused."""
 
-from typing import Any
-
 import pytest
 import torch
 import transformers
@@ -10,43 +8,16 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from credit_trl import CreditTrainer
+from tables import tables_of
 from tiny import length_verdicts
 
-# Values of the fields that a configuration has. Names of one size differ between families.
-SIZES: dict[str, Any] = {
-    **dict.fromkeys("hidden_size d_model n_embd".split(), 32),
-    **dict.fromkeys("intermediate_size ffn_dim d_ff".split(), 48),
-    **dict.fromkeys("num_hidden_layers num_layers n_layer".split(), 2),
-    **dict.fromkeys("num_attention_heads num_heads n_head".split(), 2),
-    **dict.fromkeys("max_position_embeddings n_positions".split(), 512),
-    **dict.fromkeys("num_experts num_local_experts n_routed_experts".split(), 4),
-    **dict.fromkeys("head_dim linear_key_head_dim linear_value_head_dim v_head_dim".split(), 16),
-    **dict.fromkeys("moe_intermediate_size expert_ffn_hidden_size q_lora_rank kv_lora_rank".split(), 16),
-    **dict.fromkeys("qk_rope_head_dim qk_nope_head_dim state_size mamba_d_state".split(), 8),
-    **dict.fromkeys("linear_num_value_heads linear_num_key_heads mamba_n_heads mamba_expand".split(), 2),
-    **dict.fromkeys("n_group topk_group first_k_dense_replace".split(), 1),
-    **dict.fromkeys("mamba_chunk_size chunk_size".split(), 16),
-    "mamba_d_head": 32,
-    "global_head_dim": 16,
-    "num_kv_shared_layers": 0,
-    "hidden_size_per_layer_input": 8,
-    "num_experts_per_tok": 2,
-    "num_key_value_heads": 1,
-    "eos_token_id": 1,
-    "sliding_window": 64,
-    "bos_token_id": None,
-    **dict.fromkeys("initializer_range init_std".split(), 0.3),
-}
+TABLES = tables_of(__file__)
+
+SIZES = {name: size for names, size in TABLES["sizes"].items() for name in names.split()}
 LARGEST = 4_000_000  # parameters; a family whose sizes have other names is not tiny
 # PhiMoE samples its experts in training; a step of Kimi Linear takes over a minute on a CPU.
 NOT_TRAINED = {"phimoe", "kimi_linear"}
-# Families that the sizes fit. A skip of one would hide that it is not tested any more.
-FITTING = frozenset(
-    """
-    deepseek_v2 deepseek_v3 deepseek_v32 doge electra falcon gemma gemma2 gemma3_text glm4_moe gpt_oss granite llama
-    mistral mixtral olmo3 phi3 qwen2 qwen3 qwen3_5_text qwen3_moe qwen3_next rembert smollm3 xlnet
-    """.split()
-)
+FITTING = frozenset(TABLES["fitting"].split())
 
 
 def has_field(config: PreTrainedConfig, name: str) -> bool:

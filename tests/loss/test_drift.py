@@ -27,14 +27,7 @@ class Branch:
     """
 
     def __init__(
-        self,
-        delta: Tensor,
-        s: Tensor,
-        coef: Tensor,
-        *,
-        start: float = 0.0,
-        size: int = 2,
-        following: float = 1.0,
+        self, delta: Tensor, s: Tensor, coef: Tensor, *, start: float = 0.0, size: int = 2, following: float = 1.0
     ):
         self.coef, self.head = coef, LMHead(torch.eye(size, dtype=torch.float64))
         self.first = torch.zeros(len(delta), size, dtype=torch.float64)

@@ -277,7 +277,6 @@ def test_scores_are_the_dense_log_probabilities(shape, contrasts, seed, data):
 
 @pytest.fixture
 def mesh():
-    """A device mesh of one process."""
     if dist.is_initialized():  # by an earlier test of this process
         dist.destroy_process_group()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -21,7 +21,6 @@ def ragged_rollouts(prompts, trainer):
 
 @pytest.fixture(params=LAYOUTS, ids=lambda layout: f"{layout[0]}-{'packed' if layout[1] else 'padded'}")
 def trainer(request, make_family, make_trainer, dataset):
-    """A trainer and a ragged batch; the logits of Gemma are soft-capped."""
     family, packed = request.param
     options = {"packed": packed, "num_iterations": 2, "temperature": 0.7, "max_completion_length": 12}
     made = make_trainer(model=make_family(family), rollout_func=ragged_rollouts, **options)

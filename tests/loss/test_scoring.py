@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from credit_trl import CreditTrainer
 from credit_trl.contexts.tokens import CompletionBatch, TokenContexts
 from credit_trl.loss import SupportConfig, TeacherStates, score_tokens
 from credit_trl.loss.head import lm_head
@@ -20,7 +19,10 @@ from credit_trl.teacher.models import Teacher
 from credit_trl.teacher.packing import enable_packing, model_inputs, packed_row
 from credit_trl.teacher.passes import _Sequence, passes
 from families import FAMILIES, SMALL, build_family
+from tables import tables_of
 from tiny import context_ids
+
+TABLES = tables_of(__file__)
 
 
 class CountingTeacher(Teacher):
@@ -173,20 +175,8 @@ def test_states_of_a_shared_row_are_those_of_its_sequences(make_model, tokenizer
             assert_close(states[places], expected, rtol=1e-4, atol=1e-5)
 
 
-# FlashAttention would read the row of StableLM as one sequence; the attention of Falcon computes with the mask itself.
-@pytest.mark.parametrize(
-    ("family", "implementation", "layers", "message"),
-    [
-        ("Qwen3", "eager", None, r"'eager' has no variable lengths.*flash_attention_2"),
-        ("Qwen3", "flash_attention_2", ["linear_attention", "full_attention"], "linear_attention"),
-        ("StableLm", "sdpa", None, "do not pass the lengths"),
-        ("StableLm", "flash_attention_2", None, "do not pass the lengths"),
-        ("Falcon", "sdpa", None, "do not pass the lengths"),
-    ],
-)
-def test_packing_is_refused_before_generation(
-    make_config, tokenizer, dataset, family, implementation, layers, message
-):
+@pytest.mark.parametrize(("family", "implementation", "layers", "message"), TABLES["not_packed"])
+def test_packing_is_refused_before_generation(make_trainer, tokenizer, family, implementation, layers, message):
     config = getattr(transformers, f"{family}Config")(**SMALL, vocab_size=len(tokenizer), pad_token_id=0)
     model = getattr(transformers, f"{family}ForCausalLM")(config)
     model.config._attn_implementation = implementation
@@ -197,4 +187,4 @@ def test_packing_is_refused_before_generation(
     assert model.config._attn_implementation == implementation
     if implementation == "eager":
         with pytest.raises(ValueError, match=message):
-            CreditTrainer(model, lambda **_: [], make_config(packed=True), dataset, processing_class=tokenizer)
+            make_trainer(model=model, packed=True)

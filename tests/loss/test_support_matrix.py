@@ -170,15 +170,13 @@ def test_a_vision_language_model_trains_on_prompts_of_text(make_trainer, tokeniz
     )
     vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
     torch.manual_seed(0)
-    model = transformers.LlavaForConditionalGeneration(
-        transformers.LlavaConfig(
-            vision_config=transformers.CLIPVisionConfig(**vision, image_size=16, patch_size=8, projection_dim=16),
-            text_config=transformers.Qwen3Config(
-                **{**SMALL, **FAMILIES["Qwen3"], "vocab_size": len(own), "initializer_range": 0.3}
-            ),
-            image_token_id=own.convert_tokens_to_ids("<image>"),
-        )
+    text = {**SMALL, **FAMILIES["Qwen3"], "vocab_size": len(own), "initializer_range": 0.3}
+    config = transformers.LlavaConfig(
+        vision_config=transformers.CLIPVisionConfig(**vision, image_size=16, patch_size=8, projection_dim=16),
+        text_config=transformers.Qwen3Config(**text),
+        image_token_id=own.convert_tokens_to_ids("<image>"),
     )
+    model = transformers.LlavaForConditionalGeneration(config)
     trainer = make_trainer(model=model, processing_class=processor, max_steps=1)
     prompt = dataset[0]["prompt"]
     (student,) = trainer._tokenize_prompts([prompt])[0]

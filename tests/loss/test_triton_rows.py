@@ -20,13 +20,11 @@ from torch import Tensor
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from credit_trl import CreditTrainer
 from credit_trl.loss import (
     CreditLoss,
     LMHead,
     LossConfig,
     LossTokens,
-    Scores,
     SupportConfig,
     TeacherStates,
     credit_loss,
@@ -37,7 +35,6 @@ from credit_trl.loss import (
 from credit_trl.loss.head import BLANK, choose_kernels
 from credit_trl.loss.projection import project
 from dense_reference import Case, assert_same, assert_same_gradients, dense, make_case, ours
-from tiny import length_verdicts
 
 INSTALLED = importlib.util.find_spec("triton") is not None
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -64,36 +61,20 @@ class TritonCase(Case):
         return replace(super().head(weight, bias), kernels="triton")
 
 
-def both(**options) -> tuple[Case, TritonCase]:
-    """One problem on the device for each path, with separate leaf tensors."""
-    cases = []
-    for kind in (Case, TritonCase):
-        case = make_case(**options)
-        values = {f.name: getattr(case, f.name) for f in fields(Case)}
-        for name, value in values.items():
-            if isinstance(value, Tensor):
-                values[name] = value.detach().to(DEVICE).requires_grad_(value.requires_grad)
-        cases.append(kind(**values))
-    return cases[0], cases[1]
-
-
-def on_cpu(case: Case, grads: bool = True) -> Case:
-    """Copy of a problem on the CPU, with the gradients of its leaf tensors."""
+def moved(case: Case, kind: type[Case] = Case, device: str = "cpu") -> Case:
+    """Copy of a problem on a device, with the gradients of its leaf tensors."""
     values = {f.name: getattr(case, f.name) for f in fields(Case)}
     for name, value in values.items():
         if isinstance(value, Tensor):
-            values[name] = value.detach().cpu().requires_grad_(value.requires_grad)
-            if grads and value.grad is not None:
-                values[name].grad = value.grad.cpu()
-    return Case(**values)
+            values[name] = value.detach().to(device).requires_grad_(value.requires_grad)
+            if value.grad is not None:
+                values[name].grad = value.grad.to(device)
+    return kind(**values)
 
 
-def head_loss(case: Case, token_ids: Tensor, scores: Scores) -> Tensor:
-    """The student's loss on given scores."""
-    student = case.head(case.weight, case.bias)
-    tokens = LossTokens(token_ids, case.weights, case.coef.float())
-    support = SupportConfig("teacher_topk", scores.support_ids.shape[-1])
-    return credit_loss(case.hidden, student, tokens, scores, LossConfig(support, alpha=0.5)).loss
+def both(**options) -> list[Case]:
+    """One problem on the device for each path, with separate leaf tensors."""
+    return [moved(make_case(**options), kind, DEVICE) for kind in (Case, TritonCase)]
 
 
 @pytest.fixture(autouse=True)
@@ -155,7 +136,7 @@ def test_loss_and_every_gradient_equal_the_dense_reference(
     expected.loss.backward()
     result.loss, result.token_loss = result.loss.cpu(), result.token_loss.cpu()
     assert_same(result, expected, exact.weights)
-    assert_same_gradients(on_cpu(case), exact, expected.ratio)
+    assert_same_gradients(moved(case), exact, expected.ratio)
 
 
 @kernels
@@ -183,7 +164,6 @@ def test_values_and_gradients_equal_the_torch_path(
 @kernels
 @pytest.mark.parametrize(("support", "tail", "alpha"), PATHS)
 def test_a_head_that_is_taken_in_blocks_gives_the_same(support, tail, alpha, rows, monkeypatch):
-    """A CPU takes its head in blocks."""
     monkeypatch.setattr(head, "_CPU_BLOCK", 1)
     monkeypatch.setattr(rows, "BLOCK", 256)
     plain, case = both(n=3, v=1500, h=4, contrasts=1, bias=True, softcap=4.0, dtype=torch.float16)
@@ -204,14 +184,14 @@ def test_bf16_gradients_equal_the_torch_path(support, tail, alpha, bias, bf16_pr
     plain, case = both(**problem)
     for one in (plain, case):
         one.weights, one.coef, one.old_logps = one.weights.float(), one.coef.float(), one.old_logps.float()
-    exact = replace(on_cpu(case, grads=False)).copy(torch.float64)
+    exact = replace(moved(case)).copy(torch.float64)
     results = [ours(one, support, tail, alpha, 6, chunk_size=16) for one in (plain, case)]
     for result in results:
         result.loss.backward()
     expected = dense(exact, support, tail, alpha, 6)
     expected.loss.backward()
     assert_close(results[1].loss, results[0].loss, rtol=1e-5, atol=1e-6)
-    for mine, theirs, true in zip(on_cpu(case).leaves(), on_cpu(plain).leaves(), exact.leaves(), strict=True):
+    for mine, theirs, true in zip(moved(case).leaves(), moved(plain).leaves(), exact.leaves(), strict=True):
         scale = true.grad.abs().max()
         # Each factor of a product and its result are rounded once.
         assert (mine.grad - theirs.grad).abs().max() <= 2**-7 * scale
@@ -219,16 +199,15 @@ def test_bf16_gradients_equal_the_torch_path(support, tail, alpha, bias, bf16_pr
 
 
 @kernels
-def test_a_training_step_equals_the_torch_path(make_config, make_model, dataset, tokenizer, rows, monkeypatch):
+def test_a_training_step_equals_the_torch_path(make_trainer, rows, monkeypatch):
     monkeypatch.setattr(rows, "BLOCK", 512)
     launched = []
     gradients = rows.logit_gradients
     monkeypatch.setattr(rows, "logit_gradients", lambda *args: launched.append(1) or gradients(*args))
     logs, weights = [], []
     for name in ("torch", "triton"):
-        config = make_config(max_steps=1, use_cpu=DEVICE == "cpu", distillation_kernels=name)
-        assert config.contrastive_coef == 0.1
-        trainer = CreditTrainer(make_model(), length_verdicts, config, dataset, processing_class=tokenizer)
+        trainer = make_trainer(max_steps=1, use_cpu=DEVICE == "cpu", distillation_kernels=name)
+        assert trainer.args.contrastive_coef == 0.1
         trainer.train()
         assert bool(launched) == (name == "triton")
         logs.append(trainer.state.log_history[0])
@@ -293,15 +272,11 @@ _NOT_A_PASS = re.compile(r"aten::(addmm|mm|index|index_put_|gather|scatter_|(new
 
 
 class Traffic(TorchDispatchMode):
-    """Counts bytes of logits that elementwise operations and reductions read and write.
-
-    Args:
-        elements: size of a chunk of logits.
-    """
+    """Counts bytes of logits that elementwise operations and reductions read and write."""
 
     def __init__(self, elements: int) -> None:
         super().__init__()
-        self.elements = elements
+        self.elements = elements  # of a chunk of logits
         self.bytes = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -331,8 +306,10 @@ def traffic(options: dict, kernels_: str = "torch") -> float:
     states = TeacherStates(case.teacher, case.contrasts, case.head(case.reference_weight, None))
     scores = score_tokens(states, case.token_ids, SupportConfig("teacher_topk", 5))
     case.head = lambda w, b: replace(Case.head(case, w, b), kernels=kernels_)
+    tokens = LossTokens(case.token_ids, case.weights, case.coef.float())
+    config = LossConfig(SupportConfig("teacher_topk", scores.support_ids.shape[-1]), alpha=0.5)
     with Traffic(n * v) as counted:
-        head_loss(case, case.token_ids, scores)
+        credit_loss(case.hidden, case.head(case.weight, case.bias), tokens, scores, config)
     return counted.bytes / (n * v)
 
 
@@ -358,9 +335,9 @@ def test_torch_path_moves_the_documented_bytes(place, bf16_products):
 def test_scoring_moves_the_documented_bytes(row, chosen):
     hidden, one, ids = torch.randn(4, 3), LMHead(torch.randn(64, 3)), torch.arange(12).view(4, 3)
     options = {"ids": ids, "wants_entropy": False} if chosen == "ids" else {"out": torch.empty(4, 64), "topk": 1}
-    with Traffic(4 * 64) as moved:
+    with Traffic(4 * 64) as counts:
         project(one, hidden, tokens=ids[:, :1], **options)
-    assert moved.bytes == 4 * 64 * documented(row)[0]
+    assert counts.bytes == 4 * 64 * documented(row)[0]
 
 
 @kernels
@@ -441,18 +418,18 @@ def test_the_compiled_kernels_read_and_write_each_entry_once(capability, tmp_pat
     command = [sys.executable, "-c", _COMPILE, str(capability)]
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
-    moved = json.loads(done.stdout.splitlines()[-1])
-    assert len(moved["registers"]) == 6
-    assert max(moved["registers"]) <= 40
-    assert len(moved["spills"]) == 12
-    assert not any(moved["spills"])
-    entries = moved["per_thread"]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert len(found["registers"]) == 6
+    assert max(found["registers"]) <= 40
+    assert len(found["spills"]) == 12
+    assert not any(found["spills"])
+    entries = found["per_thread"]
     row, sums, of_row = 4 * entries, 3 * 4, 2 * 4
-    assert moved["plain"] == {"ld": row, "st": sums}
-    assert moved["scaled"] == moved["softcap"] == {"ld": row, "st": row + sums}
-    assert moved["bias"] == {"ld": row + 2 * entries, "st": row + sums}
-    assert moved["bf16"] == {"ld": row + of_row, "st": 2 * entries}
-    assert moved["fp32"] == {"ld": row + of_row, "st": row}
+    assert found["plain"] == {"ld": row, "st": sums}
+    assert found["scaled"] == found["softcap"] == {"ld": row, "st": row + sums}
+    assert found["bias"] == {"ld": row + 2 * entries, "st": row + sums}
+    assert found["bf16"] == {"ld": row + of_row, "st": 2 * entries}
+    assert found["fp32"] == {"ld": row + of_row, "st": row}
 
 
 # -------------------------------------------------------------------------------------------------------- the choice

@@ -94,8 +94,6 @@ def rows(section: str) -> pytest.MarkDecorator:
 
 @pytest.fixture
 def build(make_config, tokenizer):
-    """A function that builds the trainer of a row."""
-
     def make(row) -> CreditTrainer:
         given = {name: OBJECTS.get(value, lambda v=value: v)() for name, value in row.get("arguments", {}).items()}
         own = {"args": make_config(**row.get("options", {})), "reward_funcs": length_verdicts}
@@ -153,7 +151,6 @@ def test_first_step_warns(build, row):
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch) -> Path:
-    """A working directory with rows and a module."""
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in questions()))
     (tmp_path / "rows.txt").write_text("1+1=\n")
     (tmp_path / "own_module.py").write_text(OWN_MODULE)

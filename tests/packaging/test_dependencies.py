@@ -7,24 +7,15 @@ import tomllib
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
+from tables import tables_of
+
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "credit_trl"
 DECLARED = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["dependencies"]
 # Brought by torch, trl, transformers, datasets or accelerate.
 BROUGHT = {"numpy", "packaging", "pandas", "psutil", "pyarrow", "pyyaml", "safetensors", "tqdm", "xxhash"}
 # Optional package -> parts of this package that may import it.
-OPTIONAL = {
-    "IPython": {"lab"},  # of notebooks
-    "deepspeed": {"loss", "teacher"},
-    "latex2sympy2_extended": {"tasks"},
-    "pebble": {"tasks"},
-    "requests": {"rollout"},  # the extra `vllm`
-    "sympy": {"tasks"},
-    "trackio": {"lab"},
-    "triton": {"loss"},  # a dependency of torch's GPU builds
-    "vllm": {"evaluation"},
-    "wandb": {"lab"},
-}
+OPTIONAL = tables_of(__file__)["optional"]
 
 
 def imported(path: Path) -> set[str]:

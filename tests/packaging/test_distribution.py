@@ -25,7 +25,6 @@ pytest.importorskip("build", reason="needs build and hatchling: pip install 'cre
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory) -> Path:
-    """A folder with sdist and wheel, built as by `make wheel`."""
     folder = tmp_path_factory.mktemp("dist")
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder)]
     made = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
@@ -95,7 +94,6 @@ def test_sdist_contains_sources_tests_and_docs(in_sdist):
 
 @pytest.fixture(scope="module")
 def clean(wheel, tmp_path_factory) -> Path:
-    """`bin/` of a new environment with the wheel."""
     folder = tmp_path_factory.mktemp("clean") / "venv"
     venv.create(folder, with_pip=False, symlinks=True)
     install = [sys.executable, "-m", "pip", "--python", str(folder / "bin" / "python"), "install", "-q"]

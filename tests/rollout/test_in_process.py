@@ -1,5 +1,6 @@
 """Reward functions in processes of their own: what a thread limit cannot end, is ended; everything else passes."""
 
+import builtins
 import functools
 import signal
 import subprocess
@@ -15,6 +16,9 @@ import torch
 from credit_trl import Verdict, in_process
 from credit_trl.cli.data import import_function
 from credit_trl.rollout.verdict import FAILED, VerdictLog, VerifierPolicy, VerifierTimeout
+from tables import tables_of
+
+TABLES = tables_of(__file__)
 
 
 def call(policy, deed, name="does"):
@@ -72,23 +76,12 @@ def test_one_process_answers_until_it_ends():
     assert stubborn.graded(["7"], answer=["7"])[0].feedback != numbers[0]
 
 
-ENDINGS = {
-    "raises": (ZeroDivisionError, "division by zero"),
-    "raises its own": (RuntimeError, "JudgeError: 503: busy"),  # it cannot be unpickled
-    "connection": (ConnectionResetError, "by the judge"),
-    "leaves": (RuntimeError, "SystemExit: 0"),
-    "no pickle": (Exception, "pickle"),
-    "exits": (RuntimeError, "exit status 3"),
-    "crashes": (RuntimeError, "exit status -11"),
-}
-
-
-@pytest.mark.parametrize("deed", ENDINGS)
+@pytest.mark.parametrize("deed", TABLES["endings"])
 def test_errors_and_deaths_are_errors_of_the_call(deed):
-    error, message = ENDINGS[deed]
-    with pytest.raises(error, match=message) as caught:
+    error, message = TABLES["endings"][deed]
+    with pytest.raises(getattr(builtins, error), match=message) as caught:
         call(VerifierPolicy("raise", 60.0), deed)
-    if error is not RuntimeError and deed != "no pickle":
+    if error != "RuntimeError" and deed != "no pickle":
         assert "stubborn.py" in caught.value.__notes__[0]
     assert call(VerifierPolicy("skip", 60.0), deed) is FAILED
     assert call(VerifierPolicy("raise", 60.0), "fine") == [1.0]

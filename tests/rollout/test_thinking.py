@@ -6,12 +6,13 @@ from types import SimpleNamespace
 import pytest
 
 from credit_trl.rollout.thinking import COMMON_MARKS, answer_part, mark_thinking, split_thinking, thinking_marks
-from tiny import build_tokenizer, read_cases
+from tables import rows_of
+from tiny import build_tokenizer
 
 THINK = COMMON_MARKS[:1]
 
 
-@pytest.mark.parametrize(("text", "answer"), read_cases(__file__, "answers"))
+@pytest.mark.parametrize(("text", "answer"), rows_of(__file__, "answers"))
 def test_answer_is_what_follows_the_thinking(text, answer):
     assert answer_part(text) == answer
 
@@ -24,12 +25,12 @@ def test_a_million_characters_of_marks_are_split_in_a_second_of_processor_time(u
     assert time.process_time() - start < 2.0
 
 
-@pytest.mark.parametrize(("text", "opened", "expected"), read_cases(__file__, "opened_thinking"))
+@pytest.mark.parametrize(("text", "opened", "expected"), rows_of(__file__, "opened_thinking"))
 def test_the_generation_prompt_decides_where_thinking_begins(text, opened, expected):
     assert split_thinking(text, THINK, opened=opened) == tuple(expected)
 
 
-@pytest.mark.parametrize(("template", "tokens", "marks"), read_cases(__file__, "marks"))
+@pytest.mark.parametrize(("template", "tokens", "marks"), rows_of(__file__, "marks"))
 def test_marks_are_those_that_template_or_tokenizer_declare(template, tokens, marks):
     added = {i: SimpleNamespace(content=token) for i, token in enumerate(tokens)}
     assert thinking_marks(SimpleNamespace(added_tokens_decoder=added, chat_template=template)) == tuple(
@@ -47,20 +48,13 @@ def marked(tokenizer, text, prompt, as_message):
 
 
 @pytest.mark.parametrize("as_message", [True, False])
-@pytest.mark.parametrize(("prompt", "text", "expected"), read_cases(__file__, "unclosed_thinking"))
+@pytest.mark.parametrize(("prompt", "text", "expected"), rows_of(__file__, "unclosed_thinking"))
 def test_unclosed_thinking_of_the_prompt_is_marked(tokenizer, prompt, text, expected, as_message):
     assert marked(tokenizer, text, prompt, as_message) == expected
 
 
 @pytest.mark.parametrize("listed", [True, False], ids=["in all_special_tokens", "not listed"])
-@pytest.mark.parametrize(
-    ("tokens", "text", "expected"),
-    [
-        (["<think>", "</think>"], "draft</think>done<|im_end|>", "draft</think>done"),
-        (["<think>", "</think>"], "draft", "<think>draft"),
-        (["[THINK]", "[/THINK]"], "[THINK]draft[/THINK]done", "[THINK]draft[/THINK]done"),
-    ],
-)
+@pytest.mark.parametrize(("tokens", "text", "expected"), rows_of(__file__, "special_marks"))
 def test_marks_that_are_special_tokens_are_kept(tokens, text, expected, listed):
     tokenizer = build_tokenizer()
     if listed:

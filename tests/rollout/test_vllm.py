@@ -15,34 +15,22 @@ import torch
 import transformers
 from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
-from trl.generation import vllm_client, vllm_generation
+from trl.generation import vllm_client
 from trl.generation.vllm_client import VLLMClient
 
 from credit_trl.rollout import vllm
-from credit_trl.rollout.vllm import (
-    PolicyGeneration,
-    VLLMServerError,
-    WatchedClient,
-    merged_weights,
-    seeded,
-)
+from credit_trl.rollout.vllm import PolicyGeneration, VLLMServerError, WatchedClient, merged_weights, seeded
 from credit_trl.teacher.models import make_teacher
 from dense import LENGTHS, logps, naive_token_losses, scoring_model, step_problem
+from tables import tables_of
 
-ADAPTERS = {
-    "lora": {"target_modules": "all-linear"},
-    "dora": {"target_modules": "all-linear", "use_dora": True},
-    "embeddings": {"target_modules": ["embed_tokens", "q_proj"]},
-    "saved_head": {"target_modules": ["q_proj", "down_proj"], "modules_to_save": ["lm_head"]},
-    "tokens": {"target_modules": ["q_proj"], "trainable_token_indices": [5, 6]},
-    "rank_stabilised": {"target_modules": ["o_proj"], "use_rslora": True},
-}
+TABLES = tables_of(__file__)
 
 
 def adapted(make_model, kind, dtype):
     """A policy with a trained adapter and a teacher adapter with other weights."""
     torch.manual_seed(1)
-    model = get_peft_model(make_model(dtype=dtype), LoraConfig(r=4, lora_alpha=8, **ADAPTERS[kind]))
+    model = get_peft_model(make_model(dtype=dtype), LoraConfig(r=4, lora_alpha=8, **TABLES["adapters"][kind]))
     teacher = make_teacher("ema", model, Accelerator(cpu=True))
     with torch.no_grad():
         for parameter in model.parameters():
@@ -54,7 +42,7 @@ def adapted(make_model, kind, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ADAPTERS)
+@pytest.mark.parametrize("kind", TABLES["adapters"])
 def test_engine_gets_merged_adapter_and_model_is_unchanged(make_model, kind, dtype):
     model = adapted(make_model, kind, dtype)
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
@@ -78,11 +66,7 @@ def test_each_adapted_parameter_of_a_module_is_sent_merged():
         vocab_size=32, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, **sizes
     )
     plain = transformers.AutoModelForCausalLM.from_config(config)
-    adapted = {
-        "target_modules": ["q_proj"],
-        "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
-    }
-    model = get_peft_model(copy.deepcopy(plain), LoraConfig(r=2, init_lora_weights=False, **adapted))
+    model = get_peft_model(copy.deepcopy(plain), LoraConfig(r=2, init_lora_weights=False, **TABLES["experts"]))
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     sent = {name: weight.clone() for name, weight in merged_weights(model)}
     assert all(torch.equal(model.state_dict()[name], weight) for name, weight in before.items())
@@ -276,14 +260,7 @@ def noisy_rollouts(prompts, trainer, spread=NOISE):
 
 
 @pytest.fixture
-def trained(make_trainer, monkeypatch):
-    """Trains with `noisy_rollouts` and returns the trainer."""
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.setenv(name, "0")  # TRL sets them; monkeypatch restores them
-        monkeypatch.delenv(name)
-    monkeypatch.setattr(vllm_generation, "is_vllm_available", lambda: True)
-    monkeypatch.setattr(vllm_generation, "LLM", lambda **options: None, raising=False)  # a `rollout_func` samples
-
+def trained(make_trainer, no_engine):
     def train(rollouts=noisy_rollouts, **options):
         sizes = {"max_steps": 1, "per_device_train_batch_size": 32, "max_completion_length": LENGTH}
         trainer = make_trainer(rollout_func=rollouts, **{"use_vllm": True, **sizes, **options})
@@ -294,15 +271,7 @@ def trained(make_trainer, monkeypatch):
     return train
 
 
-@pytest.mark.parametrize(
-    ("mode", "lowest", "highest"),
-    [
-        (None, 0.98, 1.02),  # the default, token by token
-        ("token_mask", 0.98, 1.02),
-        ("sequence_truncate", 0.4, 0.85),  # exp(−.9² / 2) = .66
-        ("sequence_mask", 0.3, 0.8),  # .58: the largest are masked
-    ],
-)
+@pytest.mark.parametrize(("mode", "lowest", "highest"), TABLES["medians"])
 def test_median_weight_of_a_token_under_an_engine_with_noise(trained, mode, lowest, highest):
     options = {} if mode is None else {"vllm_importance_sampling_mode": mode}
     history = trained(**options).state.log_history

@@ -13,10 +13,7 @@ if not sys.platform.startswith("linux"):
 ORDINARY_USER = 60799
 _SYSTEM_PYTHON = "/usr/bin/python3"
 
-TIERS = [
-    *PROTECTED,
-    *(pytest.param(f"{tier} as an ordinary user", marks=pytest.mark.slow) for tier in PROTECTED),
-]
+TIERS = [*PROTECTED, *(pytest.param(f"{tier} as an ordinary user", marks=pytest.mark.slow) for tier in PROTECTED)]
 
 
 def start_as_ordinary_user(patch: pytest.MonkeyPatch) -> None:
@@ -64,7 +61,6 @@ def _package() -> str:
 
 @pytest.fixture(scope="module", params=PROTECTED)
 def sandbox(request: pytest.FixtureRequest) -> Iterator[object]:
-    """A probed sandbox of each protecting tier that this machine has."""
     with open_tier(request.param) as opened:
         yield opened
 
@@ -92,3 +88,11 @@ def held(request: pytest.FixtureRequest) -> Iterator[tuple[object, object]]:
     user = ORDINARY_USER if "ordinary" in request.param else None
     with open_tier(request.param) as opened, Bait(user) as bait:
         yield opened, bait
+
+
+@pytest.fixture
+def system_python() -> str:
+    """Path of an interpreter that can be copied alone."""
+    if not os.path.exists(_SYSTEM_PYTHON):
+        pytest.skip("needs an interpreter that can be copied alone")
+    return _SYSTEM_PYTHON

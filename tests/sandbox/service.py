@@ -49,14 +49,10 @@ class Handler(BaseHTTPRequestHandler):
 
 def run_code(body: dict) -> dict:
     started = time.monotonic()
+    command = [sys.executable, "-I", "-S", "-X", "utf8", "-c", body["code"]]
     try:
-        run = subprocess.run(
-            [sys.executable, "-I", "-S", "-X", "utf8", "-c", body["code"]],
-            input=body["stdin"].encode(),
-            capture_output=True,
-            timeout=body["run_timeout"],
-            check=False,
-        )
+        given = {"input": body["stdin"].encode(), "timeout": body["run_timeout"]}
+        run = subprocess.run(command, capture_output=True, check=False, **given)
     except subprocess.TimeoutExpired:
         result = {"status": "TimeLimitExceeded", "execution_time": body["run_timeout"], "return_code": None}
         return {"status": "Failed", "message": "", "run_result": {**result, "stdout": "", "stderr": ""}}

@@ -59,7 +59,6 @@ def test_group_is_delegated_where_it_limits_memory_and_can_be_written(tmp_path, 
 
 @pytest.fixture
 def delegated(tmp_path, monkeypatch) -> Path:
-    """A pretended group that a sandbox's server may divide."""
     files = {"cgroup.subtree_control": "memory", "cgroup.procs": ""}
     groups = put(tmp_path, files, "0::/", monkeypatch)
     pretend = f"cgroups.CGROUPS, cgroups.OWN_CGROUP = map(pathlib.Path, {(str(groups), str(tmp_path / 'own'))!r})"

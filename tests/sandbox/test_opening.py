@@ -84,7 +84,6 @@ def test_no_tier_raises_with_reasons_and_remedies(no_tier: None) -> None:
 
 @pytest.fixture
 def choices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Environment variables of the choices, restored after the test."""
     for name in (package.CHOICE, package.UNPROTECTED):
         monkeypatch.setenv(name, "")
 
@@ -218,13 +217,10 @@ def test_a_user_id_that_no_user_namespace_maps_is_an_error(monkeypatch: pytest.M
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root needs a copy that others can read")
-def test_private_interpreter_is_copied(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    system = "/usr/bin/python3"
-    if not os.path.exists(system):
-        pytest.skip("needs an interpreter that can be copied alone")
+def test_private_interpreter_is_copied(monkeypatch, tmp_path: Path, system_python: str) -> None:
     closed = tmp_path / "closed"
     closed.mkdir(mode=0o700)
-    executable = shutil.copy(os.path.realpath(system), closed / "python")
+    executable = shutil.copy(os.path.realpath(system_python), closed / "python")
     monkeypatch.setattr(sys, "executable", str(executable))
     found = interpreter.find_interpreter()
     monkeypatch.setattr(interpreter, "COPIES", str(tmp_path / "copies"))
@@ -241,16 +237,13 @@ def test_private_interpreter_is_copied(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 
 @pytest.fixture
-def relocated(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def relocated(monkeypatch: pytest.MonkeyPatch, system_python: str) -> Iterator[Path]:
     """Home of an interpreter with packages inside its standard library, as in images and conda."""
-    system = "/usr/bin/python3"
-    if not os.path.exists(system):
-        pytest.skip("needs an interpreter that can be copied alone")
     with tempfile.TemporaryDirectory() as directory:
         os.chmod(directory, 0o755)
         home = Path(directory) / "python"
         monkeypatch.setattr(interpreter, "COPIES", directory)
-        monkeypatch.setattr(sys, "executable", system)
+        monkeypatch.setattr(sys, "executable", system_python)
         found = interpreter.find_interpreter()
         interpreter._copy(found, [], str(home), os.path.basename(found.stdlib[0]))
         [stdlib] = (home / "lib").glob("python*")

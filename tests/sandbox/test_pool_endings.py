@@ -59,12 +59,10 @@ def test_killed_server_leaves_no_process() -> None:
         batch.join()
 
 
-def test_failure_to_start_programs_raises(sandbox, monkeypatch) -> None:
-    if not os.path.exists("/usr/bin/python3"):
-        pytest.skip("needs an interpreter that can be copied alone")
+def test_failure_to_start_programs_raises(sandbox, monkeypatch, system_python) -> None:
     with tempfile.TemporaryDirectory() as directory:
         os.chmod(directory, 0o755)
-        interpreter = shutil.copy(os.path.realpath("/usr/bin/python3"), os.path.join(directory, "python"))
+        interpreter = shutil.copy(os.path.realpath(system_python), os.path.join(directory, "python"))
         monkeypatch.setattr(sys, "executable", interpreter)
         with PoolSandbox(sandbox.tier, 1) as short_lived:
             assert run_one(short_lived, "print(1)").stdout == "1\n"

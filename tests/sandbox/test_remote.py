@@ -33,13 +33,7 @@ def test_outcomes_of_the_table_are_those_of_a_service(service: Service) -> None:
 
 
 def test_remote_errors_equal_local_ones(service: Service) -> None:
-    programs = [
-        Program("x = 1\nx / 0"),
-        Program("raise SystemExit(3)"),
-        Program("def f():\n    raise SystemExit(0)", fn_name="f"),
-        Program("import os\ndef f():\n    os._exit(0)", fn_name="f"),
-        Program("def f():\n    return {1}", fn_name="f"),
-    ]
+    programs = [Program(**fields) for fields in CASES["failing_programs"]]
     with open_sandbox(service.url, workers=4) as sandbox, open_sandbox("unprotected", workers=2) as local:
         assert [o.error for o in sandbox.run(programs)] == [o.error for o in local.run(programs)]
 

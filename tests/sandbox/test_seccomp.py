@@ -15,6 +15,7 @@ from credit_trl.sandbox import seccomp
 
 ALLOW, KILL, EPERM, ENOSYS = 0x7FFF0000, 0x80000000, 0x50000 | errno.EPERM, 0x50000 | errno.ENOSYS
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+pytestmark = pytest.mark.parametrize("machine", ARCHITECTURES)
 HEADERS = {
     "x86_64": Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h"),
     "aarch64": Path("/usr/include/asm-generic/unistd.h"),
@@ -52,7 +53,6 @@ def numbers(machine: str) -> dict[str, int]:
     return seccomp.syscall_numbers(machine)
 
 
-@pytest.mark.parametrize("machine", ARCHITECTURES)
 def test_numbers_match_kernel_headers(machine: str) -> None:
     if not HEADERS[machine].exists():
         pytest.skip(f"{HEADERS[machine]} is not installed")
@@ -65,7 +65,6 @@ def test_numbers_match_kernel_headers(machine: str) -> None:
     assert len(set(numbers(machine)) - set(header)) < 8  # names that the header spells otherwise or lacks
 
 
-@pytest.mark.parametrize("machine", ARCHITECTURES)
 def test_filter_follows_the_table(machine: str) -> None:
     program = filter_of(machine)
     allowed = set(numbers(machine).values())
@@ -77,12 +76,10 @@ def test_filter_follows_the_table(machine: str) -> None:
         assert decide(program, machine, number) == expected, number
 
 
-@pytest.mark.parametrize("machine", ARCHITECTURES)
 def test_forbidden_calls_are_in_no_table(machine: str) -> None:
     assert not NEVER & set(numbers(machine))
 
 
-@pytest.mark.parametrize("machine", ARCHITECTURES)
 def test_filter_checks_arguments(machine: str) -> None:
     call = numbers(machine)
     values = {"PID": PID, "OTHER": PID + 1}
@@ -93,7 +90,6 @@ def test_filter_checks_arguments(machine: str) -> None:
             assert decide(filter_of(machine), machine, call[name], *given) == answers[answer], (name, arguments)
 
 
-@pytest.mark.parametrize("machine", ARCHITECTURES)
 @pytest.mark.parametrize("mediated", [True, False])
 def test_filter_of_an_old_landlock_refuses_to_truncate(machine: str, mediated: bool) -> None:
     program = filter_of(machine, truncation_mediated=mediated)
@@ -101,6 +97,5 @@ def test_filter_of_an_old_landlock_refuses_to_truncate(machine: str, mediated: b
         assert decide(program, machine, numbers(machine)["openat"], 0, 0, flags) == answer
 
 
-@pytest.mark.parametrize("machine", ARCHITECTURES)
 def test_calls_of_another_architecture_kill(machine: str) -> None:
     assert decide(filter_of(machine), machine, numbers(machine)["read"], architecture=0x40000003) == KILL

@@ -9,23 +9,17 @@ from credit_trl.teacher import causal_lm
 from credit_trl.teacher.causal_lm import head_dtype
 from credit_trl.teacher.passes import chosen_sequences, policy_states
 from credit_trl.training import step
+from tables import tables_of
 
-FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+TABLES = tables_of(__file__)
+
+BF16, FP32 = torch.bfloat16, torch.float32
 
 
-@pytest.mark.parametrize(
-    ("hidden", "weight", "device", "autocast", "expected"),
-    [
-        pytest.param(BF16, BF16, "cuda", None, BF16, id="bf16 model"),
-        pytest.param(FP32, FP32, "cuda", BF16, BF16, id="fp32 weights in mixed precision"),
-        pytest.param(BF16, FP32, "cuda", BF16, BF16, id="fp32 average of a bf16 model"),
-        pytest.param(BF16, FP32, "cuda", None, FP32, id="cast_lm_head_to_fp32"),
-        pytest.param(FP32, FP32, "cuda", FP16, FP32, id="fp16 has too little range"),
-        pytest.param(FP32, FP32, "cpu", BF16, FP32, id="no bf16 products on a CPU"),
-        pytest.param(FP64, FP64, "cpu", None, FP64, id="fp64"),
-    ],
-)
-def test_head_dtype_matches_models_own_head(hidden, weight, device, autocast, expected):
+@pytest.mark.parametrize("row", TABLES["head_dtypes"].values(), ids=TABLES["head_dtypes"])
+def test_head_dtype_matches_models_own_head(row):
+    device, *dtypes = row
+    hidden, weight, autocast, expected = (name and getattr(torch, name) for name in dtypes)
     assert head_dtype(hidden, weight, device, autocast) == expected
 
 

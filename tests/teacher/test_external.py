@@ -10,6 +10,7 @@ from trl import DistillationConfig, DistillationTrainer
 
 import rounding
 from test_trainer_parity import assert_close, loss_and_gradients, prepared
+from tiny import QUIET
 
 
 @pytest.fixture
@@ -25,7 +26,6 @@ def save_teacher(make_model, tokenizer, tmp_path):
 
 @pytest.fixture
 def make_trainer(make_trainer):
-    """`make_trainer` with the teacher at a path."""
     return lambda path, **options: make_trainer(teacher_model_kind="model", teacher_model_name_or_path=path, **options)
 
 
@@ -36,19 +36,10 @@ PLAIN = {"teacher_prompt": "student", "contrastive_coef": 0.0}
 def test_plain_distillation_equals_trls(make_trainer, make_model, save_teacher, tokenizer, dataset, tmp_path, alpha):
     path = save_teacher()
     ours = make_trainer(path, distillation_alpha=alpha, temperature=0.8, distillation_topk=None, **PLAIN)
-    config = DistillationConfig(
-        output_dir=str(tmp_path / "theirs"),
-        use_cpu=True,
-        bf16=False,
-        report_to="none",
-        gradient_checkpointing=False,
-        beta=alpha,
-        temperature=0.8,
-        teacher_model_init_kwargs={"dtype": "float32"},
-    )
-    theirs = DistillationTrainer(
-        make_model(), path, config, dataset.select_columns("prompt"), processing_class=tokenizer
-    )
+    options = {"beta": alpha, "temperature": 0.8, "teacher_model_init_kwargs": {"dtype": "float32"}}
+    config = DistillationConfig(str(tmp_path / "theirs"), **QUIET, **options)
+    prompts = dataset.select_columns("prompt")
+    theirs = DistillationTrainer(make_model(), path, config, prompts, processing_class=tokenizer)
     theirs.model.train()
     inputs = prepared(ours)
     assert_close(loss_and_gradients(ours, inputs), loss_and_gradients(theirs, inputs), 1e-5, 1e-7)

@@ -13,6 +13,9 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from credit_trl.teacher import models
 from credit_trl.teacher.models import TEACHER_FILE, AdapterTeacher, Teacher, make_teacher
+from tables import tables_of
+
+TABLES = tables_of(__file__)
 
 
 class Recorder(TrainerCallback):
@@ -37,18 +40,7 @@ def adapters(**options):
 @pytest.mark.parametrize(
     "peft", [None, adapters(), adapters(use_dora=True, modules_to_save=["norm"])], ids=["full", "lora", "dora"]
 )
-@pytest.mark.parametrize(
-    ("options", "updates"),
-    [
-        ({}, [1, 2, 3, 4]),
-        ({"teacher_sync_steps": 2}, [2, 4]),
-        # One generation batch for two optimizer steps: one update per batch.
-        ({"per_device_train_batch_size": 4, "steps_per_generation": 2}, [2, 4]),
-        # Two micro-batches and one generation batch per step.
-        ({"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}, [1, 2, 3, 4]),
-    ],
-    ids=["default", "sync_steps", "two_steps_per_batch", "accumulation"],
-)
+@pytest.mark.parametrize(("options", "updates"), TABLES["updates"].values(), ids=TABLES["updates"])
 def test_ema_equals_closed_form(make_trainer, peft, options, updates):
     rate = 0.3
     trainer = make_trainer(peft_config=peft, max_steps=4, teacher_update_rate=rate, **options)
@@ -199,14 +191,7 @@ def test_saving_and_loading_gather_one_tensor_at_a_time(make_model, tmp_path, mo
 
 
 @pytest.mark.parametrize("kind", ["ema", "base"])
-@pytest.mark.parametrize(
-    ("options", "unfrozen", "message"),
-    [
-        ({"bias": "lora_only"}, None, r"`bias='lora_only'`.*Set `bias=\"none\"`.*'live'"),
-        ({}, "norm", r"`.*norm\.weight` of the base is trainable.*`modules_to_save`.*'live'"),
-    ],
-    ids=["bias", "unfrozen"],
-)
+@pytest.mark.parametrize(("options", "unfrozen", "message"), TABLES["unfrozen"].values(), ids=TABLES["unfrozen"])
 def test_trainable_base_parameters_are_refused(make_model, kind, options, unfrozen, message):
     model = get_peft_model(make_model(), adapters(**options))
     if unfrozen:

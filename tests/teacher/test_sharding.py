@@ -13,7 +13,6 @@ from credit_trl.teacher.sharding import full_tensor, run_in_wrapped_forward
 
 @pytest.fixture
 def one_process(tmp_path):
-    """A process group with one process."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
     yield init_device_mesh("cpu", (1,))
     dist.destroy_process_group()

@@ -10,6 +10,9 @@ from transformers import AutoModelForCausalLM
 from credit_trl.lab.analysis.checkpoints import Checkpoint
 from credit_trl.training import check_model
 from families import FAMILIES
+from tables import tables_of
+
+TABLES = tables_of(__file__)
 
 
 @pytest.fixture
@@ -63,16 +66,8 @@ def test_families_pass_in_all_precisions(make_family, family, dtype, mixed):
 
 
 @pytest.mark.parametrize("mixed", ["no", "bf16"])
-@pytest.mark.parametrize(
-    ("model_class", "sizes"),
-    [
-        ("GPT2", {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64}),
-        ("xLSTM", {"hidden_size": 32, "num_heads": 2, "num_hidden_layers": 1}),
-        ("RecurrentGemma", {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 3, "lru_width": 32}),
-    ],
-)
+@pytest.mark.parametrize(("model_class", "sizes"), TABLES["sensitive"])
 def test_families_sensitive_to_padding_are_refused(monkeypatch, model_class, sizes, mixed):
-    """GPT-2 has learned positions; the other two update their recurrent states on padding."""
     accelerator = Accelerator(cpu=True)
     torch.manual_seed(0)
     config = getattr(transformers, f"{model_class}Config")(vocab_size=64, initializer_range=0.5, **sizes)

@@ -5,24 +5,20 @@ import json
 import os
 from functools import partial
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
-import torch
 
 from credit_trl import CreditTrainer
 from credit_trl.training import checkpoints
-from credit_trl.training.checkpoints import (
-    UNFINISHED,
-    CheckpointError,
-    checkpoint_to_resume,
-    rename_atomically,
-    write_manifest,
-)
+from credit_trl.training.checkpoints import UNFINISHED, CheckpointError, checkpoint_to_resume
+from tables import tables_of
+
+TABLES = tables_of(__file__)
 
 
 @pytest.fixture
 def make_trainer(make_trainer):
-    """`make_trainer` for three steps with their checkpoints."""
     return partial(make_trainer, save_strategy="steps", save_steps=1, save_total_limit=1, max_steps=3)
 
 
@@ -34,28 +30,17 @@ def names(folder: Path) -> list[str]:
 def test_only_complete_checkpoints_within_limit_remain(make_trainer, tmp_path):
     make_trainer().train()
     assert names(tmp_path / "run") == ["checkpoint-3"]
-    files = {path.name for path in (tmp_path / "run" / "checkpoint-3").iterdir()}
-    assert {"model.safetensors", "optimizer.pt", "trainer_state.json", "teacher.safetensors"} <= files
-    assert {"credit_state.json", "rng_state.pth", "scheduler.pt", "manifest.json"} <= files
+    assert set(TABLES["files"]) <= {path.name for path in (tmp_path / "run" / "checkpoint-3").iterdir()}
 
 
 def full_disk(*args, **kwargs):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-@pytest.mark.parametrize(
-    ("owner", "name"),
-    [
-        (torch, "save"),
-        (CreditTrainer, "_save_progress"),
-        (checkpoints, "write_manifest"),
-        (checkpoints, "sync_to_disk"),
-        (checkpoints, "rename_atomically"),
-    ],
-    ids=["optimizer", "progress", "manifest", "sync", "rename"],
-)
+@pytest.mark.parametrize(("owner", "name"), TABLES["writers"].values(), ids=TABLES["writers"])
 def test_full_disk_keeps_previous_checkpoint(make_trainer, tmp_path, monkeypatch, owner, name):
-    trainer, original = make_trainer(), getattr(owner, name)
+    trainer, owner = make_trainer(), resolve_name(owner)
+    original = getattr(owner, name)
 
     def fail_at_two(*args, **kwargs):
         return full_disk() if trainer.state.global_step == 2 else original(*args, **kwargs)
@@ -82,31 +67,24 @@ def test_rename_replaces_existing_folder_and_is_idempotent(tmp_path):
     for folder, text in ((unfinished, "new"), (finished, "old")):
         folder.mkdir(parents=True)
         (folder / "state").write_text(text)
-    rename_atomically(unfinished, finished)
+    checkpoints.rename_atomically(unfinished, finished)
     assert (finished / "state").read_text() == "new"
-    rename_atomically(unfinished, finished)  # a second node that shares the file system
+    checkpoints.rename_atomically(unfinished, finished)  # a second node that shares the file system
     assert names(tmp_path / "unfinished") == []
     with pytest.raises(FileNotFoundError):
-        rename_atomically(tmp_path / "nowhere", tmp_path / "checkpoint-9")
+        checkpoints.rename_atomically(tmp_path / "nowhere", tmp_path / "checkpoint-9")
 
 
 def test_latest_is_newest_complete_checkpoint_or_none(tmp_path):
     assert checkpoint_to_resume("latest", tmp_path / "nowhere") is None
     for name in ("checkpoint-9", "checkpoint-10", "unfinished/checkpoint-11"):
         (tmp_path / name).mkdir(parents=True)
-        write_manifest(tmp_path / name, {})
+        checkpoints.write_manifest(tmp_path / name, {})
     assert checkpoint_to_resume("latest", tmp_path) == str(tmp_path / "checkpoint-10")
     assert checkpoint_to_resume(str(tmp_path / "checkpoint-9"), tmp_path) == str(tmp_path / "checkpoint-9")
 
 
-@pytest.mark.parametrize(
-    ("asked", "message"),
-    [
-        ("elsewhere", "no such folder.*`latest` for the newest"),
-        (".", "manifest.json is missing.*Give a checkpoint"),
-        ("checkpoint-3", "manifest.json is missing.*not written completely"),
-    ],
-)
+@pytest.mark.parametrize(("asked", "message"), TABLES["no_checkpoints"])
 def test_folder_that_is_no_checkpoint_is_refused(asked, message, tmp_path):
     (tmp_path / "checkpoint-3").mkdir()
     for name in ("run.json", "trainer_state.json"):
@@ -126,21 +104,11 @@ def test_second_call_of_train_uses_no_rollouts_of_the_first(make_trainer, monkey
 
 
 def test_best_checkpoint_has_its_final_name(make_trainer, dataset, tmp_path):
-    trainer = make_trainer(
-        eval_rows=dataset.select(range(2)),
-        eval_strategy="steps",
-        eval_steps=1,
-        load_best_model_at_end=True,
-        metric_for_best_model="eval_reward",
-        save_total_limit=2,
-        per_device_eval_batch_size=4,
-        num_generations_eval=2,
-    )
+    trainer = make_trainer(eval_rows=dataset.select(range(2)), **TABLES["best"])
     trainer.train()
     best = Path(trainer.state.best_model_checkpoint)
     assert best.parent == tmp_path / "run"
     assert best.is_dir()
-    state = json.loads(
-        (tmp_path / "run" / f"checkpoint-{trainer.state.best_global_step}" / "trainer_state.json").read_text()
-    )
+    saved = tmp_path / "run" / f"checkpoint-{trainer.state.best_global_step}"
+    state = json.loads((saved / "trainer_state.json").read_text())
     assert state["best_model_checkpoint"] == str(best)

@@ -9,12 +9,13 @@ from trl import GRPOTrainer
 
 from credit_trl import Verdict
 from credit_trl.training.checks import check_machine
+from tables import tables_of
+
+TABLES = tables_of(__file__)
 
 
 @pytest.fixture
 def no_rollout(monkeypatch):
-    """Fail the test if a completion is generated."""
-
     def generate(self, prompts):
         pytest.fail("a completion was generated before the error")
 
@@ -80,16 +81,7 @@ def test_fsdp_version_1_is_refused(make_config):
         check_machine(make_config(), accelerator, False)
 
 
-@pytest.mark.parametrize(
-    ("wrapper", "router", "options", "reason"),
-    [
-        ("DEEPSPEED", False, {}, "DeepSpeed allows one backward pass"),
-        ("NO", True, {}, "load-balancing loss"),
-        ("NO", False, {"optim": "lomo"}, "`optim='lomo'` changes the weights"),
-        ("NO", False, {"optim": "galore_adamw_layerwise"}, "changes the weights in each backward pass"),
-        ("NO", False, {"distillation_weight": 0.5}, "GRPO's loss"),
-    ],
-)
+@pytest.mark.parametrize(("wrapper", "router", "options", "reason"), TABLES["parts"])
 def test_parts_are_refused_where_updates_would_differ(make_config, wrapper, router, options, reason):
     accelerator = SimpleNamespace(distributed_type=wrapper)
     with pytest.raises(ValueError, match=f"{reason}.*Remove it and lower `per_device_train_batch_size`"):

@@ -68,7 +68,6 @@ def test_token_metrics_are_moments_at_the_sampled_tokens():
 
 
 def test_sums_over_processes_give_global_metrics():
-    """Of a vLLM engine too."""
     parts, masks = [terms(7, 1), terms(12, 2)], [torch.ones(7, dtype=torch.bool), torch.ones(12, dtype=torch.bool)]
     engines, gathered = [torch.randn(7), torch.randn(12)], []
     losses = [micro_batch(*of, torch.tensor(0.25), engine) for *of, engine in zip(parts, masks, engines, strict=True)]
@@ -116,14 +115,7 @@ def test_context_shares():
         TokenContexts([1], [[2]], privileged=PrivilegedContext("d")),
     ]
     shares = context_metrics(built, True, lambda counts: counts)
-    assert shares == {
-        "credit/frac_with_demonstration": 0.5,
-        "credit/frac_with_feedback": 0.5,
-        "credit/frac_without_teacher": 0.25,
-        "credit/frac_without_contrast": 0.25,
-        "credit/frac_context_cut": 0.25,
-        "credit/frac_feedback_dropped": 0.25,
-    }
+    assert shares == TABLES["shares"]
     assert context_metrics(built, False, lambda counts: counts)["credit/frac_without_contrast"] == 0.0
 
 
@@ -141,13 +133,7 @@ def run(make_trainer, dataset):
 
 @pytest.mark.parametrize("weight", [0.5, 1.0])
 def test_every_metric_is_logged_at_every_step(run, weight):
-    trainer, _ = run(
-        eval_strategy="steps",
-        eval_steps=1,
-        per_device_eval_batch_size=8,
-        num_generations_eval=2,
-        distillation_weight=weight,
-    )
+    trainer, _ = run(**TABLES["evaluated"], distillation_weight=weight)
     train = [entry for entry in trainer.state.log_history if "loss" in entry]
     evaluation = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
     assert len(train) == len(evaluation) == 2
@@ -235,14 +221,7 @@ def test_flat_reward_warns_once_and_a_varying_one_never(run):
 
 def test_undefined_metrics_of_a_batch_without_contrast_prompts_reach_no_logger(run, dataset):
     """Without a contrast no S_t is defined; an evaluation follows, and the last log has no step."""
-    trainer, _ = run(
-        rows=dataset.select([0] * 6),
-        contrastive_coef=0.5,
-        eval_strategy="steps",
-        eval_steps=1,
-        per_device_eval_batch_size=8,
-        num_generations_eval=2,
-    )
+    trainer, _ = run(rows=dataset.select([0] * 6), contrastive_coef=0.5, **TABLES["evaluated"])
     logged = [value for entry in trainer.state.log_history for value in entry.values()]
     assert all(value is not None and math.isfinite(float(value)) for value in logged)
     for entry in (e for e in trainer.state.log_history if "loss" in e):

@@ -4,14 +4,12 @@ import hashlib
 import sys
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from peft import LoraConfig
-from trl.generation import vllm_generation
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from padded import padding_kept
@@ -45,15 +43,7 @@ def ragged_rollouts(prompts, trainer):
 
 
 @pytest.fixture
-def make_trainer(make_trainer, dataset, monkeypatch):
-    """`make_trainer` with ragged rollouts, and with a stand-in for vLLM's engine, which these do not use."""
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.setenv(name, "0")  # TRL sets them; monkeypatch restores them
-        monkeypatch.delenv(name)
-    engine = SimpleNamespace(sleep=lambda level: None)
-    monkeypatch.setattr(vllm_generation, "is_vllm_available", lambda: True)
-    monkeypatch.setattr(vllm_generation, "LLM", lambda **options: engine, raising=False)
-
+def make_trainer(make_trainer, dataset, no_engine):
     def make(lora=False, vllm=False, **options):
         given = {"max_completion_length": 48, "max_steps": 8, "rollout_func": ragged_rollouts}
         if vllm:

@@ -30,12 +30,8 @@ def test_rollouts_are_printed_as_blocks(make_trainer, capsys):
     blocks = re.findall(r"^--- step 1  length_verdicts .*?^---$", printed, re.MULTILINE | re.DOTALL)
     assert len(blocks) == 2
     for block in blocks:
-        assert re.findall(r"^--- (\w+)$", block, re.MULTILINE) == [
-            "prompt",
-            "completion",
-            "feedback",
-            "teacher_prompt",
-        ]
+        parts = re.findall(r"^--- (\w+)$", block, re.MULTILINE)
+        assert parts == ["prompt", "completion", "feedback", "teacher_prompt"]
         assert "\nuser: " in block
         assert "\nThe answer is " in block
     assert "┃" not in printed

@@ -43,8 +43,6 @@ def assert_same_weights(trainer, other):
 
 @pytest.fixture
 def train(make_trainer, tmp_path):
-    """A function that trains in a folder, or resumes there, and returns the trainer."""
-
     def run(output_dir=tmp_path, resume=None, lora=False, changes="refuse", **options):
         fixed = {"save_strategy": "steps", "teacher_update_rate": 0.2, "temperature": 0.9}
         peft = adapter(**lora) if isinstance(lora, dict) else adapter() if lora else None
@@ -77,12 +75,7 @@ def test_resumed_run_equals_uninterrupted_run_bitwise(train, tmp_path, lora, sto
 @pytest.mark.parametrize(("rows", "accumulation"), [(12, 1), (11, 1), (12, 2)])  # 11: an epoch leaves a row unread
 def test_resumed_run_goes_on_at_its_place_in_a_stream(train, dataset, tmp_path, stop, rows, accumulation):
     stream = dataset.select(range(rows)).to_iterable_dataset()
-    options = {
-        "gradient_accumulation_steps": accumulation,
-        "steps_per_generation": 1,
-        "max_steps": 11,
-        "save_steps": 1,
-    }
+    options = TABLES["stream"] | {"gradient_accumulation_steps": accumulation}
     whole = train(rows=stream, **options)
     resumed = train(rows=stream, resume=str(tmp_path / f"checkpoint-{stop}"), **options)
     assert whole.state.epoch > 1

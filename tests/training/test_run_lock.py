@@ -12,25 +12,16 @@ import pytest
 
 from credit_trl.training import run_directory
 from credit_trl.training.run_directory import LOCK_FILE, RunLockedError, run_lock
+from tables import tables_of
 
-# Holds the lock of a folder, with a forked child that outlives it, until it is killed.
-HOLDER = """
-import os, sys, time
-from pathlib import Path
-from credit_trl.training.run_directory import run_lock
-with run_lock(Path(sys.argv[1])):
-    child = os.fork()
-    if child:
-        print(child, flush=True)
-    time.sleep(60)
-"""
+TABLES = tables_of(__file__)
 
 
 @pytest.fixture
 def holder(tmp_path):
     """A process that holds the lock, and the id of its child."""
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2] / "src")}
-    command = [sys.executable, "-c", HOLDER, str(tmp_path)]
+    command = [sys.executable, "-c", TABLES["holder"], str(tmp_path)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     child = int(process.stdout.readline())
     yield process, child

@@ -9,23 +9,8 @@ from credit_trl.training.checkpoints import checkpoint_to_resume
 from credit_trl.training.run_directory import read_lines, set_aside
 
 
-def test_every_run_writes_its_settings_and_log(make_trainer, tmp_path):
-    trainer = make_trainer(output_dir=str(tmp_path), contrastive_coef=0.2)
-    trainer.run_log.facts["arm"] = "mine"
-    trainer.train()
-    run = json.loads((tmp_path / "run.json").read_text())
-    assert (run["arm"], run["seed"], run["config"]["contrastive_coef"]) == ("mine", 1, 0.2)
-    log = read_lines(tmp_path / "log.jsonl")
-    assert [row["step"] for row in log if "loss" in row] == [1, 2]
-    assert {name: log[0][name] for name in ("reward", "credit/s_mean")} == {
-        name: trainer.state.log_history[0][name] for name in ("reward", "credit/s_mean")
-    }
-
-
 @pytest.fixture
 def train(make_trainer, dataset, tmp_path):
-    """Train in the same directory, with a checkpoint after every second step."""
-
     def run(resume=None, evaluates=False, **options):
         saving = {"output_dir": str(tmp_path), "save_strategy": "steps", "save_steps": 2}
         trainer = make_trainer(eval_rows=dataset.select(range(4)), **saving, **options)

@@ -87,12 +87,9 @@ def attributes_of(owner: type) -> set[str]:
 def test_attributes_that_the_trainer_uses_exist():
     """Each `self.name` in our trainer classes is TRL's, or is set or defined by them."""
     known = attributes_of(GRPOTrainer) | attributes_of(CreditTrainer)
-    for base in CreditTrainer.__mro__:
-        if not base.__module__.startswith("credit_trl"):
-            continue
-        known |= set(inspect.get_annotations(base))
-    for base in CreditTrainer.__mro__:
-        if base.__module__.startswith("credit_trl"):
-            for node in ast.walk(ast.parse(inspect.getsource(base))):
-                if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self":
-                    assert node.attr in known, f"{base.__name__}: self.{node.attr}"
+    own = [base for base in CreditTrainer.__mro__ if base.__module__.startswith("credit_trl")]
+    known |= {name for base in own for name in inspect.get_annotations(base)}
+    for base in own:
+        for node in ast.walk(ast.parse(inspect.getsource(base))):
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self":
+                assert node.attr in known, f"{base.__name__}: self.{node.attr}"

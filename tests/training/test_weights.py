@@ -15,7 +15,6 @@ from tiny import length_verdicts
 
 @pytest.fixture
 def make_trainer(make_trainer):
-    """`make_trainer` for four steps with their checkpoints."""
     return partial(make_trainer, save_strategy="steps", save_steps=1, max_steps=4)
 
 
@@ -138,8 +137,6 @@ def test_finite_loss_and_its_gradient_are_unchanged_bit_for_bit():
 
 @pytest.fixture
 def warned(make_model, make_trainer):
-    """Warnings of a run with weights of a dtype, at construction and while it trains."""
-
     def run(dtype, rewards=length_verdicts, **options):
         model = make_model().to(dtype)
         with warnings.catch_warnings(record=True) as caught:

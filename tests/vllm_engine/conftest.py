@@ -21,7 +21,6 @@ from tiny import build_model
 
 @pytest.fixture(scope="session")
 def model_path(tokenizer, tmp_path_factory) -> Path:
-    """A tiny Qwen3 on disk, which trainer and engine load."""
     path = tmp_path_factory.mktemp("model")
     # For colocated engines: TRL's default port 29500 may be in use.
     os.environ.setdefault("MASTER_PORT", str(free_port()))
@@ -38,18 +37,10 @@ def verdicts(completions, answer, **kwargs) -> list[Verdict]:
 
 @pytest.fixture
 def make_trainer(model_path, make_config, dataset):
-    """Build a trainer that generates with vLLM; keyword arguments override the configuration."""
-
     def make(peft_config: Any = None, rows: Dataset = dataset, **options: Any) -> CreditTrainer:
-        settings = {
-            "use_vllm": True,
-            "vllm_mode": "colocate",
-            "vllm_max_model_length": 512,
-            "max_completion_length": 12,
-            "learning_rate": 1e-2,
-            "max_steps": 3,
-        }
-        config = make_config(**{**settings, **options})
+        engine = {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 512}
+        settings = {"max_completion_length": 12, "learning_rate": 1e-2, "max_steps": 3}
+        config = make_config(**{**engine, **settings, **options})
         return CreditTrainer(str(model_path), verdicts, config, rows, peft_config=peft_config)
 
     yield make

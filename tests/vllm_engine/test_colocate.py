@@ -16,16 +16,12 @@ from engine_observer import as_in_engine, engine_weights, record, same_weights, 
 
 from credit_trl.evaluation import SamplingConfig
 from credit_trl.evaluation.engines import TrainerEngine
+from tables import tables_of
 
 SAME = 1e-3  # nats; measured 1e-6
 STALE = 1e-2
 
-ADAPTERS = {
-    "full": None,
-    "lora": {},
-    "dora": {"use_dora": True},
-    "lora_with_saved_head": {"modules_to_save": ["lm_head"]},
-}
+ADAPTERS = tables_of(__file__)["adapters"]
 
 
 @pytest.fixture(autouse=True)

@@ -105,16 +105,11 @@ def await_start(server: Server, log: Path) -> None:
 
 @pytest.fixture
 def connect(server, make_trainer):
-    """Build a trainer that generates through the server."""
     cpu_engine.trainer_side()
 
     def make(peft_config=None, **options):
-        connection = {
-            "vllm_mode": "server",
-            "vllm_server_base_url": f"http://127.0.0.1:{server.port}",
-            "vllm_group_port": free_port(),
-            "vllm_server_timeout": TIMEOUT,
-        }
+        connection = {"vllm_mode": "server", "vllm_server_base_url": f"http://127.0.0.1:{server.port}"}
+        connection |= {"vllm_group_port": free_port(), "vllm_server_timeout": TIMEOUT}
         return make_trainer(peft_config, **{**connection, **options})
 
     return make

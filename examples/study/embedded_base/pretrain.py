@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
+from embedded_base.architecture import build_model
+from embedded_base.muon import Muon
 from safetensors.torch import save_file
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from credit_trl.tasks.quickstart_model import read_base
-from embedded_base.architecture import build_model
-from embedded_base.muon import Muon
 
 # A conversation and the response to it, or the response's beginning, which is not trained on, and the rest of it.
 Example = tuple[list[dict[str, str]], str | tuple[str, str]]

@@ -14,9 +14,6 @@ import torch
 from embedded_base.architecture import train_tokenizer
 from embedded_base.curriculum import LABEL_NOISE, teacher_prompt
 from embedded_base.pretrain import Example, Recipe, make_base_of
-from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
-
-from credit_trl.tasks.quickstart import CITIES, GROUPS, LETTERS, TOPIC_OF, TOPICS, group_of
 from planted.task import (
     FILLER,
     KEYS,
@@ -39,6 +36,9 @@ from planted.task import (
     response,
     topic_feedback,
 )
+from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
+
+from credit_trl.tasks.quickstart import CITIES, GROUPS, LETTERS, TOPIC_OF, TOPICS, group_of
 
 # Small and short, for a base that has facts and copies to learn, and nothing to look up.
 SMALL = Recipe(layers=2, width=64, gate_every=25, min_constant_steps=200, decay_steps=250)

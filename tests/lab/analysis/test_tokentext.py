@@ -5,7 +5,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from credit_trl.lab.analysis.tokentext import token_texts, visible
-from tiny import build_tokenizer, read_cases
+from tables import rows_of
+from tiny import build_tokenizer
 
 quick = settings(max_examples=60, deadline=None)
 
@@ -15,7 +16,7 @@ def shown(tokenizer, text: str) -> str:
     return "".join(token.text for token in token_texts(tokenizer, ids))
 
 
-@pytest.mark.parametrize(("text", "expected"), read_cases(__file__, "hidden_characters"))
+@pytest.mark.parametrize(("text", "expected"), rows_of(__file__, "hidden_characters"))
 def test_hidden_characters_are_spelled_out(text, expected):
     assert visible(text) == expected
 
