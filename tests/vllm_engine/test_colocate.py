@@ -154,7 +154,7 @@ def test_importance_ratio_of_a_stale_engine_is_that_of_the_mode(make_trainer, mo
 
 
 @pytest.mark.parametrize("updates", [1, 2])
-def test_ten_steps_have_a_median_ratio_near_1_in_the_log(make_trainer, capfd, updates):
+def test_ten_steps_have_a_median_ratio_near_1_in_the_log(make_trainer, run_callbacks, capfd, updates):
     """With the default correction; and with two updates a batch, whose ratio is that to the engine."""
     options = {"steps_per_generation": 2, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
     several = {} if updates == 1 else {"vllm_importance_sampling_correction": False, **options}
