@@ -153,7 +153,7 @@ def test_first_step_warns(build, row):
 def folder(tmp_path, monkeypatch) -> Path:
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in questions()))
     (tmp_path / "rows.txt").write_text("1+1=\n")
-    (tmp_path / "own_module.py").write_text(OWN_MODULE)
+    (tmp_path / "own_functions.py").write_text(OWN_MODULE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     return tmp_path

@@ -96,3 +96,12 @@ def test_one_call_with_variable_lengths_is_that_of_the_sequences(monkeypatch, he
     layout = LAYOUT._replace(varlen=variable_lengths(LAYOUT, device))
     found, _ = packed_sdpa(module, *states, None, layout, sliding_window=window, scaling=0.3)
     assert_that_of_the_sequences(found, states, window, 2e-2 if on_gpu else 1e-6)
+
+
+def test_heads_that_the_kernel_does_not_read_take_a_call_for_each_piece(monkeypatch):
+    monkeypatch.setattr(packing, "varlen_attn", None)
+    monkeypatch.setattr(packing, "VARLEN_DTYPES", (torch.float32,))
+    module, states = make_states((2, 2), 12)
+    layout = LAYOUT._replace(varlen=variable_lengths(LAYOUT, torch.device("cpu")))
+    found, _ = packed_sdpa(module, *states, None, layout, scaling=0.3)
+    assert_that_of_the_sequences(found, states, None, 1e-6)

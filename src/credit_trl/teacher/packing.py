@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -37,6 +37,7 @@ _PROBE = "packed_probe"
 # What the kernel of variable lengths computes with.
 VARLEN_DTYPES = (torch.bfloat16, torch.float16)
 VARLEN_HEAD_DIM = 256
+VARLEN_MULTIPLE = 8  # that the dimension of a head is of
 # Length from which a shared prefix is read once. Each piece of a row is another call of the attention.
 SHORTEST_SHARED = 16
 # Layer types that keep packed sequences apart; a recurrent layer would carry its state across them.
@@ -172,7 +173,8 @@ def packed_sdpa(
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     window = kwargs.get("sliding_window")
     dtype = computing_dtype(query)
-    if row_layout.varlen is not None and dtype in VARLEN_DTYPES and query.shape[-1] <= VARLEN_HEAD_DIM:
+    has_width = query.shape[-1] <= VARLEN_HEAD_DIM and query.shape[-1] % VARLEN_MULTIPLE == 0
+    if row_layout.varlen is not None and dtype in VARLEN_DTYPES and has_width:
         states = [x[0].transpose(0, 1).to(dtype) for x in (query, key, value)]
         return _varlen_attention(*states, row_layout.varlen, window, kwargs.get("scaling")), None
     states = [x.split(row_layout.lengths, dim=2) for x in (query, key, value)]
@@ -200,16 +202,21 @@ def _varlen_attention(
     """
     if varlen.keys is not None:
         key, value = (x.index_select(0, varlen.keys) for x in (key, value))
-    # Before torch 2.12 grouped heads needed no option.
-    options = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+    options = {"enable_gqa": True} if takes_option(varlen_attn, "enable_gqa") else {}  # grouped heads, from torch 2.12
     seen = (-1 if window is None else window - 1, 0)
     return varlen_attn(query, key, value, **varlen.bounds, scale=scale, window_size=seen, **options)[None]
 
 
 @cache
+def takes_option(function: Callable[..., Any], name: str) -> bool:
+    """Whether a function of torch has a parameter; read once, as each layer asks."""
+    return name in inspect.signature(function).parameters
+
+
+@cache
 def reads_variable_lengths(device: torch.device) -> bool:
     """Whether `varlen_attn` with windows runs on a device: on a GPU from Ampere on."""
-    if varlen_attn is None or "window_size" not in inspect.signature(varlen_attn).parameters:
+    if varlen_attn is None or not takes_option(varlen_attn, "window_size"):
         return False
     return device.type == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability(device) >= (8, 0)
 
