@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from tqdm import tqdm
+from transformers.utils.logging import disable_progress_bar
 
 from credit_trl import cli
 from credit_trl.cli import errors, training
@@ -57,6 +58,7 @@ def test_training_process_reports_user_errors_alike(folder, capsys, line, messag
 
 
 def test_run_that_cannot_go_on_prints_one_line(folder, capsys):
+    disable_progress_bar()  # of the weights
     with run_lock(folder / "run"):
         assert training.run(["--task", "quickstart", *RUN]) == 2
     assert re.fullmatch(r"trl credit: error: run is used by another trainer: .*\n", capsys.readouterr().err)

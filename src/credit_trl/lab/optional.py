@@ -1,4 +1,4 @@
-"""Callbacks of what a run can do without."""
+"""Callbacks whose failures do not end a run."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ class OptionalCallback(TrainerCallback):
             return function(*arguments)
         except Exception as error:
             if not self._has_warned:
-                logger.warning(f"{type(self).__name__} misses something: {type(error).__name__}: {error}")
+                name = type(self).__name__
+                logger.warning(f"{name} failed, and training continues without it: {type(error).__name__}: {error}")
             self._has_warned = True
             return None

@@ -103,7 +103,7 @@ def _check_choice(sandbox: str) -> None:
         parse_address(sandbox)
     elif sandbox not in TIERS:
         shown = sandbox.rpartition("@")[2]
-        raise ValueError(f"--sandbox {shown}: neither one of {', '.join(TIERS)} nor an address (http://...).")
+        raise ValueError(f"--sandbox {shown}: expected one of {', '.join(TIERS)}, or an address (http://...).")
 
 
 def _open_local(tier: str, workers: int) -> Sandbox:
