@@ -239,7 +239,7 @@ class CreditTrainer(ResumableTrainer):
             return super()._generate(prompts)
         builder = self.context_builder
         if any(map(images_of, prompts)):
-            check_image_options(self.args, self.accelerator, self._is_vlm)
+            check_image_options(self.accelerator, self._is_vlm)
         if builder.reader is not None:
             builder.reader.clear()
             self._prompt_images = list(map(builder.read_images, prompts))
