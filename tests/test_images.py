@@ -383,6 +383,7 @@ def test_another_vlm_is_a_teacher_and_a_text_model_is_refused(make_batch, tmp_pa
         ({"output": "cross_attention_mask"}, "returns cross_attention_mask, which cannot be formed"),
         ({"parts": ["image", "video"]}, "does not support prompts with videos. Use some of the frames"),
         ({"parts": ["image", "image"]}, r"Number of images provided \(1\) does not match number of .*\(2\)"),
+        ({"prompt": "What is it?"}, "has a plain-text prompt: 'What is it\\?'. Write prompts as messages"),
         ({"contrastive_source": "other_images", "counts": (0, 0)}, "no prompt of the first generation batch has any"),
     ],
     ids=str,
