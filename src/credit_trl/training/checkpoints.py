@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint, rotate_checkpoints
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints, sort_checkpoints
 from trl import GRPOTrainer
 from trl.trainer.utils import RepeatSampler
 
@@ -39,7 +39,7 @@ from credit_trl.teacher.models import Teacher
 from credit_trl.teacher.sharding import full_tensor
 from credit_trl.training.alarms import Alarms
 from credit_trl.training.checks import check_enough_rows
-from credit_trl.training.run_directory import read_json, remove_scratch_files, run_lock, step_of, write_atomically
+from credit_trl.training.run_directory import read_json, remove_scratch_files, run_lock, write_atomically
 from credit_trl.training.trl_compat import check_trl
 from credit_trl.training.weights import NonFiniteError, guarded, nonfinite_weight, source_of
 
@@ -225,8 +225,8 @@ class ResumableTrainer(GRPOTrainer):
         return getattr(self.teacher, "named_weights", dict)()  # none for a live teacher
 
     def _last_checkpoint(self) -> str:
-        last = get_last_checkpoint(self.args.output_dir) if Path(self.args.output_dir).is_dir() else None
-        return f"The last checkpoint is {last}." if last else "There is no checkpoint yet."
+        found = sort_checkpoints(self.args.output_dir, use_mtime=True)
+        return f"The last checkpoint is {found[-1]}." if found else "There is no checkpoint yet."
 
     # ------------------------------------------------------------------ writing
 
@@ -405,7 +405,8 @@ class ResumableTrainer(GRPOTrainer):
 def checkpoint_to_resume(requested: str, output_dir: str | Path) -> str | None:
     """Resolve `"latest"` to the newest undamaged checkpoint of `output_dir`, or None if it has no checkpoint.
 
-    Returns others unchanged. Reads all files of a checkpoint.
+    The newest is the one that was written last, also where an earlier run has trained further. Returns others
+    unchanged. Reads all files of a checkpoint.
 
     Raises:
         ValueError: the checkpoint does not exist or is damaged, or `"latest"` finds damaged ones only.
@@ -418,14 +419,13 @@ def checkpoint_to_resume(requested: str, output_dir: str | Path) -> str | None:
                 f"<step>`), or `{LATEST}` for the newest in `output_dir`, which also starts a run that has none yet."
             )
         return requested
-    found = [path for path in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if step_of(path) > 0]
     damages = []
-    for path in sorted(found, key=step_of, reverse=True):
-        damage = find_damage(path)
+    for path in reversed(sort_checkpoints(str(output_dir), use_mtime=True)):
+        damage = find_damage(Path(path))
         if damage is None:
             if damages:
                 logger.warning(f"DAMAGED CHECKPOINT: {'; '.join(damages)}. The run resumes from {path} instead.")
-            return str(path)
+            return path
         damages.append(damage)
     if damages:
         raise ValueError(
