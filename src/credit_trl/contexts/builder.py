@@ -210,15 +210,19 @@ class ContextBuilder:
         """The images of a prompt as the model reads them; None without any.
 
         Raises:
-            ValueError: the processor or the chat template does not support them, or the prompt has a video.
+            ValueError: the processor, the chat template or the configuration does not support them, or the prompt
+                has a video.
         """
         if self.reader is None:
             return None
-        if parts_of(prompt, "video"):
-            raise ValueError("Distillation does not support prompts with videos. Use some of the frames as images.")
-        if images_of(prompt):
-            self.student_text(prompt)  # has their placeholders
-        return self.reader.read(images_of(prompt))
+        self.student_text(prompt)  # refuses videos, and other numbers of placeholders
+        images = self.reader.read(images_of(prompt))
+        if images is not None and self.config.packed:
+            raise ValueError(
+                "`packed=True` does not support images: placeholders have the same ids whatever the image. Set "
+                "`packed=False`."
+            )
+        return images
 
     def student_text(self, prompt: Prompt, tools: list[Any] | None = None) -> str:
         """The prompt as the student reads it, with the generation prompt."""

@@ -23,7 +23,6 @@ from credit_trl.training.run_directory import (
     append_lines,
     keep_up_to,
     read_lines,
-    set_aside,
 )
 
 logger = logging.getLogger(__name__)
@@ -100,9 +99,7 @@ class EvaluationCallback(TrainerCallback):
         """Read the evaluations up to the step of the checkpoint and remove later ones."""
         self._has_begun = False
         if self.engine.is_main:
-            if state.global_step == 0:  # of a trainer without `RunLog`; otherwise there is none any more
-                set_aside(self.folder, 0, getattr(kwargs.get("model"), "name_or_path", ""))
-            keep_up_to(self.folder / EVALUATIONS_FILE, state.global_step)
+            keep_up_to(self.folder / EVALUATIONS_FILE, state.global_step or -1)  # none of an earlier run
             self.history = read_lines(self.folder / EVALUATIONS_FILE)
         self.history = self.engine.share(self.history)
 
