@@ -381,7 +381,9 @@ def test_another_vlm_is_a_teacher_and_a_text_model_is_refused(make_batch, tmp_pa
         ({"max_reprompt_len": 40}, "no room for z in `max_reprompt_len=40`. Increase it, or lower the resolution"),
         ({"template": "{{ messages[-1]['content'][-1]['text'] }}"}, "renders 0 placeholders .* with 1 images"),
         ({"output": "cross_attention_mask"}, "returns cross_attention_mask, which cannot be formed"),
-        ({"video": True}, "does not support prompts with videos. Use some of the frames"),
+        ({"parts": ["image", "video"]}, "does not support prompts with videos. Use some of the frames"),
+        ({"parts": ["image", "image"]}, r"Number of images provided \(1\) does not match number of .*\(2\)"),
+        ({"prompt": "What is it?"}, "has a plain-text prompt: 'What is it\\?'. Write prompts as messages"),
         ({"contrastive_source": "other_images", "counts": (0, 0)}, "no prompt of the first generation batch has any"),
     ],
     ids=str,
@@ -392,9 +394,10 @@ def test_what_cannot_train_is_refused_before_the_loss(make_config, monkeypatch, 
     options = dict(options)
     model, processor = build_vlm("Qwen2_5_VL")
     given = rows(options.pop("counts", (1, 1)))
-    if options.pop("video", False):
-        for row in given:
-            row["prompt"] = [{"role": "user", "content": [{"type": "image"}, {"type": "video"}]}]
+    if parts := options.pop("parts", None):
+        options["prompt"] = [{"role": "user", "content": [{"type": kind} for kind in parts]}]
+    if prompt := options.pop("prompt", None):
+        given = [row | {"prompt": prompt} for row in given]
     if template := options.pop("template", None):
         processor.chat_template = processor.tokenizer.chat_template = template
     if name := options.pop("output", None):

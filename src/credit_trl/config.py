@@ -67,9 +67,8 @@ class CreditConfig(GRPOConfig):
         contrastive_count (`int`, *optional*, defaults to `1`):
             C ≥ 1: contrast prompts per sample. Each costs one forward pass of the teacher.
         contrastive_source (`str`, *optional*, defaults to `"batch"`):
-            Source of the contrast prompts: the global generation batch (`"batch"`, the paper), drawn for each sample
-            or once for a group (`"batch_per_group"`), the whole `"dataset"`, for batches with few prompts, or a
-            function of your own, `"module:function"`.
+            Source of the contrast prompts: the global generation batch (`"batch"`, the paper), with one draw for a
+            group, the whole `"dataset"`, for batches with few prompts, or a function of your own, `"module:function"`.
 
         > The distillation loss
 
@@ -478,9 +477,7 @@ _COMBINATIONS: tuple[tuple[Callable[[CreditConfig], bool], str], ...] = (
         "learned. Set `teacher_prompt='privileged'` or another teacher.",
     ),
     (
-        lambda c: (
-            c.contrasts and c.contrastive_source[:5] == "batch" and c.generation_batch_size < 2 * c.num_generations
-        ),
+        lambda c: c.contrasts and c.contrastive_source == "batch" and c.generation_batch_size < 2 * c.num_generations,
         "A generation batch of {c.generation_batch_size} rollouts with `num_generations={c.num_generations}` holds "
         "one prompt, so there is no contrast prompt. Increase `per_device_train_batch_size`, "
         "`gradient_accumulation_steps` or `generation_batch_size`, set `contrastive_source='dataset'`, or set "

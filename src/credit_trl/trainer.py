@@ -19,14 +19,13 @@ from accelerate.utils import gather_object
 from datasets import Dataset, IterableDataset
 from torch import Tensor, nn
 from trl import GRPOTrainer
-from trl.data_utils import is_conversational, prepare_multimodal_messages
 from trl.trainer.utils import get_config_model_id
 
 from credit_trl.config import CreditConfig, fit_batch, refuse_unknown
 from credit_trl.contexts.build import ignored_feedback
 from credit_trl.contexts.builder import ContextBuilder
 from credit_trl.contexts.images import ImageReader, PromptImages, trl_image_fields
-from credit_trl.contexts.prompts import chat_renderer, images_of, row_prompt, share_images
+from credit_trl.contexts.prompts import chat_renderer, images_of, prompt_columns, with_images_in_prompts
 from credit_trl.contexts.tokens import TokenContexts
 from credit_trl.loss.token_weight import TokenWeight
 from credit_trl.rollout.batch import (
@@ -239,7 +238,7 @@ class CreditTrainer(ResumableTrainer):
             return super()._generate(prompts)
         builder = self.context_builder
         if any(map(images_of, prompts)):
-            check_image_options(self.args, self.accelerator, self._is_vlm)
+            check_image_options(self.accelerator, self._is_vlm)
         if builder.reader is not None:
             builder.reader.clear()
             self._prompt_images = list(map(builder.read_images, prompts))
@@ -312,15 +311,8 @@ class CreditTrainer(ResumableTrainer):
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         if self.credit_step is not None:
-            names = ("prompt", "image", "images")
-            self._given_prompts = [{name: row[name] for name in names if name in row} for row in inputs]
-            shared: dict[str, Any] = {}  # so that TRL gathers an image once for its group
-            prompts = [share_images(row_prompt(row), shared) for row in inputs]
-            has_column = any("image" in row or "images" in row for row in inputs)
-            if self._is_vlm and has_column and is_conversational(inputs[0]):
-                prompts = list(map(prepare_multimodal_messages, prompts))  # as TRL does, also without an image
-            others = [{name: value for name, value in row.items() if name not in names} for row in inputs]
-            inputs = [{"prompt": prompt, **row} for prompt, row in zip(prompts, others, strict=True)]
+            self._given_prompts = list(map(prompt_columns, inputs))
+            inputs = with_images_in_prompts(inputs)
         self._turn = 0
         with self.clock.stage("rollout"):
             output = super()._generate_and_score_completions(inputs)

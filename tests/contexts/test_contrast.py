@@ -4,9 +4,11 @@ import itertools
 import random
 import sys
 from collections import Counter
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
+import numpy as np
 import pytest
 from datasets import Dataset
 from hypothesis import given
@@ -25,8 +27,14 @@ from tables import tables_of
 from tiny import context_ids
 
 TABLES = tables_of(__file__)
+PER_SAMPLE = "per_sample:per_sample"  # of examples/family
 
 prompts = st.lists(st.sampled_from("abcdef"), min_size=1, max_size=24)
+
+
+@pytest.fixture(autouse=True)
+def family(monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "examples" / "family")
 
 
 def batch_of(own, dataset=(), index=0, group_size=1, columns=None):
@@ -131,7 +139,7 @@ def test_one_draw_per_group_leaves_fewer_tokens_to_score(make_config, tokenizer)
     batch = GenerationBatch([{}] * 256, prompts, ids, rewards, feedback, 0, group_size=8)
     words = {"solution_template": "{successful_previous_attempt}", "feedback_template": "{feedback_raw}"}
     scored = {}
-    for source in ("batch", "batch_per_group"):
+    for source in ("batch", PER_SAMPLE):
         options = words | {"contrastive_source": source, "reprompt_template": "{prompt}{solution}{feedback}"}
         built = build_contexts(batch, ContextBuilder(tokenizer, make_config(**options)))
         sequences = [_Sequence(i, k, p, 128) for i in range(32) for k, p in enumerate(context_ids(built[i]))]
@@ -141,15 +149,15 @@ def test_one_draw_per_group_leaves_fewer_tokens_to_score(make_config, tokenizer)
         ]
         assert max(map(len, rows)) <= 65536 // 16
         scored[source] = sum(map(len, rows)) / sum(map(len, sequences))
-    assert 0.60 < scored["batch_per_group"] < 0.65  # 193 k of 306 k tokens at the full lengths
-    assert 0.76 < scored["batch"] < 0.82  # 240 k
+    assert 0.60 < scored["batch"] < 0.65  # 193 k of 306 k tokens at the full lengths
+    assert 0.76 < scored[PER_SAMPLE] < 0.82  # 240 k
 
 
-def test_siblings_have_one_draw_per_group_and_each_sample_draws_uniformly():
+def test_siblings_share_a_draw_which_is_uniform_for_each_sample():
     own = [q for q in "abcdefgh" for _ in range(4)]
 
     def drawn(sample, index):
-        return draw("batch_per_group", batch_of(own, (), index, 4), sample, 2, seed=4)
+        return draw("batch", batch_of(own, (), index, 4), sample, 2, seed=4)
 
     for index in range(9):
         assert all(drawn(n, index) == drawn(n // 4 * 4, index) for n in range(32))
@@ -158,7 +166,31 @@ def test_siblings_have_one_draw_per_group_and_each_sample_draws_uniformly():
         counts = Counter(drawn(sample, index)[0] for index in range(1000))
         assert len(counts) == 7
         assert chisquare(list(counts.values())).pvalue > 0.01
-    assert draw("batch_per_group", batch_of(own), 9, 3, seed=4) == draw("batch", batch_of(own), 9, 3, seed=4)
+    first_of_group, alone = (draw(name, batch_of(own, (), 0, 4), 8, 3, seed=4) for name in ("batch", PER_SAMPLE))
+    assert first_of_group == alone
+
+
+def test_mean_over_siblings_is_unbiased_and_varies_as_one_draw():
+    """The mean over n siblings of any function of x′ has the variance σ² with one draw, and σ² / n with n draws."""
+    values = dict(zip("abcdefgh", (0.0, 3.0, -1.0, 4.0, 1.0, -5.0, 9.0, 2.0), strict=True))
+    own = [q for q in values for _ in range(4)]
+    others = np.array([value for q, value in values.items() if q != "c"])  # samples 8 to 11
+    for source, count in (("batch", 1), (PER_SAMPLE, 4)):
+        batches = [batch_of(own, (), index, 4) for index in range(3000)]
+        means = [np.mean([values[draw(source, batch, n, 1)[0]] for n in range(8, 12)]) for batch in batches]
+        assert np.mean(means) == pytest.approx(others.mean(), abs=4 * others.std() / np.sqrt(count * 3000))
+        assert np.var(means) == pytest.approx(others.var() / count, rel=0.1)
+
+
+def test_prompts_that_the_own_group_reads_are_no_contrast():
+    """Groups of one dataset row, whose environment words the prompt differently for each rollout."""
+    completed = ["a1", "a2", "a2", "a3", "b1", "b2", "a", "a9"]
+    batch = replace(batch_of(completed, group_size=2), dataset_prompts=[*"aaaabbaa"])
+    drawn = [set(draw("batch", batch, sample, 9)) for sample in range(8)]
+    assert drawn[0] == drawn[1] == {"b1"}
+    assert drawn[2] == drawn[3] == {"a1", "b1"}
+    assert drawn[4] == drawn[5] == {"a1", "a2", "a"}
+    assert drawn[6] == drawn[7] == {"a1", "a2", "b1"}
 
 
 @pytest.fixture
@@ -185,9 +217,9 @@ def test_a_source_in_a_file_reads_columns_of_the_dataset(module, make_config, to
     check_source(find_source("my_source:same_task"), columns={"task": list("pqq" * 4)})
 
 
-def test_a_source_that_exchanges_z_passes_the_check(monkeypatch):
-    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "examples" / "family")
-    check_source(find_source("wrong_feedback:wrong_feedback"))
+@pytest.mark.parametrize("name", ["wrong_feedback:wrong_feedback", PER_SAMPLE])
+def test_sources_of_the_family_pass_the_check(name):
+    check_source(find_source(name))
 
 
 @pytest.mark.parametrize(("name", "message"), TABLES["not_imported"])

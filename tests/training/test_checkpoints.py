@@ -62,17 +62,15 @@ def test_first_failed_checkpoint_reports_none_exists(make_trainer, monkeypatch):
         make_trainer().train()
 
 
-def test_rename_replaces_existing_folder_and_is_idempotent(tmp_path):
+def test_finished_checkpoint_replaces_one_of_its_name(tmp_path):
     unfinished, finished = tmp_path / "unfinished" / "checkpoint-2", tmp_path / "checkpoint-2"
     for folder, text in ((unfinished, "new"), (finished, "old")):
         folder.mkdir(parents=True)
         (folder / "state").write_text(text)
-    checkpoints.rename_atomically(unfinished, finished)
+    checkpoints.finish(unfinished, finished)
     assert (finished / "state").read_text() == "new"
-    checkpoints.rename_atomically(unfinished, finished)  # a second node that shares the file system
+    assert checkpoints.find_damage(finished) is None
     assert names(tmp_path / "unfinished") == []
-    with pytest.raises(FileNotFoundError):
-        checkpoints.rename_atomically(tmp_path / "nowhere", tmp_path / "checkpoint-9")
 
 
 def test_latest_is_newest_complete_checkpoint_or_none(tmp_path):

@@ -17,6 +17,8 @@ from contextlib import ExitStack, contextmanager
 from tempfile import NamedTemporaryFile
 from typing import Any
 
+import psutil
+
 from credit_trl.cli.credit_init import accelerate_file, recipe_names, recipe_path
 from credit_trl.cli.errors import USER_ERRORS, report_exit_code, report_failed_process, report_user_error, suggest
 from credit_trl.cli.help import print_help
@@ -61,13 +63,26 @@ def own_options(argv: list[str]) -> tuple[Namespace, list[str]]:
     return given, others
 
 
+@contextmanager
+def sigterm_to_children() -> Iterator[None]:
+    """Pass SIGTERM on to the child processes and keep waiting for them."""
+
+    def forward(number: int, frame: Any) -> None:
+        for child in psutil.Process().children():
+            child.send_signal(number)
+
+    previous = signal.signal(signal.SIGTERM, forward)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
 def launch(launched: Namespace) -> int:
     """Run the processes of `accelerate launch` and return the exit code."""
     from accelerate.commands.launch import launch_command
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
-    from credit_trl.training.preemption import sigterm_to_children
 
     launched.signals_to_handle = "SIGINT,SIGHUP,SIGQUIT"  # not SIGTERM, after which torch kills the processes in 30 s
     launched.quiet = False  # with it, accelerate replaces the exit code

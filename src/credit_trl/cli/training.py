@@ -95,7 +95,6 @@ def make_trainer(
     from credit_trl.trainer import CreditTrainer
     from credit_trl.training.preemption import SaveOnSigterm
 
-    save_on_sigterm = SaveOnSigterm()
     # Names are checked before the model loads, so that a wrong one fails at once.
     if model_args.model_name_or_path is None:
         raise ValueError("No model: give `--model_name_or_path Qwen/Qwen3-0.6B`, a path, or `quickstart`.")
@@ -127,7 +126,7 @@ def make_trainer(
     data = describe(script_args, training_args.reward_weights)
     name = script_args.task or script_args.dataset_name or script_args.dataset_path or "a mixture of datasets"
     trainer.run_log.facts |= {"task": name, "data": data}
-    trainer.add_callback(save_on_sigterm)  # before evaluations, which it skips
+    trainer.add_callback(SaveOnSigterm())  # before evaluations, which it skips
     if script_args.avg_at_k is not None:
         evaluate_during_training(trainer, script_args)
     return trainer

@@ -64,15 +64,14 @@ class ContrastBatch:
 
     @cached_property
     def keys(self) -> list[str]:
-        """Key of every sample's prompt; a group has one, although an environment may word its prompts differently."""
-        return [prompt_key(self.prompts[self.group(i).start]) for i in range(len(self.prompts))]
+        """Key of every sample's prompt; an environment may word the prompts of a group differently."""
+        return [prompt_key(prompt) for prompt in self.prompts]
 
     def other_prompts(self, sample: int) -> list[Prompt]:
-        """The distinct prompts of the batch besides the sample's own, in the order of the batch."""
-        first: dict[str, Prompt] = {}
-        for key, prompt in zip(self.keys, self.prompts, strict=True):
-            first.setdefault(key, prompt)
-        return [prompt for key, prompt in first.items() if key != self.keys[sample]]
+        """The distinct first prompts of all groups in their order, without the prompts of the sample's own group."""
+        own = {prompt_key(self.dataset_prompts[sample]), *(self.keys[i] for i in self.group(sample))}
+        first = {self.keys[i]: self.prompts[i] for i in range(0, len(self.prompts), self.group_size)}
+        return [prompt for key, prompt in first.items() if key not in own]
 
 
 # `source(batch, sample, rng)`, with the dataset columns that it reads as further parameters. It returns prompts or
@@ -111,7 +110,7 @@ def draw_contrasts(source: Source, batch: ContrastBatch, sample: int, seed: int)
         ValueError: a contrast has the sample's own prompt and privileged context.
     """
     drawn = source(batch, sample, np.random.default_rng([seed, batch.index, sample]), **batch.columns)
-    own = {prompt_key(prompt) for prompt in (batch.prompts[sample], batch.dataset_prompts[sample])}
+    own = {batch.keys[sample], prompt_key(batch.dataset_prompts[sample])}
     name = f"The contrast source {getattr(source, '__name__', source)!r}"
     fix = "Return a list of texts, lists of messages or `Contrast(prompt, privileged)`, or yield them."
     if isinstance(drawn, str) or not isinstance(drawn, Iterable):
@@ -133,15 +132,10 @@ def shuffled(items: Sequence[T], rng: np.random.Generator) -> Iterator[T]:
 
 
 def from_batch(batch: ContrastBatch, sample: int, rng: np.random.Generator) -> Iterator[Prompt]:
-    """The other prompts of the generation batch, uniformly (the paper)."""
-    return shuffled(batch.other_prompts(sample), rng)
-
-
-def from_batch_per_group(batch: ContrastBatch, sample: int, rng: np.random.Generator) -> Iterator[Prompt]:
-    """As `from_batch`, with one draw for all samples of a group, whose contrast contexts then begin alike."""
+    """The other prompts of the generation batch, uniformly, with one draw for all samples of a group."""
     *key, _ = rng.bit_generator.seed_seq.entropy
     first = batch.group(sample).start
-    return from_batch(batch, first, np.random.default_rng([*key, first]))
+    return shuffled(batch.other_prompts(sample), np.random.default_rng([*key, first]))
 
 
 def from_dataset(batch: ContrastBatch, sample: int, rng: np.random.Generator) -> Iterator[Prompt]:
@@ -193,7 +187,6 @@ def _images_of_batch(batch: ContrastBatch) -> list[list[Any]]:
 # Registered sources by name.
 SOURCES: dict[str, Source] = {
     "batch": from_batch,
-    "batch_per_group": from_batch_per_group,
     "dataset": from_dataset,
     "other_images": other_images,
     "without_images": without_images,

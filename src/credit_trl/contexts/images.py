@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from jaxtyping import Int
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -126,22 +127,20 @@ class _Recorder:
 
 
 def joined_images(
-    images: Sequence[PromptImages], ids: Sequence[Sequence[int]], *, with_pixels: bool = True
+    images: Sequence[PromptImages], ids: Int[Tensor, "B L"], *, with_pixels: bool = True
 ) -> dict[str, Tensor]:
     """Inputs of the model for several prompts, in the order of their rows.
 
     Args:
         images: of the rows that have some, at least one.
-        ids: of each row, padded to one length; a model may read the modality of each.
+        ids: of all rows, padded; a model may read the modality of each.
         with_pixels: include what only the vision tower reads.
     """
     names = [name for name in images[0].tensors if with_pixels or not name.startswith("pixel")]
     inputs = {name: _joined([own.tensors[name] for own in images]) for name in names}
     if name := images[0].types_name:
-        modalities: dict[int, int] = {}
-        for own in images:
-            modalities |= own.modalities
-        inputs[name] = torch.tensor([[modalities.get(token, 0) for token in row] for row in ids])
+        modalities = {token: modality for own in images for token, modality in own.modalities.items()}
+        inputs[name] = torch.tensor([[modalities.get(token, 0) for token in row] for row in ids.tolist()])
     return inputs
 
 
@@ -166,7 +165,7 @@ def trl_image_fields(batch: dict[str, Any]) -> dict[str, Any]:
     if not present:
         return {}
     ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
-    fields = {name: values.to(ids.device) for name, values in joined_images(present, ids.tolist()).items()}
+    fields = {name: values.to(ids.device) for name, values in joined_images(present, ids).items()}
     pixels = fields["pixel_values"]
     others = [0] * (len(images) - 1)
     count = len(fields.get("image_grid_thw", pixels))

@@ -83,16 +83,40 @@ def share_images(prompt: Prompt, shared: dict[str, Any]) -> Prompt:
     return with_images(prompt, [shared.setdefault(content_key(image), image) for image in images_of(prompt)])
 
 
+def prompt_columns(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The columns of a dataset row from which its prompt is formed."""
+    return {name: row[name] for name in ("prompt", "image", "images") if name in row}
+
+
 def row_prompt(row: Mapping[str, Any]) -> Prompt:
     """The prompt of a dataset row with the images of its column `images` or `image`, as TRL forms it.
 
     Raises:
-        ValueError: the prompt has another number of image parts without an image.
+        ValueError: the prompt has another number of image parts without an image, or is plain text.
     """
+    prompt = row.get("prompt")
     given = row.get("images") if "images" in row else [row.get("image")]
     images = [image for image in given or [] if image is not None]
-    prompt = row.get("prompt")
-    return prepare_multimodal_messages(prompt, images=images) if images and isinstance(prompt, list) else prompt
+    if images and isinstance(prompt, str):
+        raise ValueError(f"A row with images has a plain-text prompt: {prompt[:80]!r}. Write prompts as messages.")
+    has_column = "images" in row or "image" in row
+    return prepare_multimodal_messages(prompt, images=images) if has_column and isinstance(prompt, list) else prompt
+
+
+def with_images_in_prompts(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Dataset rows whose prompts hold the images of their columns, which are removed.
+
+    Equal images are one object, so that TRL gathers an image once for its group.
+    """
+    shared: dict[str, Any] = {}
+    formed = []
+    for row in rows:
+        columns = prompt_columns(row)
+        others = {name: value for name, value in row.items() if name not in columns}
+        if "prompt" in columns:  # an environment may give it instead
+            others = {"prompt": share_images(row_prompt(row), shared), **others}
+        formed.append(others)
+    return formed
 
 
 def _last_user(messages: list[dict[str, Any]]) -> int:

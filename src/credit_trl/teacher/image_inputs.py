@@ -41,7 +41,6 @@ def image_inputs(
     present = [own for own in images if own is not None]
     if not present:
         return {}
-    width = max(map(len, ids))
     tower = backbone(model)
     if not hasattr(tower, "get_image_features"):
         raise ValueError(
@@ -49,9 +48,9 @@ def image_inputs(
             "vision-language model, also as `teacher_model_name_or_path`."
         )
     takes_features = "mm_encoder_outputs" in inspect.signature(tower.forward).parameters
-    padded = [[*row, *[0] * (width - len(row))] for row in ids]
+    padded = nn.utils.rnn.pad_sequence([torch.tensor(row) for row in ids], batch_first=True, padding_value=-1)
     inputs: dict[str, Any] = joined_images(present, padded, with_pixels=not takes_features)
-    inputs["attention_mask"] = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in ids])
+    inputs["attention_mask"] = (padded >= 0).long()
     inputs = {name: to_device(values, device) for name, values in inputs.items()}
     if takes_features:
         for own in present:

@@ -8,7 +8,6 @@ from typing import Any
 from accelerate import Accelerator
 from datasets import Dataset
 
-from credit_trl.config import CreditConfig
 from credit_trl.contexts.builder import ContextBuilder
 from credit_trl.contexts.prompts import images_of, row_prompt
 from credit_trl.contexts.tokens import PrivilegedContext
@@ -16,17 +15,12 @@ from credit_trl.rollout.batch import Prompt
 from credit_trl.teacher.sharding import is_zero3
 
 
-def check_image_options(args: CreditConfig, accelerator: Accelerator, has_processor: bool) -> None:
+def check_image_options(accelerator: Accelerator, has_processor: bool) -> None:
     """Raise a `ValueError` where a run cannot train on prompts with images."""
     if not has_processor:
         raise ValueError(
             "The prompts have images, and `processing_class` is a tokenizer. Pass the processor of a vision-language "
             "model, or remove the images."
-        )
-    if args.packed:
-        raise ValueError(
-            "`packed=True` does not support images: placeholders have the same ids whatever the image. Set "
-            "`packed=False`."
         )
     if accelerator.distributed_type == "FSDP" or is_zero3(accelerator):
         raise ValueError(
@@ -48,17 +42,14 @@ def check_image_rows(
         tokenize: prompts to a tuple that begins with the student's ids of each; None where environments add to them.
     """
     for name, dataset in datasets.items():
-        columns = {*(getattr(dataset, "column_names", None) or ())}
-        prompt: Prompt = ""
-        if isinstance(dataset, Dataset) and len(dataset) and "prompt" in columns:
-            prompt = row_prompt(dataset.select_columns([*columns & {"prompt", "image", "images"}])[0])
-        if columns & {"image", "images"} or images_of(prompt):
-            check_image_options(builder.config, accelerator, builder.reader is not None)
+        columns = getattr(dataset, "column_names", None) or ()
+        has_prompts = isinstance(dataset, Dataset) and len(dataset) > 0 and "prompt" in columns
+        prompt = row_prompt(dataset[0]) if has_prompts else ""
+        if "image" in columns or "images" in columns or images_of(prompt):
+            check_image_options(accelerator, builder.reader is not None)
         builder.read_images(prompt)
         if images_of(prompt) and tokenize is not None:
-            ids = tokenize([prompt])[0][0]
-            check_ids(f"The first prompt of `{name}`", prompt, ids, builder, tools)
-            check_room(f"The first prompt of `{name}`", ids, builder.config)
+            _check_prompt(f"The first prompt of `{name}`", prompt, tokenize([prompt])[0][0], builder, tools, True)
 
 
 def check_rollout_images(
@@ -78,27 +69,24 @@ def check_rollout_images(
         )
     samples = zip(prompt_ids, prompts, tools or [None] * len(prompts), strict=True)
     distinct = {tuple(ids): (prompt, own) for ids, prompt, own in samples if images_of(prompt)}
-    for ids, (prompt, own) in distinct.items():
-        check_ids("A prompt", prompt, ids, builder, own)
-        if is_first:  # later ones count in `credit/frac_without_teacher`
-            check_room("A prompt", ids, builder.config)
+    for ids, (prompt, own) in distinct.items():  # later ones without room count in `credit/frac_without_teacher`
+        _check_prompt("A prompt", prompt, ids, builder, own, is_first)
 
 
-def check_ids(name: str, prompt: Prompt, ids: Sequence[int], builder: ContextBuilder, tools: list[Any] | None) -> None:
-    """Raise a `ValueError` where the student's ids of a prompt are not those of the teacher's without z."""
+def _check_prompt(
+    name: str, prompt: Prompt, ids: Sequence[int], builder: ContextBuilder, tools: list[Any] | None, needs_room: bool
+) -> None:
+    """Check that the student's ids of a prompt are the teacher's without z, and that they leave room for z."""
     own = builder.encode(prompt, PrivilegedContext(), tools)
     if own != list(ids):
         raise ValueError(
             f"{name} has {len(ids)} tokens for the student and {len(own)} for the teacher, or other ones: the "
             "processor changes the text around its images. Use a processor that replaces the placeholders only."
         )
-
-
-def check_room(name: str, ids: Sequence[int], config: CreditConfig) -> None:
-    """Raise a `ValueError` where a prompt with images fills the budget of the teacher's prompt."""
-    if len(ids) >= config.max_reprompt_len:
+    budget = builder.config.max_reprompt_len
+    if needs_room and len(ids) >= budget:
         raise ValueError(
             f"{name} has {len(ids)} tokens with its images, which leaves no room for z in "
-            f"`max_reprompt_len={config.max_reprompt_len}`. Increase it, or lower the resolution of the processor, "
-            "such as its `max_pixels`."
+            f"`max_reprompt_len={budget}`. Increase it, or lower the resolution of the processor, such as its "
+            "`max_pixels`."
         )

@@ -3,8 +3,8 @@
 Beside TRL's files, a checkpoint holds the teacher's weights, the count of forward-backward passes, the options that
 define the run's objective and, where it lies inside a generation batch, each process's part of that batch.
 
-All processes write a checkpoint into `<output_dir>/unfinished/`. A manifest with the hash of each file is added, and
-all is synced to disk and renamed to `checkpoint-<step>` in one atomic step. Only then are older checkpoints removed.
+All processes write a checkpoint into `<output_dir>/unfinished/`. All is synced to disk, a manifest with the hash of
+each file is added, and the folder is renamed to `checkpoint-<step>`. Only then are older checkpoints removed.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from typing import Any, Literal
 import torch
 import xxhash
 from accelerate.utils import broadcast_object_list, gather_object, is_peft_model
-from datasets import Dataset, IterableDataset
+from datasets import Dataset
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import PreTrainedModel, TrainerState
+from transformers import PreTrainedModel
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint, rotate_checkpoints
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints, sort_checkpoints
 from trl import GRPOTrainer
 from trl.trainer.utils import RepeatSampler
 
@@ -39,7 +39,7 @@ from credit_trl.teacher.models import Teacher
 from credit_trl.teacher.sharding import full_tensor
 from credit_trl.training.alarms import Alarms
 from credit_trl.training.checks import check_enough_rows
-from credit_trl.training.run_directory import read_json, remove_scratch_files, run_lock, step_of, write_atomically
+from credit_trl.training.run_directory import read_json, remove_scratch_files, run_lock, write_atomically
 from credit_trl.training.trl_compat import check_trl
 from credit_trl.training.weights import NonFiniteError, guarded, nonfinite_weight, source_of
 
@@ -108,8 +108,7 @@ class ResumableTrainer(GRPOTrainer):
 
     alarms: Alarms
     teacher: Teacher | None = None
-    _restores_teacher: bool = True  # whether the checkpoint's teacher is of this run's kind
-    _save_dir: str | None = None
+    _save_dir: str | None = None  # while a checkpoint is written
     _losses_are_finite: Tensor | None = None  # of the micro-batches since the last optimizer step, on this process
 
     def train(
@@ -131,6 +130,7 @@ class ResumableTrainer(GRPOTrainer):
         Raises:
             ValueError: the directory is no complete checkpoint, a file of it is damaged, or its run had another
                 fine-tuning method or adapter, or other options of the objective.
+            FileNotFoundError: a live teacher becomes an average, which the checkpoint does not hold.
             RunLockedError: another trainer uses `output_dir`.
         """
         output_dir = Path(self.args.output_dir)
@@ -140,26 +140,21 @@ class ResumableTrainer(GRPOTrainer):
             if resume_from_checkpoint:
                 resume_from_checkpoint = self._resolve(resume_from_checkpoint)
             if isinstance(resume_from_checkpoint, str):
-                self._check_checkpoint(Path(resume_from_checkpoint), resume_changes)
+                self._check_options(Path(resume_from_checkpoint), resume_changes)
             self._step = 0
             self._buffered_inputs = None  # of an earlier call
             return super().train(resume_from_checkpoint, *args, **kwargs)
 
-    def _resolve(self, requested: str | bool) -> str | bool | None:
+    def _resolve(self, requested: str | bool) -> str | bool:
         """Find the checkpoint on the main process, which reads all of its files, for every process."""
-        found: list[Any] = [None]
+        found: list[str | None] = [None]
         if self.is_world_process_zero():
-            try:
-                found[0] = checkpoint_to_resume(LATEST if requested is True else str(requested), self.args.output_dir)
-            except ValueError as error:
-                found[0] = error
+            found[0] = checkpoint_to_resume(LATEST if requested is True else str(requested), self.args.output_dir)
         broadcast_object_list(found)
-        if isinstance(found[0], ValueError):
-            raise found[0]
-        return True if requested is True and found[0] is None else found[0]  # transformers refuses True
+        return found[0] or requested is True  # which transformers refuses
 
-    def _check_checkpoint(self, checkpoint: Path, resume_changes: str) -> None:
-        """Compare a checkpoint with this run before anything is loaded."""
+    def _check_options(self, checkpoint: Path, resume_changes: str) -> None:
+        """Compare the options of a checkpoint with those of this run before anything is loaded."""
         saved = read_json(checkpoint / STATE_FILE)["options"]
         own = stored_options(self.args, self.accelerator.unwrap_model(self.model))
         names = [name for name in own | saved if saved.get(name) != own.get(name)]
@@ -168,14 +163,6 @@ class ResumableTrainer(GRPOTrainer):
             raise ValueError(
                 f"{checkpoint} was saved with other options than this run has: {'; '.join(changed)}. Resume with "
                 "those of the checkpoint, start a new run, or allow the change: `resume_changes='allow'`."
-            )
-        kind = saved.get("teacher_model_kind")
-        self._restores_teacher = kind == self.args.teacher_model_kind
-        if not self._restores_teacher and self.args.teacher_model_kind not in ("base", "live"):
-            raise ValueError(
-                f"{checkpoint} was saved with `teacher_model_kind={kind!r}`, and this run has "
-                f"{self.args.teacher_model_kind!r}. Resume as it was saved, or with 'base' or 'live', which need "
-                "nothing of the checkpoint."
             )
 
     @property
@@ -225,8 +212,8 @@ class ResumableTrainer(GRPOTrainer):
         return getattr(self.teacher, "named_weights", dict)()  # none for a live teacher
 
     def _last_checkpoint(self) -> str:
-        last = get_last_checkpoint(self.args.output_dir) if Path(self.args.output_dir).is_dir() else None
-        return f"The last checkpoint is {last}." if last else "There is no checkpoint yet."
+        found = sort_checkpoints(self.args.output_dir, use_mtime=True)
+        return f"The last checkpoint is {found[-1]}." if found else "There is no checkpoint yet."
 
     # ------------------------------------------------------------------ writing
 
@@ -245,13 +232,8 @@ class ResumableTrainer(GRPOTrainer):
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         output_dir = Path(self._get_output_dir(trial))
         finished = output_dir / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        pushes = self.args.push_to_hub  # postponed until the checkpoint has its final name
         with self._saving(finished) as unfinished:
-            self.args.push_to_hub = False
-            try:
-                super()._save_checkpoint(model, trial)
-            finally:
-                self.args.push_to_hub = pushes
+            super()._save_checkpoint(model, trial)
             if self.teacher is not None:
                 self.teacher.save(unfinished, self.args.should_save)
             self._save_progress(unfinished)
@@ -266,8 +248,13 @@ class ResumableTrainer(GRPOTrainer):
                 best_model_checkpoint=self.state.best_model_checkpoint,
                 use_mtime=True,
             )
-        if pushes:
+        if self.args.push_to_hub:
             self._push_from_checkpoint(str(finished))
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Push as transformers does, once the checkpoint has its final name."""
+        if self._save_dir is None:
+            super()._push_from_checkpoint(checkpoint_folder)
 
     def _save_progress(self, folder: Path) -> None:
         """Write the count of passes and, inside a generation batch, this process's part of the batch."""
@@ -284,31 +271,23 @@ class ResumableTrainer(GRPOTrainer):
 
     @contextmanager
     def _saving(self, finished: Path) -> Iterator[Path]:
-        """Make TRL write into another folder, which then gets its manifest, is synced to disk and renamed.
-
-        Every process must call it. Nodes may share a file system or not, so the first process of each node completes
-        the folder, the main process first.
+        """Make TRL write into another folder, which then gets its manifest and its name. Every process must call it.
 
         Raises:
             CheckpointError: a file could not be written; the message names the checkpoint to resume from.
         """
         folder = finished.parent / UNFINISHED
         unfinished = folder / finished.name
-        is_first_of_node = self.accelerator.is_local_main_process
         self._save_dir = str(folder)
         try:
-            if is_first_of_node:
+            if self.args.should_save:
                 shutil.rmtree(folder, ignore_errors=True)
-                unfinished.mkdir(parents=True, exist_ok=True)
+                unfinished.mkdir(parents=True)
             self.accelerator.wait_for_everyone()
             yield unfinished
             self.accelerator.wait_for_everyone()
-            if is_first_of_node:
-                complete(unfinished, self.args.should_save)
-            self.accelerator.wait_for_everyone()
-            with self.accelerator.main_process_first():
-                if is_first_of_node:
-                    rename_atomically(unfinished, finished)
+            if self.args.should_save:
+                finish(unfinished, finished)
             self.accelerator.wait_for_everyone()
         except NonFiniteError:
             raise
@@ -341,7 +320,8 @@ class ResumableTrainer(GRPOTrainer):
         is_whole = self.accelerator.distributed_type not in ("FSDP", "DEEPSPEED")
         if self._is_vlm and is_whole and isinstance(self.model, PreTrainedModel):
             load_renamed_weights(self.model, checkpoint)
-        if self.teacher is not None and self._restores_teacher:
+        saved = read_json(Path(checkpoint) / STATE_FILE)["options"]["teacher_model_kind"]
+        if self.teacher is not None and self.args.teacher_model_kind in ("ema", saved):
             self.teacher.load(checkpoint)
         self._load_progress(Path(checkpoint))
 
@@ -380,32 +360,18 @@ class ResumableTrainer(GRPOTrainer):
         return sampler
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        """Skip what the run that is resumed has done.
-
-        After the last step of a run transformers would do one more, and of a stream, whose length it does not know, it
-        would skip all batches in the first epoch.
-        """
+        """Take no step after the last one of the run that is resumed, where transformers would take one."""
         if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
-            return
-        checkpoint = kwargs.get("resume_from_checkpoint")
-        is_stream = isinstance(self.train_dataset, IterableDataset) and not self.args.ignore_data_skip
-        if checkpoint is not None and is_stream:
-            # For transformers an epoch of a stream has `max_steps` steps; where it ends earlier, a new one begins.
-            state = TrainerState.load_from_json(str(Path(checkpoint) / TRAINER_STATE_NAME))
-            epochs = int(state.epoch)
-            if kwargs["epoch"] < epochs:
-                return
-            steps = (state.epoch - epochs) * state.max_steps
-            batches = round(steps * self.args.gradient_accumulation_steps)
-            kwargs |= {"epochs_trained": epochs, "steps_trained_in_current_epoch": batches}
-        super()._run_epoch(*args, **kwargs)
+        else:
+            super()._run_epoch(*args, **kwargs)
 
 
 def checkpoint_to_resume(requested: str, output_dir: str | Path) -> str | None:
     """Resolve `"latest"` to the newest undamaged checkpoint of `output_dir`, or None if it has no checkpoint.
 
-    Returns others unchanged. Reads all files of a checkpoint.
+    The newest is the one that was written last, also where an earlier run has trained further. Returns others
+    unchanged. Reads all files of a checkpoint.
 
     Raises:
         ValueError: the checkpoint does not exist or is damaged, or `"latest"` finds damaged ones only.
@@ -418,14 +384,13 @@ def checkpoint_to_resume(requested: str, output_dir: str | Path) -> str | None:
                 f"<step>`), or `{LATEST}` for the newest in `output_dir`, which also starts a run that has none yet."
             )
         return requested
-    found = [path for path in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if step_of(path) > 0]
     damages = []
-    for path in sorted(found, key=step_of, reverse=True):
-        damage = find_damage(path)
+    for path in reversed(sort_checkpoints(str(output_dir), use_mtime=True)):
+        damage = find_damage(Path(path))
         if damage is None:
             if damages:
                 logger.warning(f"DAMAGED CHECKPOINT: {'; '.join(damages)}. The run resumes from {path} instead.")
-            return str(path)
+            return path
         damages.append(damage)
     if damages:
         raise ValueError(
@@ -476,29 +441,19 @@ def _digest(path: Path) -> str:
         return f"{path.stat().st_size}:{hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()}"
 
 
-def complete(folder: Path, has_manifest: bool) -> None:
-    """Wait until a checkpoint is on disk, and add its manifest where this process has written files for all."""
-    with ThreadPoolExecutor(1) as thread:  # so that hashing takes no time of its own
-        hashes = thread.submit(hash_files, folder) if has_manifest else None
-        sync_to_disk(folder)
-    if hashes is not None:
-        write_manifest(folder, hashes.result())
-        _sync(folder)
-
-
 def sync_to_disk(folder: Path) -> None:
     """Wait until all files below a folder are on disk. A full disk may only raise an error here."""
     for path in [*folder.rglob("*"), folder]:
         _sync(path)
 
 
-def rename_atomically(unfinished: Path, finished: Path) -> None:
-    """Rename a folder in one step, unless another process on the same file system has done it.
-
-    A folder that has its final name from before a resumption, on the disk of another node, is removed.
-    """
-    if finished.is_dir() and not unfinished.is_dir():
-        return
+def finish(unfinished: Path, finished: Path) -> None:
+    """Wait until a checkpoint is on disk, add its manifest, and give it its name in one step."""
+    with ThreadPoolExecutor(1) as thread:  # so that hashing takes no time of its own
+        hashes = thread.submit(hash_files, unfinished)
+        sync_to_disk(unfinished)
+    write_manifest(unfinished, hashes.result())
+    _sync(unfinished)
     shutil.rmtree(finished, ignore_errors=True)
     os.rename(unfinished, finished)
     _sync(finished.parent)

@@ -5,11 +5,8 @@ from __future__ import annotations
 import logging
 import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
-import psutil
 from accelerate.utils import gather_object
 from transformers import TrainerCallback
 
@@ -20,35 +17,19 @@ REQUEUE = 75
 
 
 class SaveOnSigterm(TrainerCallback):
-    """Handles SIGTERM from its construction in the main thread on: the process ends with exit code `REQUEUE`.
+    """On SIGTERM, finishes the step of a run, saves a checkpoint and ends the process with exit code `REQUEUE`.
 
-    While a run trains, the current step is finished and a checkpoint saved, from which the same command continues bit
-    for bit; with several processes one signal to any of them ends the run. At other times the process ends at once:
-    before the first step nothing is lost, and an evaluation continues from the samples that it has saved.
+    The same command continues from the checkpoint bit for bit. With several processes one signal to any of them ends
+    the run. transformers' `enable_jit_checkpoint` saves inside a step, and each process at its own.
     """
 
-    def __init__(self) -> None:
-        self._trains = False
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._received = False
         self._ends = False
-        signal.signal(signal.SIGTERM, self._receive)
+        self._before = signal.signal(signal.SIGTERM, self._receive)
 
     def _receive(self, number: int, frame: Any) -> None:
         self._received = True
-        if not self._trains:
-            self._end("the run")
-
-    def _end(self, continued: str) -> None:
-        logger.warning(
-            f"SIGTERM: ends with code {REQUEUE}. `resume_from_checkpoint='latest'` continues {continued}, and an "
-            "evaluation from its samples."
-        )
-        sys.exit(REQUEUE)
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._trains = True
-        self._received = False
-        self._ends = False
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._ends = any(gather_object([self._received]))
@@ -57,23 +38,11 @@ class SaveOnSigterm(TrainerCallback):
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._ends:
-            self._trains = False
-            self._end(f"from checkpoint-{state.global_step} in {args.output_dir}")
+            logger.warning(
+                f"SIGTERM: ends with code {REQUEUE}. `resume_from_checkpoint='latest'` continues from "
+                f"checkpoint-{state.global_step} in {args.output_dir}."
+            )
+            sys.exit(REQUEUE)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._trains = False
-
-
-@contextmanager
-def sigterm_to_children() -> Iterator[None]:
-    """Pass SIGTERM on to the child processes and keep waiting for them, as a launcher."""
-
-    def forward(number: int, frame: Any) -> None:
-        for child in psutil.Process().children():
-            child.send_signal(number)
-
-    previous = signal.signal(signal.SIGTERM, forward)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
+        signal.signal(signal.SIGTERM, self._before)

@@ -59,9 +59,9 @@ class StageClock:
 class RunLog(TrainerCallback):
     """Writes `run.json` and `log.jsonl` into the output directory, for any `report_to`.
 
-    Every `CreditTrainer` has one, `trainer.run_log`. A resumed run first removes the lines after the step of its
-    checkpoint and sets later checkpoints aside; a run that starts from the beginning first sets aside an earlier one.
-    `segments` in `run.json` has an entry for each step from which the run went on with other options of the objective.
+    Every `CreditTrainer` has one, `trainer.run_log`. A run first removes what an earlier one in the directory logged
+    after the step that it starts from. `segments` in `run.json` has an entry for each step from which the run went on
+    with other options of the objective.
     `facts` are further fields of `run.json`, such as the task; `rows` are data sets for `store_rows`.
     """
 
@@ -78,24 +78,26 @@ class RunLog(TrainerCallback):
             return
         folder = Path(args.output_dir)
         model = kwargs["model"]
-        name = getattr(model, "name_or_path", "")
-        files.set_aside(folder, state.global_step, name)
         path = folder / files.RUN_FILE
         store_rows(folder, self.facts["data"], self.rows)
         options = stored_options(args, model)
-        segments = files.read_json(path).get("segments", []) if path.is_file() else []
+        is_resumed = state.global_step > 0 and path.is_file()
+        segments = files.read_json(path).get("segments", []) if is_resumed else []
         if not segments or segments[-1]["options"] != options:
             segments.append({"step": state.global_step, "options": options})
         run = {
             "config": args.to_dict(),
             "seed": args.seed,
-            "model": name or type(model).__name__,
+            "model": getattr(model, "name_or_path", "") or type(model).__name__,
             "parameters": sum(full_shape(p).numel() for p in model.parameters()),
             "segments": segments,
             **self.facts,
         }
         files.write_json(path, json.loads(json.dumps(run, default=str)))
         files.keep_up_to(folder / files.LOG_FILE, state.global_step)
+        for table in folder.glob("completions/completions_*.parquet"):
+            if int(table.stem.rpartition("_")[2]) > state.global_step:
+                table.unlink()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if not state.is_world_process_zero or not logs:

@@ -5,7 +5,6 @@
     evaluations.jsonl            evaluations during training, one object per line
     evaluations/step-000005/     one evaluation: settings.json, samples.jsonl, result.json
     rows/train.parquet           rows that were a `Dataset` object, from which `credit-eval RUN` reads them
-    previous-1/                  files of an earlier run here, or checkpoints after the step of a resumed one
 
 A process killed at any moment leaves each file complete, or with an unfinished last line that readers ignore.
 `credit_trl.lab.report` reads only these files, so it works offline and with every `report_to`.
@@ -14,7 +13,6 @@ A process killed at any moment leaves each file complete, or with an unfinished 
 from __future__ import annotations
 
 import fcntl
-import itertools
 import json
 import logging
 import math
@@ -36,11 +34,6 @@ ROWS_FOLDER = "rows"
 SETTINGS_FILE = "settings.json"
 RESULT_FILE = "result.json"
 LOCK_FILE = ".run_lock"
-# What a run writes beside its checkpoints.
-_OUTPUTS = (
-    *(RUN_FILE, LOG_FILE, EVALUATIONS_FILE, EVALUATIONS_FOLDER, ROWS_FOLDER),
-    *("best-step-*", "completions/*", "credit_maps", "model", "adapter_*", "report.html", "token_maps.html"),
-)
 
 
 def write_atomically(path: str | Path, text: str) -> None:
@@ -150,32 +143,6 @@ def run_lock(folder: Path) -> Iterator[None]:
         file.flush()
         yield
         file.truncate(0)
-
-
-def set_aside(folder: Path, step: int = 0, base: str = "") -> None:
-    """Move an earlier run's checkpoints of later steps to a folder `previous-<n>`, and warn.
-
-    Called by one process when a run starts (`step` 0), and the other files of the earlier run move too, or resumes, so
-    that `latest` means the branch that trained last. Nothing moves without later checkpoints, as after a kill.
-    `base` is the name or path of the model that the run starts from, which stays.
-    """
-    own = Path(base or os.devnull).resolve()
-    later = [path for path in folder.glob("checkpoint-*") if step_of(path) > step and path.resolve() != own]
-    if not later:
-        return
-    number = next(n for n in itertools.count(1) if not (folder / f"previous-{n}").exists())
-    aside = folder / f"previous-{number}"
-    for path in [*later, *(path for name in _OUTPUTS if step == 0 for path in folder.glob(name))]:
-        target = aside / path.relative_to(folder)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        path.rename(target)
-    logger.warning(f"This run starts from step {step}: what an earlier run in {folder} saved later is now in {aside}.")
-
-
-def step_of(path: Path) -> int:
-    """The step that a name ends with; 0 without one."""
-    number = path.name.rpartition("-")[2]
-    return int(number) if number.isdecimal() else 0
 
 
 def keep_up_to(path: str | Path, step: int) -> None:

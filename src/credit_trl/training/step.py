@@ -127,11 +127,6 @@ class CreditStep:
             loss, or GRPO's `advantages` (B, T), weighted.
         """
         contexts = self.build_contexts(batch) if contexts is None else contexts
-        if self.config.packed and any(any(own.images) for own in contexts):
-            raise ValueError(
-                "`packed=True` does not support images, whose placeholders look alike whatever the image. Set "
-                "`packed=False`."
-            )
         device = tensors["completion_ids"].device
         masks = {
             "teacher_mask": torch.tensor([own.teacher is not None for own in contexts], device=device),

@@ -23,7 +23,6 @@ from credit_trl.lab.analysis.tokenmap_json import write_maps
 from credit_trl.lab.analysis.tokentext import visible
 from credit_trl.lab.report import ReportCallback, callback, write_report, write_token_maps
 from credit_trl.lab.report.comparison import compare_arms, curves, training_table
-from credit_trl.lab.report.dashboards import send_credit
 from credit_trl.lab.report.runs import arms_of, differing_options, load_run
 from credit_trl.training.run_directory import append_lines, write_json
 from lab.drawn import HOSTILE, drawn_map
@@ -33,7 +32,11 @@ from tiny import declared_entry_points
 def make_run(folder: Path, scores: np.ndarray, *, seed: int = 0, text: str = "hello", **options: Any) -> Path:
     """Run directory with evaluations at steps 0, 2, …; `scores` has shape (evaluations, prompts)."""
     config = {"contrastive_coef": 0.1, "output_dir": str(folder), "seed": seed, "logging_steps": 1} | options
-    write_json(folder / "run.json", {"config": config, "seed": seed, "model": f"bases/seed{seed}"})
+    rows = {"path": str(folder / "rows" / "train.parquet"), "sha256": "0123456789abcdef"}
+    functions = [{"name": None, "called": "check", "file": None}]
+    data = {"folder": str(folder), "train": rows, "reward_funcs": functions}
+    run = {"config": config, "seed": seed, "model": f"bases/seed{seed}", "data": data}
+    write_json(folder / "run.json", run | {"segments": [{"step": 0, "options": options}]})
     for step in range(1, 5):
         row = {"step": step, "reward": 0.1 * step + seed, "completions/mean_length": 20.0, "credit/s_mean": 0.5}
         append_lines(folder / "log.jsonl", row)
@@ -76,7 +79,7 @@ def test_arms_are_named_by_every_option_that_differs(tmp_path, scores):
     ]
     assert [run.seed for run in named["contrastive_coef=0.1, distillation_topk=null"]] == [0, 7]
     write_json(paths[3] / "run.json", {"config": {}, "seed": 7, "model": "other"})
-    assert "model" in differing_options([load_run(path) for path in paths])
+    assert {"model", "reward_funcs", "rows"} < set(differing_options([load_run(path) for path in paths]))
     twin = make_run(tmp_path / "again", scores[4])
     assert list(arms([paths[0], twin])) == ["r0", "r0 (again)"]
 
@@ -121,7 +124,7 @@ def test_curves_have_the_interval_of_one_run_and_the_range_of_several(tmp_path, 
     paths = [make_run(tmp_path / f"r{i}", scores[i], seed=i) for i in range(2)]
     by_title = {one["title"]: one["series"] for one in curves(arms(paths[:1]))}
     expected = [[2 * i, mean, mean - 0.1, mean + 0.1] for i, mean in enumerate(scores[0].mean(-1))]
-    assert np.array(by_title["avg@k on held-out prompts"][0]["points"]) == pytest.approx(np.array(expected))
+    assert np.array(by_title["avg@k of the evaluations"][0]["points"]) == pytest.approx(np.array(expected))
     assert by_title["Reward of the rollouts"][0]["points"][1] == [2, 0.2, None, None]
     both = {one["title"]: one["series"] for one in curves(arms(paths))}
     assert both["Reward of the rollouts"][0]["points"][0] == pytest.approx([1, 0.6, 0.1, 1.1])
@@ -194,12 +197,12 @@ def test_page_of_one_run_shows_curves_rollouts_and_maps(open_page, tmp_path, sco
         write_maps([own], folder / "credit_maps" / f"step-{i:06d}.json")
     page = open_page(write_report([folder]), width=width, color_scheme=scheme)
     assert page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
-    assert page.locator("#contents a").all_inner_texts() == ["Summary", "Token maps", "Curves", "Rollouts"]
+    assert page.locator("#contents a").all_inner_texts() == ["Summary", "Token maps", "Curves", "Rollouts", "Symbols"]
     assert page.locator(".pane").count() == 2
     assert page.locator("#quantities input:checked").get_attribute("value") == "centred"
     assert page.locator("table.numbers td:nth-child(2)").first.inner_text().startswith("−")
     titles = page.locator("figure h3").all_inner_texts()
-    assert titles[:3] == ["avg@k on held-out prompts", "Reward of the rollouts", "Response length (tokens)"]
+    assert titles[:3] == ["avg@k of the evaluations", "Reward of the rollouts", "Response length (tokens)"]
     page.locator("figure svg").nth(1).focus()
     page.keyboard.press("ArrowLeft")
     assert page.locator("figcaption").nth(1).inner_text() == "step 3: 0.300"
@@ -400,18 +403,20 @@ def test_reports_during_training_take_little_time(tmp_path, monkeypatch):
     assert written == [110.0, 161.0, 300.0]
 
 
+def logged_credit(trainer):
+    """Logged values of S_t, ΔV_t and R_t by their names in dashboards."""
+    names = {"S_t": "s_mean", "ΔV_t": "delta_v_mean", "R_t": "advantage_mean"}
+    rows = [row for row in trainer.state.log_history if "reward" in row]
+    return {f"CREDIT/{name}": [row[f"credit/{own}"] for row in rows] for name, own in names.items()}
+
+
 def test_dashboards_show_the_credit_first_and_rollouts_as_traces(run_callbacks, make_trainer, tmp_path, monkeypatch):
     storage = pytest.importorskip("trackio.sqlite_storage", reason="needs trackio: pip install credit-trl[dashboards]")
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     monkeypatch.setattr(storage, "TRACKIO_DIR", tmp_path)
-    sent = []
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(log=sent.append))
     trainer = make_trainer(reward, report_to=["trackio", "tensorboard"], project="credit")
     trainer.train()
-    expected = {
-        f"CREDIT/{name}": [row[f"credit/{own}"] for row in trainer.state.log_history if "reward" in row]
-        for name, own in (("S_t", "s_mean"), ("ΔV_t", "delta_v_mean"), ("R_t", "advantage_mean"))
-    }
+    expected = logged_credit(trainer)
     [run] = storage.SQLiteStorage.get_runs("credit")
     rows = [row for row in storage.SQLiteStorage.get_logs("credit", run) if "CREDIT/S_t" in row]
     assert {name: [row[name] for row in rows] for name in expected} == expected
@@ -425,9 +430,26 @@ def test_dashboards_show_the_credit_first_and_rollouts_as_traces(run_callbacks, 
     for name, values in expected.items():
         assert [one.value for one in board.Scalars(name)] == pytest.approx(values)
     assert min(board.Tags()["scalars"]).startswith("CREDIT/")
-    trainer.args.report_to = ["wandb"]
-    send_credit(trainer, {"credit/s_mean": 0.5, "credit/teacher_fidelity": None})
-    assert sent == [{"CREDIT/S_t": 0.5, "train/global_step": 2}]
+
+
+def test_wandb_has_the_credit_first_and_tables_of_completions(run_callbacks, make_trainer, tmp_path, monkeypatch):
+    """The file of an offline run, as `wandb leet inspect` reads it."""
+    wandb = pytest.importorskip("wandb", minversion="0.31", reason="needs wandb: pip install wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    trainer = make_trainer(reward, report_to=["wandb"], log_completions=True)
+    trainer.train()
+    wandb.finish()
+    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(tmp_path / "wandb" / "latest-run")]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    logged = [record["history"]["item"] for record in map(json.loads, lines) if record["type"] == "history"]
+    rows = [row for row in logged if "CREDIT/S_t" in row]
+    assert {name: [row[name] for row in rows] for name in logged_credit(trainer)} == logged_credit(trainer)
+    assert [row["train/global_step"] for row in rows] == [1, 2]
+    assert min(name for row in logged for name in row if "/" in name).startswith("CREDIT/")
+    tables = [json.loads(path.read_text()) for path in tmp_path.rglob("completions_*.table.json")]
+    assert {len(table["data"]) for table in tables} == {8}
+    assert {"prompt", "completion", "feedback", "teacher_prompt"} < set(tables[0]["columns"])
 
 
 def test_reports_and_maps_that_fail_warn_once_and_end_no_run(run_callbacks, make_trainer, monkeypatch, caplog):
