@@ -147,9 +147,8 @@ def test_training_table_has_the_columns_of_table_2(tmp_path, scores):
         append_lines(tmp_path / name / "log.jsonl", *(dict(zip(names, one, strict=True)) for one in logs[name]))
     page = write_report([tmp_path / name for name in settings], tmp_path / "x.html")
     rows = json.loads(page.with_suffix(".json").read_text())["training"]
-    found = [
-        [row[name] for name in ("contrasts", "train_score", "seconds", "ratio", "s_mean", "s_std")] for row in rows
-    ]
+    columns = ("contrasts", "train_score", "seconds", "ratio", "s_mean", "s_std")
+    found = [[row[name] for name in columns] for row in rows]
     sdpo, credit = (2 * 4.0 + 3 * 5.0) / 5, (2 * 5.0 + 3 * 7.0) / 5
     assert found[0] == [0, 0.5, pytest.approx(sdpo), pytest.approx(1.0), None, None]
     assert found[1] == [4, 0.75, *map(pytest.approx, (credit, credit / sdpo, (0.4 + 0.3) / 5, (2.0 + 1.5) / 5))]
@@ -200,7 +199,6 @@ def test_page_of_one_run_shows_curves_rollouts_and_maps(open_page, tmp_path, sco
     assert page.locator("#contents a").all_inner_texts() == ["Summary", "Token maps", "Curves", "Rollouts", "Symbols"]
     assert page.locator(".pane").count() == 2
     assert page.locator("#quantities input:checked").get_attribute("value") == "centred"
-    assert page.locator("table.numbers td:nth-child(2)").first.inner_text().startswith("−")
     titles = page.locator("figure h3").all_inner_texts()
     assert titles[:3] == ["avg@k of the evaluations", "Reward of the rollouts", "Response length (tokens)"]
     page.locator("figure svg").nth(1).focus()
@@ -218,9 +216,7 @@ def test_page_of_one_run_shows_curves_rollouts_and_maps(open_page, tmp_path, sco
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize(("width", "height"), [(1280, 900), (390, 844)])
-def test_first_view_has_a_punished_token_in_the_colour_of_the_legend(
-    open_page, tmp_path, scores, scheme, width, height
-):
+def test_first_view_colours_a_punished_token_as_its_legend(open_page, tmp_path, scores, scheme, width, height):
     folder = make_run(tmp_path / "r", scores[0])
     tokens = ["a ", "long ", "wrong ", "answer\n"] * 200
     maps = [drawn_map(tokens, seed=i, checkpoint=f"step-{i}", problem="word " * 2000) for i in (1, 3)]
@@ -341,10 +337,8 @@ def test_a_run_saves_rollouts_and_maps_and_prints_the_link_last(run_callbacks, m
     folder = Path(trainer.args.output_dir)
     page = folder / "report.html"
     assert capsys.readouterr().out.splitlines()[-1] == f"Report: {page.resolve().as_uri()}"
-    rewards = next(
-        one for one in json.loads(page.with_suffix(".json").read_text())["curves"] if "Reward" in one["title"]
-    )
-    assert [step for step, *_ in rewards["series"][0]["points"]] == [1, 2, 3]
+    drawn = {one["title"]: one["series"] for one in json.loads(page.with_suffix(".json").read_text())["curves"]}
+    assert [step for step, *_ in drawn["Reward of the rollouts"][0]["points"]] == [1, 2, 3]
     tables = [pq.read_table(path).to_pylist() for path in sorted(folder.glob("completions/*.parquet"))]
     assert [[row["step"] for row in rows] for rows in tables] == [[step] * 8 for step in (1, 2, 3)]
     for row in tables[0]:
@@ -372,11 +366,9 @@ def test_a_plain_script_writes_its_page_without_a_warning_of_dependencies(tmp_pa
         "config = CreditConfig('run', **SMALL | {'save_strategy': 'steps', 'save_steps': 1})\n"
         "CreditTrainer('quickstart', reward, config, build('train')).train()\n"
     )
-    path = os.pathsep.join([str(tmp_path / "site"), *sys.path])
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path / "site"), *sys.path])}
     command = [sys.executable, "train.py"]
-    done = subprocess.run(
-        command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.splitlines()[-1] == f"Report: {(tmp_path / 'run' / 'report.html').as_uri()}"
     assert '"maps":' in (tmp_path / "run" / "report.html").read_text("utf-8")
