@@ -38,8 +38,16 @@ LINE_BUDGETS: dict[str, tuple[list[str], int]] = {
     "tests": (["tests/**/*.py"], 20_000),
     "examples, benchmarks and notebooks": (["examples/**/*.py", "benchmarks/**/*.py", "notebooks/*.py"], 5_500),
 }
-# Rooms that are not within their budget yet -> lines that they must not exceed until they are. Only lower these.
-RATCHETS = {"src": 19_650, "core": 9_150}
+AIR = 0.97  # share of a budget that may be used, so that an addition does not fail at once
+# Rooms that use more yet -> lines that they must not exceed until they do not. Only lower these.
+RATCHETS = {
+    "src": 19_650,
+    "core": 9_150,
+    "config and checks": 800,
+    "evaluation": 1_425,
+    "tests": 20_000,
+    "examples, benchmarks and notebooks": 5_500,
+}
 MAX_OPTIONS = 34  # of `CreditConfig` beyond `GRPOConfig`
 MAX_PROSE_BYTES = 115_000  # README and docs
 MAX_PACKED_ASSIGNMENTS = 60
@@ -161,14 +169,14 @@ def test_modules_at_the_top_are_those_of_the_layout():
 @pytest.mark.parametrize("room", LINE_BUDGETS)
 def test_lines_are_within_the_budget(room):
     globs, budget = LINE_BUDGETS[room]
-    limit = RATCHETS.get(room, budget)
+    limit = RATCHETS.get(room, AIR * budget)
     files = {path for glob in globs for path in ROOT.glob(glob)}
     assert sum(len(path.read_text("utf-8").splitlines()) for path in files) <= limit
 
 
 def test_ratchets_lie_above_their_budgets():
-    """A room that reaches its budget has that as its limit."""
-    report(room for room, limit in RATCHETS.items() if limit <= LINE_BUDGETS[room][1])
+    """A room that has air has its budget as the limit."""
+    report(room for room, limit in RATCHETS.items() if limit <= AIR * LINE_BUDGETS[room][1])
 
 
 def test_options_are_within_the_budget():
@@ -178,7 +186,7 @@ def test_options_are_within_the_budget():
 
 def test_documentation_is_within_the_budget():
     pages = [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md"]
-    assert sum(page.stat().st_size for page in pages) <= MAX_PROSE_BYTES
+    assert sum(page.stat().st_size for page in pages) <= AIR * MAX_PROSE_BYTES
 
 
 def test_assignments_have_one_value_a_line():

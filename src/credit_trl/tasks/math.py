@@ -57,7 +57,6 @@ def build(split: str, path: str | Path | None = None, *, instruction: str = INST
     Questions are texts, or messages that end with a user's. The answer of a worked solution is its last box, or the
     text after `####`. See `records.read_rows` for `split`, `path` and `hub`; a row without these is a `ValueError`.
     """
-
     rows = read_rows("math", split, path, hub)
     return dataset_of((row.question("math", instruction, last_boxed) for row in rows), f"math {split}")
 

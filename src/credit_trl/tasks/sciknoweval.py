@@ -16,7 +16,7 @@ import numpy as np
 
 from credit_trl.rollout.verdict import Verdict
 from credit_trl.tasks.records import Row, dataset_of, read_rows
-from credit_trl.tasks.task import PROMPTS, batch_of
+from credit_trl.tasks.task import PROMPTS
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -70,9 +70,6 @@ def verify(response: str, answer: str, *, truncated: bool = False) -> Verdict:
     if given != answer and letter is not None and letter[1].upper() == answer:
         feedback = f"The letter is right; write it as <answer>\n{answer}\n</answer>. {feedback}"
     return Verdict(float(given == answer), feedback, {"answer_format": float(is_tagged)})
-
-
-reward = batch_of(verify, "sciknoweval")
 
 
 def split_indices(count: int, split: str) -> list[int]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from credit_trl.rollout.verdict import Verdict
 from credit_trl.tasks.records import PATH_OPTIONS, Row, dataset_of, read_rows
-from credit_trl.tasks.task import PROMPTS, batch_of
+from credit_trl.tasks.task import PROMPTS
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -121,9 +121,6 @@ def verify(response: str, answer: str | list[dict[str, Any]], *, truncated: bool
     if mismatches and _is_right_in_another_form(response, golden):
         mismatches.insert(0, FORM)
     return Verdict(float(not mismatches), "; ".join(mismatches) or None, {"answer_format": float(bool(actions))})
-
-
-reward = batch_of(verify, "toolalpaca")
 
 
 def golden_calls(answer: str | list[dict[str, Any]]) -> list[Call]:
