@@ -43,7 +43,6 @@ AIR = 0.97  # share of a budget that may be used, so that an addition does not f
 RATCHETS = {
     "src": 19_650,
     "core": 9_150,
-    "config and checks": 800,
     "evaluation": 1_425,
     "tests": 20_000,
     "examples, benchmarks and notebooks": 5_500,
