@@ -101,10 +101,6 @@ class CreditConfig(GRPOConfig):
             prompt that several sequences share once. `None`: where student and teacher can and are no
             vision-language models, as images need padded rows. With `True` a student that
             cannot pads, with one warning.
-        update_batch_tokens (`int`, *optional*):
-            Maximum number of tokens in one forward and backward pass of the student, padding included. A micro-batch
-            with more is computed in parts, whose gradients add up to that of the whole, so that activations take
-            memory for this many tokens. A single longer sample is one part. `None`: no limit.
 
         > The teacher π_ref
 
@@ -184,7 +180,6 @@ class CreditConfig(GRPOConfig):
     distillation_kernels: Literal["auto", "torch", "triton"] = "auto"
     scoring_batch_tokens: int = 16384
     packed: bool | None = None
-    update_batch_tokens: int | None = None
 
     teacher_model_kind: Literal["ema", "live", "base", "model"] = "ema"
     teacher_model_name_or_path: str | None = None
@@ -385,10 +380,7 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], tuple[str, ...]]] = {
         lambda x: x >= 1,
         ("contrastive_count", "max_reprompt_len", "scoring_batch_tokens", "num_iterations"),
     ),
-    "at least 1 or None": (
-        lambda x: x is None or x >= 1,
-        ("distillation_topk", "teacher_sync_steps", "update_batch_tokens"),
-    ),
+    "at least 1 or None": (lambda x: x is None or x >= 1, ("distillation_topk", "teacher_sync_steps")),
 }
 
 # Options of GRPO's loss and their values without effect, for `distillation_weight=1`, which does not compute it.

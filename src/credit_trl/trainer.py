@@ -193,7 +193,7 @@ class CreditTrainer(ResumableTrainer):
         is_plain = self.environment_factories is None and self.rollout_func is None
         tokenize = self._tokenize_prompts if is_plain else None
         check_image_rows(datasets, self.context_builder, self.accelerator, tokenize, self.tools or None)
-        checks.check_machine(args, self.accelerator, self.aux_loss_enabled)
+        checks.check_machine(self.accelerator)
         reduce_gradients_in_fp32(self.accelerator)
         self.teacher = build_teacher(args, self.model, self.accelerator, self._tokenizer)
         check_model(self.model, self.accelerator)
@@ -441,7 +441,7 @@ class CreditTrainer(ResumableTrainer):
 
     def _distillation_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         accumulation = self.current_gradient_accumulation_steps if self.model.training else 1.0
-        result = micro_batches.loss_in_parts(self.credit_step, model, inputs, accumulation, self.accelerator.backward)
+        result = self.credit_step.loss(model, inputs, accumulation)
         loss = result.terms.loss
         if result.aux_loss is not None:
             loss = loss + self.router_aux_loss_coef * result.aux_loss / accumulation
