@@ -211,11 +211,8 @@ class CreditConfig(GRPOConfig):
             self.distillation_support = modes.get(distillation_mode, distillation_mode)
             self.distillation_topk = None if distillation_mode == "full_logits" else self.distillation_topk
         _check_values(self)  # own options first: TRL checks the machine, and its error would hide theirs
-        if self.num_generations == 1 and self.distillation_weight == 1.0:
-            self.num_generations = _OneRollout(1)
         _resolve_defaults(self)
         super().__post_init__()
-        self.num_generations = int(self.num_generations)
         _check_combinations(self)  # uses batch sizes that TRL has resolved
 
     @classmethod
@@ -244,11 +241,6 @@ class CreditConfig(GRPOConfig):
     def contrasts(self) -> bool:
         """Whether contrasts are used: λ is not 0."""
         return self.contrastive_coef != 0.0
-
-    @property
-    def teacher_is_frozen(self) -> bool:
-        """Whether the teacher's weights never change."""
-        return self.teacher_model_kind in ("base", "model")
 
 
 # Table 3 where it differs from the defaults; rows that it lacks are those of SDPO's pipeline (verl).
@@ -316,13 +308,6 @@ def _resolve_defaults(config: CreditConfig) -> None:
         config.report_to = "none"
     if config.bf16 is None and (config.use_cpu or not torch.accelerator.is_available()):
         config.bf16 = False
-
-
-class _OneRollout(int):
-    """1 that passes GRPO's check for at least two rollouts per prompt, where no advantage of GRPO is computed."""
-
-    def __lt__(self, other: int) -> bool:
-        return False
 
 
 # Options of other trainers, and other names of ours -> what to set here.
@@ -474,18 +459,6 @@ _COMBINATIONS: tuple[tuple[Callable[[CreditConfig], bool], str], ...] = (
         "one prompt, so there is no contrast prompt. Increase `per_device_train_batch_size`, "
         "`gradient_accumulation_steps` or `generation_batch_size`, set `contrastive_source='dataset'`, or set "
         "`contrastive_coef=0` (SDPO).",
-    ),
-    (
-        lambda c: (
-            c.teacher_prompt == "privileged" and not (c.use_successful_as_teacher or c.include_environment_feedback)
-        ),
-        "The teacher would have no privileged context: set `include_environment_feedback=True` or "
-        "`use_successful_as_teacher=True`.",
-    ),
-    (
-        lambda c: c.teacher_prompt == "privileged" and c.num_generations == 1 and not c.include_environment_feedback,
-        "`num_generations=1` gives no other rollout to demonstrate with: set `include_environment_feedback=True`, or "
-        "more generations.",
     ),
     (
         lambda c: c.max_completion_length is None,

@@ -324,12 +324,11 @@ class CreditTrainer(ResumableTrainer):
         if self.model.training:
             marks = self._tokenizer, self.context_builder.render, self.eos_token_ids
             checks.check_truncated(metrics["completions/clipped_ratio"][-1], *marks, self.alarms)
+            self.alarms.check_rewards(metrics["frac_reward_zero_std"][-1] == 1.0, metrics["reward"][-1])
         if "importance_sampling_ratio" in output:  # TRL's, of which it logs the other moments
             ratio = output["importance_sampling_ratio"].expand_as(output["completion_mask"])
             median = self.accelerator.gather(ratio[loss_mask(output)].median())
             self._log_values({"sampling/importance_sampling_ratio/median": median.nanmean().item()})
-        if self.model.training and self.num_generations > 1:
-            self.alarms.check_rewards(metrics["frac_reward_zero_std"][-1] == 1.0, metrics["reward"][-1])
         contexts = None
         if self.credit_step is not None:
             if any(self.credit_step.gather([any(self._prompt_images)])):
@@ -463,7 +462,8 @@ class CreditTrainer(ResumableTrainer):
         self._eval_batches = 0  # so that every evaluation draws the same contrast prompts
         drop_undefined(metrics)
         super().log(logs, start_time)
-        self.alarms.check_drift(self.state.log_history, frozen_teacher=self.args.teacher_is_frozen)
+        is_frozen = self.args.teacher_model_kind in ("base", "model")
+        self.alarms.check_drift(self.state.log_history, frozen_teacher=is_frozen)
         if self.log_completions and self.accelerator.is_main_process and "train_runtime" not in logs:
             reporting.print_completions(self._logs, self.state.global_step, self.args.num_completions_to_print)
 
