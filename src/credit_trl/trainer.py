@@ -431,12 +431,12 @@ class CreditTrainer(ResumableTrainer):
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         weight = self.args.distillation_weight
-        if weight == 0.0:
-            return super()._compute_loss(model, inputs | trl_image_fields(inputs))
-        loss = self._distillation_loss(model, inputs)
-        if weight == 1.0:
-            return loss
-        return weight * loss + (1.0 - weight) * super()._compute_loss(model, inputs | trl_image_fields(inputs))
+        loss = 0.0
+        if weight > 0.0:
+            loss = weight * self._distillation_loss(model, inputs)
+        if weight < 1.0:
+            loss = loss + (1.0 - weight) * super()._compute_loss(model, inputs | trl_image_fields(inputs))
+        return self._guarded(loss, inputs)
 
     def _distillation_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         accumulation = self.current_gradient_accumulation_steps if self.model.training else 1.0
