@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -54,6 +55,16 @@ def test_commands_need_the_run_alone(folder, command, monkeypatch, tmp_path, cap
     assert (run / written.get(command, "report.html")).is_file()
     if command == "credit-eval":
         assert "5 prompts × 2 samples" in capsys.readouterr().out
+
+
+def test_run_is_found_again_in_a_copy_of_its_project(folder, tmp_path):
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    run = copy / "runs" / "first"
+    assert len(task_of_run(run).build("test")) == 5
+    assert task_of_run(run, reward_funcs=[f"{__name__}.half"]).verify("abc").reward == 0.5
+    (copy / "questions.jsonl").unlink()
+    with pytest.raises(ValueError, match=rf"{copy}/questions\.jsonl of the run does not exist. .* `--path`"):
+        task_of_run(run).build("test")
 
 
 def test_starter_and_recipes_are_not_overwritten(folder, tmp_path, capsys):

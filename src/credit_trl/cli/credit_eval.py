@@ -41,9 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--engine", choices=("transformers", "vllm"), default="transformers")
     parser.add_argument("--engine_options", type=json_object, default={}, metavar="JSON", help="of the engine")
     parser.add_argument("--batch_size", metavar="N", type=int, help="responses generated at a time")
-    parser.add_argument(
-        "--output_dir", metavar="PATH", help=f"samples and result (default: RUN/{EVALUATION_FOLDER}, or none)"
-    )
+    parser.add_argument("--output_dir", metavar="PATH", help=f"of samples (default: RUN/{EVALUATION_FOLDER}, or none)")
 
 
 def continues(args: argparse.Namespace) -> bool:
@@ -55,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     from credit_trl.evaluation import evaluate
 
     choose_sandbox(args.sandbox, args.allow_unsandboxed)
-    others = ("run", "model", "task", "sandbox", "allow_unsandboxed")
+    others = ("run", "model", "task", "reward_funcs", "sandbox", "allow_unsandboxed")
     options = {name: value for name, value in vars(args).items() if name not in others}
     options["engine_options"] = dict(args.engine_options)
     model = args.model
@@ -71,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     folder = options["output_dir"]
     if folder and (Path(folder) / RUN_FILE).is_file():
         raise ValueError(f"`--output_dir {folder}` is the folder of a training run; give another one.")
-    print(evaluate(model, task_of_run(args.run, args.task), **options))
+    print(evaluate(model, task_of_run(args.run, args.task, args.reward_funcs), **options))
     if folder:
         print(f"  written to {folder}")
     return 0

@@ -32,9 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--max_prompts", metavar="N", type=int, default=4, help="default 4")
     parser.add_argument("--samples", metavar="N", type=int, default=2, help="responses per prompt (default 2)")
-    parser.add_argument(
-        "--config", metavar="FILE", help="YAML or run.json with the options of R_t (default: the last run's)"
-    )
+    parser.add_argument("--config", metavar="FILE", help="options of R_t: YAML or run.json (default: the last run's)")
     parser.add_argument("--contrastive_coef", metavar="L", type=float, help="λ (default: the run's, or 0.1)")
     parser.add_argument(
         "--generation_batches", metavar="T", type=int, default=100, help="of the predicted drift (default 100)"
@@ -58,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     if min(args.max_prompts, args.samples) < 1:
         raise ValueError("`--max_prompts` and `--samples` must be at least 1.")
     config = measuring_config(args)
-    task = task_of_run(args.run, args.task)
+    task = task_of_run(args.run, args.task, args.reward_funcs)
     print(f"λ = {config.contrastive_coef:g}, C = {config.contrastive_count}")
     names = [None, *short_names(args.checkpoint, parts=2)]  # `runs/first/checkpoint-50` → `first/checkpoint-50`
     checkpoints = [

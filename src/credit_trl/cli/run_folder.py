@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from credit_trl.cli.data import import_function
 from credit_trl.tasks.registry import load_task, task_of_data
 from credit_trl.tasks.task import Task
-from credit_trl.training.run_directory import ROWS_FOLDER, RUN_FILE, read_json
+from credit_trl.training.run_data import describe_function
+from credit_trl.training.run_directory import RUN_FILE, read_json
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,10 +22,9 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--task", metavar="NAME", help="such as sciknoweval:chemistry, my_package.task:Task")
     parser.add_argument("--split", metavar="NAME", default="test", help="split of the task's data (default test)")
     parser.add_argument("--path", metavar="PATH", help="local data file or folder")
+    parser.add_argument("--reward_funcs", metavar="NAME", action="append", help="my_module.my_reward, for the run's")
     group = parser.add_argument_group("sandbox, for tasks that run model-written programs")
-    group.add_argument(
-        "--sandbox", metavar="NAME", help="auto (default), bubblewrap, landlock, or the address of a remote one"
-    )
+    group.add_argument("--sandbox", metavar="NAME", help="auto (default), bubblewrap, landlock, or a remote address")
     group.add_argument("--allow_unsandboxed", action="store_true", help="without a sandbox, run unprotected")
 
 
@@ -52,19 +55,36 @@ def model_of_run(folder: str | Path) -> Path:
     raise FileNotFoundError(f"{folder} holds neither a final model nor a checkpoint. Give `--model`.")
 
 
-def task_of_run(folder: str | Path, name: str | None = None) -> Task:
-    """The task called `name`, else that of the run, whose folder may have moved.
+def task_of_run(folder: str | Path, name: str | None = None, reward_funcs: Sequence[str] | None = None) -> Task:
+    """The task called `name`, else that of the run with its own or the named reward functions.
+
+    The folder may have moved, alone or with that in which the run was started.
 
     Raises:
         ValueError: the run does not say where its data and verifier are, or they are not found again.
     """
     if name is not None:
         return load_task(name)
-    data = read_run(folder).get("data")
+    run = read_run(folder)
+    data = run.get("data")
     if data is None:
         raise ValueError(f"{folder}: run.json does not describe data and verifier. Give `--task`.")
-    for name in ("train", "test"):
-        stored = Path(folder) / ROWS_FOLDER / f"{name}.parquet"
-        if stored.is_file() and data[name] is not None and Path(data[name]["path"] or "").parent.name == ROWS_FOLDER:
-            data[name]["path"] = str(stored)
+    _follow_moves(data, run["config"]["output_dir"], Path(folder).resolve())
+    if reward_funcs is not None:
+        data["reward_funcs"] = [describe_function(import_function(one, "--reward_funcs")) for one in reward_funcs]
     return task_of_data(data)
+
+
+def _follow_moves(data: dict[str, Any], output_dir: str, folder: Path) -> None:
+    """Update paths of `describe_data` in the run directory, and in the folder of its start if both have moved."""
+    started = Path(data["folder"])
+    written = started / output_dir
+    inside = Path(os.path.relpath(written, started)).parts
+    if folder.parts[-len(inside) :] == inside:
+        data["folder"] = str(folder.parents[len(inside) - 1])
+    moves = {written: folder, started: Path(data["folder"])}
+    for place in filter(None, (data["train"], data["test"])):
+        path = Path(place["path"] or "")
+        old = next((one for one in moves if path.is_relative_to(one)), None)
+        if old is not None:
+            place["path"] = str(moves[old] / path.relative_to(old))

@@ -144,7 +144,9 @@ def _own_rows(place: Mapping[str, Any] | None) -> Any:
     if place["path"] is None:
         return load_dataset(place["name"], place["config"], split=place["split"], streaming=place["streaming"])
     file = Path(place["path"])
-    if place["sha256"] is not None and file.is_file():
+    if place["sha256"] is not None:
+        if not file.is_file():
+            raise ValueError(f"{file} of the run does not exist. Name the file to use with `--path`.")
         with file.open("rb") as content:
             digest = hashlib.file_digest(content, "sha256").hexdigest()
         if digest != place["sha256"]:

@@ -33,7 +33,11 @@ from tiny import declared_entry_points
 def make_run(folder: Path, scores: np.ndarray, *, seed: int = 0, text: str = "hello", **options: Any) -> Path:
     """Run directory with evaluations at steps 0, 2, …; `scores` has shape (evaluations, prompts)."""
     config = {"contrastive_coef": 0.1, "output_dir": str(folder), "seed": seed, "logging_steps": 1} | options
-    write_json(folder / "run.json", {"config": config, "seed": seed, "model": f"bases/seed{seed}"})
+    rows = {"path": str(folder / "rows" / "train.parquet"), "sha256": "0123456789abcdef"}
+    functions = [{"name": None, "called": "check", "file": None}]
+    data = {"folder": str(folder), "train": rows, "reward_funcs": functions}
+    run = {"config": config, "seed": seed, "model": f"bases/seed{seed}", "data": data}
+    write_json(folder / "run.json", run | {"segments": [{"step": 0, "options": options}]})
     for step in range(1, 5):
         row = {"step": step, "reward": 0.1 * step + seed, "completions/mean_length": 20.0, "credit/s_mean": 0.5}
         append_lines(folder / "log.jsonl", row)
@@ -76,7 +80,7 @@ def test_arms_are_named_by_every_option_that_differs(tmp_path, scores):
     ]
     assert [run.seed for run in named["contrastive_coef=0.1, distillation_topk=null"]] == [0, 7]
     write_json(paths[3] / "run.json", {"config": {}, "seed": 7, "model": "other"})
-    assert "model" in differing_options([load_run(path) for path in paths])
+    assert {"model", "reward_funcs", "rows"} < set(differing_options([load_run(path) for path in paths]))
     twin = make_run(tmp_path / "again", scores[4])
     assert list(arms([paths[0], twin])) == ["r0", "r0 (again)"]
 
@@ -121,7 +125,7 @@ def test_curves_have_the_interval_of_one_run_and_the_range_of_several(tmp_path, 
     paths = [make_run(tmp_path / f"r{i}", scores[i], seed=i) for i in range(2)]
     by_title = {one["title"]: one["series"] for one in curves(arms(paths[:1]))}
     expected = [[2 * i, mean, mean - 0.1, mean + 0.1] for i, mean in enumerate(scores[0].mean(-1))]
-    assert np.array(by_title["avg@k on held-out prompts"][0]["points"]) == pytest.approx(np.array(expected))
+    assert np.array(by_title["avg@k of the evaluations"][0]["points"]) == pytest.approx(np.array(expected))
     assert by_title["Reward of the rollouts"][0]["points"][1] == [2, 0.2, None, None]
     both = {one["title"]: one["series"] for one in curves(arms(paths))}
     assert both["Reward of the rollouts"][0]["points"][0] == pytest.approx([1, 0.6, 0.1, 1.1])
@@ -199,7 +203,7 @@ def test_page_of_one_run_shows_curves_rollouts_and_maps(open_page, tmp_path, sco
     assert page.locator("#quantities input:checked").get_attribute("value") == "centred"
     assert page.locator("table.numbers td:nth-child(2)").first.inner_text().startswith("−")
     titles = page.locator("figure h3").all_inner_texts()
-    assert titles[:3] == ["avg@k on held-out prompts", "Reward of the rollouts", "Response length (tokens)"]
+    assert titles[:3] == ["avg@k of the evaluations", "Reward of the rollouts", "Response length (tokens)"]
     page.locator("figure svg").nth(1).focus()
     page.keyboard.press("ArrowLeft")
     assert page.locator("figcaption").nth(1).inner_text() == "step 3: 0.300"

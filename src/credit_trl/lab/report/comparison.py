@@ -22,7 +22,7 @@ CURVES = {
     "Entropy of the policy (nats)": "entropy",
 }
 SECONDS = "credit/seconds_"  # beginning of the names of the seconds by stage
-SCORE_CURVE = "avg@k on held-out prompts"
+SCORE_CURVE = "avg@k of the evaluations"
 
 
 def curves(arms: Mapping[str, Sequence[Run]]) -> list[dict[str, Any]]:

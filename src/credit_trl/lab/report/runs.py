@@ -35,7 +35,7 @@ class Run:
 
     Args:
         folder: the directory.
-        options: configuration and facts of `run.json`, such as model and task; empty without the file.
+        options: configuration and facts of `run.json`, such as model, task and rows; empty without the file.
         log: rows of `log.jsonl`.
         evaluations: rows of `evaluations.jsonl`, sorted by step.
     """
@@ -98,7 +98,17 @@ def load_run(folder: str | Path) -> Run:
             f"{folder} holds no run: none of {RUN_FILE}, {LOG_FILE}, {EVALUATIONS_FILE} and {RESULT_FILE}. Pass the "
             "`output_dir` of a run, or that of `trl credit-eval`."
         )
+    described.pop("segments", None)  # of a resumed run, with options that the configuration has too
+    data = described.pop("data", None)
+    if data is not None:
+        described["reward_funcs"] = ", ".join(one["name"] or one["called"] for one in data["reward_funcs"])
+        described["rows"] = _rows(data["train"] or {})
     return Run(folder, {**described.pop("config", {}), **described}, log, evaluations)
+
+
+def _rows(place: Mapping[str, Any]) -> str | None:
+    """What names the rows of a place: the beginning of a file's hash, or a name of the hub."""
+    return (place.get("sha256") or "")[:8] or place.get("name")
 
 
 def arms_of(runs: Sequence[Run]) -> dict[str, list[Run]]:
