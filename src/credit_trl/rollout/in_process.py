@@ -38,8 +38,8 @@ def in_process(function: Callable[..., Any]) -> Callable[..., Any]:
     """Run a reward function in a process of its own, as `@in_process` or `in_process(my_module.my_reward)`.
 
     The process starts at the first call, which includes the import of the function's module. With all processes that
-    the function has started it is killed one second after `verifier_timeout`; the next call starts another one.
-    Arguments, results and errors are pickled. The trainer's state, environments and loggers are not passed; return
+    the function has started it is killed one second after `verifier_timeout`, and another one starts. Arguments,
+    results and errors are pickled. The trainer's state, environments and loggers are not passed; return
     `Verdict.metrics` to log.
 
     Raises:
@@ -79,6 +79,8 @@ class _InProcess:
             is_error, answer = self._ask(request)
         except BaseException as error:  # also an interrupt: the next call must not get the answer to this one
             status = self._end()
+            if isinstance(error, VerifierTimeout):
+                self._start()  # imports the module meanwhile
             if isinstance(error, EOFError | ConnectionError):
                 raise RuntimeError(
                     f"The process of the reward function {self.__name__!r} has ended with exit status {status}. The "
