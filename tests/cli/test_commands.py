@@ -100,9 +100,7 @@ def launched(monkeypatch):
 
 def test_arguments_are_split_between_trainer_and_accelerate(launched, tmp_path):
     config = tmp_path / "run.yaml"
-    config.write_text(
-        "task: quickstart\nuse_cpu: true\nbf16: false\nnum_processes: 2\ngradient_accumulation_steps: 4\n"
-    )
+    config.write_text("task: quickstart\nuse_cpu: true\nbf16: false\nnum_processes: 2\ngradient_accumulation_steps: 4")
     line = ["--contrastive_coef=0.2", "--mixed_precision", "no", "--output_dir", "out"]
     assert credit.run([f"--config={config}", *line]) == 0
     (args,) = launched

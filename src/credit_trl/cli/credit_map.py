@@ -27,16 +27,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "and options."
     )
     add_run_arguments(parser)
-    parser.add_argument(
-        "--checkpoint", metavar="PATH", action="append", default=[], help="of a run of that model; repeat for several"
-    )
+    parser.add_argument("--checkpoint", metavar="PATH", action="append", default=[], help="of a run; may be repeated")
     parser.add_argument("--max_prompts", metavar="N", type=int, default=4, help="default 4")
     parser.add_argument("--samples", metavar="N", type=int, default=2, help="responses per prompt (default 2)")
     parser.add_argument("--config", metavar="FILE", help="options of R_t: YAML or run.json (default: the last run's)")
     parser.add_argument("--contrastive_coef", metavar="L", type=float, help="λ (default: the run's, or 0.1)")
-    parser.add_argument(
-        "--generation_batches", metavar="T", type=int, default=100, help="of the predicted drift (default 100)"
-    )
+    parser.add_argument("--generation_batches", metavar="T", type=int, default=100, help="predicted (default 100)")
     parser.add_argument("--seed", metavar="N", type=int, help="of responses and contrast prompts (default: the run's)")
     parser.add_argument("--output_dir", metavar="PATH", help=f"default RUN/{MAPS_FOLDER}, or credit_map")
 

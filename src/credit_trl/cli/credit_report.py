@@ -11,9 +11,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "intervals, and the same as Markdown and JSON beside it. Reads run directories only and needs no network."
     )
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run directories; the first is the baseline")
-    parser.add_argument(
-        "--output", metavar="FILE", help="HTML file (default: report.html in the run, or here for several)"
-    )
+    parser.add_argument("--output", metavar="FILE", help="default: report.html in the run, or here for several")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -17,17 +17,7 @@ from transformers.utils.logging import disable_progress_bar
 from credit_trl.cli.options_file import read_options
 from credit_trl.config import CreditConfig
 from credit_trl.evaluation import EvaluationCallback
-from credit_trl.lab import MAPS_FOLDER
-from credit_trl.lab.analysis import (
-    Checkpoint,
-    CreditMapCallback,
-    Rollout,
-    TokenMap,
-    map_response,
-    sample_rollouts,
-    summarize_maps,
-    write_maps,
-)
+from credit_trl.lab import MAPS_FOLDER, analysis
 from credit_trl.lab.analysis.token_classes import task_classes
 from credit_trl.lab.report import write_report
 from credit_trl.lab.report.log_lines import LogLines
@@ -80,11 +70,11 @@ def run_quickstart(output_dir: str | Path, steps: int = 130, **options: Any) -> 
     shown = sorted((one for one in maps_before if one.response.privileged), key=lambda one: one.response.reward)
     shown = shown[:SHOWN]
     pairs = [*shown, *token_maps(trainer, "after", [one.response for one in shown])]
-    write_maps(pairs, directory / MAPS_FOLDER / "before_and_after.json")
+    analysis.write_maps(pairs, directory / MAPS_FOLDER / "before_and_after.json")
     trainer.save_model(str(directory / "model"))
     trainer.accelerator.end_training()
     before, after = (read_json(directory / EVALUATIONS_FOLDER / f"step-{at:06d}" / RESULT_FILE) for at in (0, steps))
-    credit = _credit_lines(summarize_maps(maps_before), summarize_maps(maps_after))
+    credit = _credit_lines(analysis.summarize_maps(maps_before), analysis.summarize_maps(maps_after))
     link = f"report: {write_report([directory])} (open it in a browser)"
     return "\n".join([*_accuracy_lines(before, after), "", *credit, "", link])
 
@@ -94,7 +84,7 @@ def quickstart_trainer(config: CreditConfig) -> CreditTrainer:
     model, tokenizer = quickstart.load_model()
     task = load_task(quickstart.TASK)
     trainer = CreditTrainer(model, task.reward, config, task.build("train"), processing_class=tokenizer)
-    for callback in (LogLines, CreditMapCallback):  # the page shows `token_maps`
+    for callback in (LogLines, analysis.CreditMapCallback):  # the page shows `token_maps`
         trainer.remove_callback(callback)
     evaluation = EvaluationCallback(
         trainer,
@@ -114,16 +104,18 @@ def quickstart_trainer(config: CreditConfig) -> CreditTrainer:
     return trainer
 
 
-def token_maps(trainer: CreditTrainer, name: str, responses: Sequence[Rollout] | None = None) -> list[TokenMap]:
+def token_maps(
+    trainer: CreditTrainer, name: str, responses: Sequence[analysis.Rollout] | None = None
+) -> list[analysis.TokenMap]:
     """Token maps of responses under the current model and teacher, by default of new rollouts."""
     tokenizer = trainer.processing_class
     task = load_task(quickstart.TASK)
-    checkpoint = Checkpoint(name, tokenizer, Teacher(trainer.model, trainer.accelerator), trainer.teacher)
+    checkpoint = analysis.Checkpoint(name, tokenizer, Teacher(trainer.model, trainer.accelerator), trainer.teacher)
     if responses is None:
         rows = trainer.train_dataset.to_list()[:SCORED_PROMPTS]
-        responses = sample_rollouts(checkpoint, task, rows, trainer.args, samples=2)
+        responses = analysis.sample_rollouts(checkpoint, task, rows, trainer.args, samples=2)
     classify = task_classes(task, tokenizer)
-    return [map_response(checkpoint, response, trainer.args, classify=classify) for response in responses]
+    return [analysis.map_response(checkpoint, response, trainer.args, classify=classify) for response in responses]
 
 
 def _accuracy_lines(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:

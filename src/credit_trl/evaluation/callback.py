@@ -17,13 +17,7 @@ from credit_trl.evaluation.result import Evaluation, score_text
 from credit_trl.evaluation.verdicts import VerifierFailed
 from credit_trl.rollout.verdict import VerifierPolicy
 from credit_trl.tasks.registry import Task, load_task
-from credit_trl.training.run_directory import (
-    EVALUATIONS_FILE,
-    EVALUATIONS_FOLDER,
-    append_lines,
-    keep_up_to,
-    read_lines,
-)
+from credit_trl.training import run_directory as files
 
 logger = logging.getLogger(__name__)
 
@@ -34,12 +28,6 @@ class EvaluationCallback(TrainerCallback):
     Evaluation uses its own random streams, so training is bitwise the same with and without it. An interrupted
     evaluation continues if the weights are the same and otherwise restarts. The trainer's `verifier_timeout` applies;
     with `on_verifier_error="skip"` a step whose verifier fails is not evaluated.
-
-    Example:
-
-    ```python
-    trainer.add_callback(EvaluationCallback(trainer, "sciknoweval:chemistry", k=16, eval_steps=5))
-    ```
 
     Args:
         trainer: the trainer the callback is added to.
@@ -74,7 +62,7 @@ class EvaluationCallback(TrainerCallback):
         self.folder = Path(args.output_dir)
         on_error = getattr(args, "on_verifier_error", "raise")
         policy = VerifierPolicy(on_error, getattr(args, "verifier_timeout", None))
-        own = {"engine_options": None, "output_dir": self.folder / EVALUATIONS_FOLDER, "policy": policy}
+        own = {"engine_options": None, "output_dir": self.folder / files.EVALUATIONS_FOLDER, "policy": policy}
         defaults = {"progress": not args.disable_tqdm, "max_completion_length": trainer.max_completion_length}
         config = EvaluationConfig(k=k, **own, **{**defaults, **options})
         self.trainer = trainer
@@ -91,16 +79,15 @@ class EvaluationCallback(TrainerCallback):
     def __str__(self) -> str:
         """One line for each evaluation so far."""
         names = ("k", "score", "low", "high", "greedy")
-        return "\n".join(
-            f"step {row['step']:4}  {score_text(*(row.get(name) for name in names))}" for row in self.history
-        )
+        rows = [(row["step"], [row.get(name) for name in names]) for row in self.history]
+        return "\n".join(f"step {step:4}  {score_text(*values)}" for step, values in rows)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Read the evaluations up to the step of the checkpoint and remove later ones."""
         self._has_begun = False
         if self.engine.is_main:
-            keep_up_to(self.folder / EVALUATIONS_FILE, state.global_step or -1)  # none of an earlier run
-            self.history = read_lines(self.folder / EVALUATIONS_FILE)
+            files.keep_up_to(self.folder / files.EVALUATIONS_FILE, state.global_step or -1)  # none of an earlier run
+            self.history = files.read_lines(self.folder / files.EVALUATIONS_FILE)
         self.history = self.engine.share(self.history)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -127,7 +114,7 @@ class EvaluationCallback(TrainerCallback):
         if any(row["step"] == step for row in self.history):
             return
         try:
-            result = self._measure(self.folder / EVALUATIONS_FOLDER / f"step-{step:06d}")
+            result = self._measure(self.folder / files.EVALUATIONS_FOLDER / f"step-{step:06d}")
         except VerifierFailed as error:
             logger.warning(f"Step {step} was not evaluated: {error} Training continues (`on_verifier_error='skip'`).")
             return
@@ -135,7 +122,7 @@ class EvaluationCallback(TrainerCallback):
             self._save_best(step)
         self.history.append({"step": step, **_row(result)})
         if self.engine.is_main:
-            append_lines(self.folder / EVALUATIONS_FILE, self.history[-1])
+            files.append_lines(self.folder / files.EVALUATIONS_FILE, self.history[-1])
         self.trainer.accelerator.wait_for_everyone()
         # TRL's `log` would also reset the averages of the training log, and any log clears `should_log`.
         due = self.trainer.control.should_log

@@ -174,10 +174,7 @@ class TrainerEngine(TransformersEngine):
 
     def __init__(self, trainer: Any, *, batch_size: int | None = None) -> None:
         if trainer.tools or getattr(trainer, "environment_factories", None):
-            raise ValueError(
-                "avg@k samples one completion per prompt, without tools or environments. Evaluate this trainer with "
-                "TRL's own `eval_strategy` and `eval_dataset`."
-            )
+            raise ValueError("avg@k has no tools or environments. Set TRL's `eval_strategy` and `eval_dataset`.")
         self.trainer = trainer
         self.processes = trainer.accelerator.num_processes
         self.is_main = trainer.accelerator.is_main_process

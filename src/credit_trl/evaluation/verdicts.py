@@ -20,7 +20,6 @@ logger = logging.getLogger(__name__)
 
 # Metric of a verdict without a reward that a second call may decide: the machine was too slow.
 UNDECIDED = "undecided"
-
 SAMPLES_FILE = "samples.jsonl"
 
 DatasetRow = Mapping[str, Any]

@@ -68,8 +68,10 @@ def check_run(trainer: Any) -> str:
         vars(trainer).update(own)
         if trainer.accelerator.is_main_process:
             shutil.rmtree(output_dir / "check", ignore_errors=True)
-            if output_dir.is_dir() and not any(output_dir.iterdir()):
-                output_dir.rmdir()
+            made = [output_dir, *([] if output_dir.is_absolute() else output_dir.parents[:-1])]
+            for folder in made:
+                if folder.is_dir() and not any(folder.iterdir()):
+                    folder.rmdir()
     meter.rows["a checkpoint"] = f"{size:10.3f} GB"
     seconds = [steps * (end - start) / meter.updates for start, end in pairwise(meter.times)]
     usual, longest = (timedelta(seconds=round(one)) for one in seconds)

@@ -33,6 +33,5 @@ def test_two_processes_write_the_maps_of_one_process(tmp_path, fsdp2):
         for key, token_map in one.items():
             assert two[key].tokens == token_map.tokens
             for quantity in QUANTITIES:
-                torch.testing.assert_close(
-                    two[key].values(quantity), token_map.values(quantity), atol=2e-3, rtol=1e-3, equal_nan=True
-                )
+                values = two[key].values(quantity), token_map.values(quantity)
+                torch.testing.assert_close(*values, atol=2e-3, rtol=1e-3, equal_nan=True)

@@ -105,24 +105,16 @@ def test_resumed_run_keeps_its_pinned_rollouts(train):
 
 def test_evaluation_rollouts_are_not_mapped(train):
     # A generation batch is used for two updates, with an evaluation between them.
-    trainer = train(
-        {"every": 2, "rollouts": 8},
-        max_steps=4,
-        steps_per_generation=2,
-        per_device_train_batch_size=4,
-        eval_strategy="steps",
-        eval_steps=1,
-        per_device_eval_batch_size=4,
-    )
+    evaluation = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4}
+    batches = {"max_steps": 4, "steps_per_generation": 2, "per_device_train_batch_size": 4}
+    trainer = train({"every": 2, "rollouts": 8}, **batches, **evaluation)
     written = pages(trainer)
     assert list(written) == ["step-000001", "step-000003"]  # step 2 has no new generation batch
     assert len(of_this_step(written["step-000003"])) == 8
 
 
 @pytest.mark.parametrize("lora", [False, True])
-def test_loaded_checkpoint_has_the_policy_and_the_teacher_of_the_run(
-    make_model, make_trainer, tokenizer, tmp_path, lora
-):
+def test_loaded_checkpoint_has_the_runs_policy_and_teacher(make_model, make_trainer, tokenizer, tmp_path, lora):
     make_model().save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     options = {"save_strategy": "steps", "save_steps": 2, "learning_rate": 0.05, "teacher_update_rate": 0.5}

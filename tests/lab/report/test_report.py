@@ -23,7 +23,6 @@ from credit_trl.lab.analysis.tokenmap_json import write_maps
 from credit_trl.lab.analysis.tokentext import visible
 from credit_trl.lab.report import ReportCallback, callback, write_report, write_token_maps
 from credit_trl.lab.report.comparison import compare_arms, curves, training_table
-from credit_trl.lab.report.dashboards import send_credit
 from credit_trl.lab.report.runs import arms_of, differing_options, load_run
 from credit_trl.training.run_directory import append_lines, write_json
 from lab.drawn import HOSTILE, drawn_map
@@ -148,9 +147,8 @@ def test_training_table_has_the_columns_of_table_2(tmp_path, scores):
         append_lines(tmp_path / name / "log.jsonl", *(dict(zip(names, one, strict=True)) for one in logs[name]))
     page = write_report([tmp_path / name for name in settings], tmp_path / "x.html")
     rows = json.loads(page.with_suffix(".json").read_text())["training"]
-    found = [
-        [row[name] for name in ("contrasts", "train_score", "seconds", "ratio", "s_mean", "s_std")] for row in rows
-    ]
+    columns = ("contrasts", "train_score", "seconds", "ratio", "s_mean", "s_std")
+    found = [[row[name] for name in columns] for row in rows]
     sdpo, credit = (2 * 4.0 + 3 * 5.0) / 5, (2 * 5.0 + 3 * 7.0) / 5
     assert found[0] == [0, 0.5, pytest.approx(sdpo), pytest.approx(1.0), None, None]
     assert found[1] == [4, 0.75, *map(pytest.approx, (credit, credit / sdpo, (0.4 + 0.3) / 5, (2.0 + 1.5) / 5))]
@@ -198,10 +196,9 @@ def test_page_of_one_run_shows_curves_rollouts_and_maps(open_page, tmp_path, sco
         write_maps([own], folder / "credit_maps" / f"step-{i:06d}.json")
     page = open_page(write_report([folder]), width=width, color_scheme=scheme)
     assert page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
-    assert page.locator("#contents a").all_inner_texts() == ["Summary", "Token maps", "Curves", "Rollouts"]
+    assert page.locator("#contents a").all_inner_texts() == ["Summary", "Token maps", "Curves", "Rollouts", "Symbols"]
     assert page.locator(".pane").count() == 2
     assert page.locator("#quantities input:checked").get_attribute("value") == "centred"
-    assert page.locator("table.numbers td:nth-child(2)").first.inner_text().startswith("−")
     titles = page.locator("figure h3").all_inner_texts()
     assert titles[:3] == ["avg@k of the evaluations", "Reward of the rollouts", "Response length (tokens)"]
     page.locator("figure svg").nth(1).focus()
@@ -219,9 +216,7 @@ def test_page_of_one_run_shows_curves_rollouts_and_maps(open_page, tmp_path, sco
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize(("width", "height"), [(1280, 900), (390, 844)])
-def test_first_view_has_a_punished_token_in_the_colour_of_the_legend(
-    open_page, tmp_path, scores, scheme, width, height
-):
+def test_first_view_colours_a_punished_token_as_its_legend(open_page, tmp_path, scores, scheme, width, height):
     folder = make_run(tmp_path / "r", scores[0])
     tokens = ["a ", "long ", "wrong ", "answer\n"] * 200
     maps = [drawn_map(tokens, seed=i, checkpoint=f"step-{i}", problem="word " * 2000) for i in (1, 3)]
@@ -342,10 +337,8 @@ def test_a_run_saves_rollouts_and_maps_and_prints_the_link_last(run_callbacks, m
     folder = Path(trainer.args.output_dir)
     page = folder / "report.html"
     assert capsys.readouterr().out.splitlines()[-1] == f"Report: {page.resolve().as_uri()}"
-    rewards = next(
-        one for one in json.loads(page.with_suffix(".json").read_text())["curves"] if "Reward" in one["title"]
-    )
-    assert [step for step, *_ in rewards["series"][0]["points"]] == [1, 2, 3]
+    drawn = {one["title"]: one["series"] for one in json.loads(page.with_suffix(".json").read_text())["curves"]}
+    assert [step for step, *_ in drawn["Reward of the rollouts"][0]["points"]] == [1, 2, 3]
     tables = [pq.read_table(path).to_pylist() for path in sorted(folder.glob("completions/*.parquet"))]
     assert [[row["step"] for row in rows] for rows in tables] == [[step] * 8 for step in (1, 2, 3)]
     for row in tables[0]:
@@ -373,11 +366,9 @@ def test_a_plain_script_writes_its_page_without_a_warning_of_dependencies(tmp_pa
         "config = CreditConfig('run', **SMALL | {'save_strategy': 'steps', 'save_steps': 1})\n"
         "CreditTrainer('quickstart', reward, config, build('train')).train()\n"
     )
-    path = os.pathsep.join([str(tmp_path / "site"), *sys.path])
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path / "site"), *sys.path])}
     command = [sys.executable, "train.py"]
-    done = subprocess.run(
-        command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.splitlines()[-1] == f"Report: {(tmp_path / 'run' / 'report.html').as_uri()}"
     assert '"maps":' in (tmp_path / "run" / "report.html").read_text("utf-8")
@@ -404,18 +395,20 @@ def test_reports_during_training_take_little_time(tmp_path, monkeypatch):
     assert written == [110.0, 161.0, 300.0]
 
 
+def logged_credit(trainer):
+    """Logged values of S_t, ΔV_t and R_t by their names in dashboards."""
+    names = {"S_t": "s_mean", "ΔV_t": "delta_v_mean", "R_t": "advantage_mean"}
+    rows = [row for row in trainer.state.log_history if "reward" in row]
+    return {f"CREDIT/{name}": [row[f"credit/{own}"] for row in rows] for name, own in names.items()}
+
+
 def test_dashboards_show_the_credit_first_and_rollouts_as_traces(run_callbacks, make_trainer, tmp_path, monkeypatch):
     storage = pytest.importorskip("trackio.sqlite_storage", reason="needs trackio: pip install credit-trl[dashboards]")
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     monkeypatch.setattr(storage, "TRACKIO_DIR", tmp_path)
-    sent = []
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(log=sent.append))
     trainer = make_trainer(reward, report_to=["trackio", "tensorboard"], project="credit")
     trainer.train()
-    expected = {
-        f"CREDIT/{name}": [row[f"credit/{own}"] for row in trainer.state.log_history if "reward" in row]
-        for name, own in (("S_t", "s_mean"), ("ΔV_t", "delta_v_mean"), ("R_t", "advantage_mean"))
-    }
+    expected = logged_credit(trainer)
     [run] = storage.SQLiteStorage.get_runs("credit")
     rows = [row for row in storage.SQLiteStorage.get_logs("credit", run) if "CREDIT/S_t" in row]
     assert {name: [row[name] for row in rows] for name in expected} == expected
@@ -429,9 +422,26 @@ def test_dashboards_show_the_credit_first_and_rollouts_as_traces(run_callbacks, 
     for name, values in expected.items():
         assert [one.value for one in board.Scalars(name)] == pytest.approx(values)
     assert min(board.Tags()["scalars"]).startswith("CREDIT/")
-    trainer.args.report_to = ["wandb"]
-    send_credit(trainer, {"credit/s_mean": 0.5, "credit/teacher_fidelity": None})
-    assert sent == [{"CREDIT/S_t": 0.5, "train/global_step": 2}]
+
+
+def test_wandb_has_the_credit_first_and_tables_of_completions(run_callbacks, make_trainer, tmp_path, monkeypatch):
+    """The file of an offline run, as `wandb leet inspect` reads it."""
+    wandb = pytest.importorskip("wandb", minversion="0.31", reason="needs wandb: pip install wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    trainer = make_trainer(reward, report_to=["wandb"], log_completions=True)
+    trainer.train()
+    wandb.finish()
+    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(tmp_path / "wandb" / "latest-run")]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    logged = [record["history"]["item"] for record in map(json.loads, lines) if record["type"] == "history"]
+    rows = [row for row in logged if "CREDIT/S_t" in row]
+    assert {name: [row[name] for row in rows] for name in logged_credit(trainer)} == logged_credit(trainer)
+    assert [row["train/global_step"] for row in rows] == [1, 2]
+    assert min(name for row in logged for name in row if "/" in name).startswith("CREDIT/")
+    tables = [json.loads(path.read_text()) for path in tmp_path.rglob("completions_*.table.json")]
+    assert {len(table["data"]) for table in tables} == {8}
+    assert {"prompt", "completion", "feedback", "teacher_prompt"} < set(tables[0]["columns"])
 
 
 def test_reports_and_maps_that_fail_warn_once_and_end_no_run(run_callbacks, make_trainer, monkeypatch, caplog):

@@ -64,7 +64,6 @@ class Checkpoint:
         checkpoint: str | Path | None = None,
         *,
         device: str | torch.device | None = None,
-        dtype: str | torch.dtype = "auto",
         name: str | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> Checkpoint:
@@ -75,7 +74,6 @@ class Checkpoint:
             checkpoint: `checkpoint-…` directory with full weights or adapters of `model`. The teacher that
                 `CreditTrainer` saved there is loaded too; without it the policy is its own teacher.
             device: None takes the GPU if there is one.
-            dtype: dtype of the weights; the teacher is in fp32.
             name: None takes the name of the checkpoint's directory, or of the model.
 
         Raises:
@@ -84,10 +82,9 @@ class Checkpoint:
         device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         path = model_path(model)
         with naming_model(model):
-            policy = _load_policy(path, checkpoint, dtype).to(device).eval()
-        check_logits(
-            policy, SimpleNamespace(distributed_type="NO", autocast=nullcontext)
-        )  # one process, one precision
+            policy = _load_policy(path, checkpoint).to(device).eval()
+        one_process = SimpleNamespace(distributed_type="NO", autocast=nullcontext)
+        check_logits(policy, one_process)
         own = checkpoint is not None and (Path(checkpoint) / "tokenizer_config.json").exists()
         tokenizer = AutoTokenizer.from_pretrained(checkpoint if own else path)
         student = teacher = Teacher(policy)
@@ -110,27 +107,21 @@ class Checkpoint:
         self, prompts: Sequence[Sequence[int]], sampling: SamplingConfig, batch_size: int = 64
     ) -> list[list[int]]:
         """Sample a completion of each prompt (token ids) from the student, see `evaluation.generate_ids`."""
+        ends = {"eos_token_ids": self.end_ids(), "pad_token_id": pad_id(self.tokenizer)}
         with self.student.active() as model:
-            return generate_ids(
-                model,
-                prompts,
-                sampling,
-                eos_token_ids=self.end_ids(),
-                pad_token_id=pad_id(self.tokenizer),
-                batch_size=batch_size,
-            )
+            return generate_ids(model, prompts, sampling, batch_size=batch_size, **ends)
 
     def end_ids(self) -> list[int]:
         """Ids that end a response, sorted."""
         return end_of_turn_ids(self.student.unwrapped(self.student.student), self.tokenizer)
 
 
-def _load_policy(path: str, checkpoint: str | Path | None, dtype: str | torch.dtype) -> nn.Module:
+def _load_policy(path: str, checkpoint: str | Path | None) -> nn.Module:
     if checkpoint is None:
-        return AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+        return AutoModelForCausalLM.from_pretrained(path, dtype="auto")
     checkpoint = Path(checkpoint)
     if (checkpoint / "adapter_config.json").exists():
         from peft import PeftModel
 
-        return PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(path, dtype=dtype), str(checkpoint))
-    return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype)
+        return PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(path, dtype="auto"), str(checkpoint))
+    return AutoModelForCausalLM.from_pretrained(checkpoint, dtype="auto")

@@ -37,9 +37,8 @@ def read_maps(path: str | Path) -> list[TokenMap]:
         records = json.loads(Path(path).read_text("utf-8"))
         return [_token_map(record) for record in records]
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise ValueError(
-            f"{path} holds no token maps ({type(error).__name__}: {error}). Map the run again."
-        ) from error
+        problem = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{path} holds no token maps ({problem}). Map the run again.") from error
 
 
 def scores_record(scores: ScoredTokens, names: Iterable[str]) -> dict[str, Any]:

@@ -44,16 +44,14 @@ def visible(text: str) -> str:
     code points.
     """
     has_body = any(c not in _JOINERS and not _is_hidden(c) for c in text)
-    return "".join(
-        f"⟨U+{ord(c):04X}⟩" if _is_hidden(c) and not (has_body and c in _JOINERS) else c for c in text
-    ).replace("\t", TAB)
+    shown = (f"⟨U+{ord(c):04X}⟩" if _is_hidden(c) and not (has_body and c in _JOINERS) else c for c in text)
+    return "".join(shown).replace("\t", TAB)
 
 
 def token_texts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[TokenText]:
     """Each token's text, and which character it is a part of where a character spans tokens."""
-    control = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special} | set(
-        tokenizer.all_special_ids
-    )
+    control = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    control.update(tokenizer.all_special_ids)
     raw = [str(tokenizer.convert_ids_to_tokens(i)).encode() if i in control else _bytes(tokenizer, i) for i in ids]
     pieces = _split_characters(raw)
     return [

@@ -41,7 +41,8 @@ def send_credit(trainer: Any, logs: Mapping[str, Any]) -> None:
     if "wandb" in trainer.args.report_to:
         import wandb
 
-        wandb.log(values | {"train/global_step": step})
+        if wandb.run is not None:
+            wandb.log(values | {"train/global_step": step})
     for callback in trainer.callback_handler.callbacks:
         if isinstance(callback, TensorBoardCallback) and callback.tb_writer is not None:
             for name, value in values.items():

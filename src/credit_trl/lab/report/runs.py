@@ -11,15 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from credit_trl.training.run_directory import (
-    EVALUATIONS_FILE,
-    EVALUATIONS_FOLDER,
-    LOG_FILE,
-    RESULT_FILE,
-    RUN_FILE,
-    read_json,
-    read_lines,
-)
+from credit_trl.training import run_directory as files
 
 COMPLETIONS = "completions"
 # Options that do not affect training, and the seeds.
@@ -71,9 +63,9 @@ class Run:
 
     def scores(self, step: int) -> dict[str, float]:
         """avg@k of each prompt at an evaluated step; empty where its results are missing."""
-        inside = self.folder / EVALUATIONS_FOLDER / f"step-{step:06d}" / RESULT_FILE
-        path = inside if inside.is_file() else self.folder / RESULT_FILE
-        prompts = read_json(path)["prompts"] if path.is_file() else []
+        inside = self.folder / files.EVALUATIONS_FOLDER / f"step-{step:06d}" / files.RESULT_FILE
+        path = inside if inside.is_file() else self.folder / files.RESULT_FILE
+        prompts = files.read_json(path)["prompts"] if path.is_file() else []
         return {str(prompt["id"]): float(prompt["score"]) for prompt in prompts}
 
 
@@ -85,17 +77,17 @@ def load_run(folder: str | Path) -> Run:
         ValueError: a file is damaged; the message names it.
     """
     folder = Path(folder)
-    evaluations = [row for row in read_lines(folder / EVALUATIONS_FILE) if row["score"] is not None]
+    evaluations = [row for row in files.read_lines(folder / files.EVALUATIONS_FILE) if row["score"] is not None]
     evaluations.sort(key=lambda row: row["step"])
-    log = read_lines(folder / LOG_FILE)
-    described = read_json(folder / RUN_FILE) if (folder / RUN_FILE).is_file() else {}
-    if not (evaluations or log or described) and (folder / RESULT_FILE).is_file():
-        result = read_json(folder / RESULT_FILE)
+    log = files.read_lines(folder / files.LOG_FILE)
+    described = files.read_json(folder / files.RUN_FILE) if (folder / files.RUN_FILE).is_file() else {}
+    if not (evaluations or log or described) and (folder / files.RESULT_FILE).is_file():
+        result = files.read_json(folder / files.RESULT_FILE)
         described = {"model": result.get("model")}
         evaluations = [{"step": 0, **result}]
     if not (evaluations or log or described):
         raise FileNotFoundError(
-            f"{folder} holds no run: none of {RUN_FILE}, {LOG_FILE}, {EVALUATIONS_FILE} and {RESULT_FILE}. Pass the "
+            f"{folder} holds no run: none of run.json, log.jsonl, evaluations.jsonl and result.json. Pass the "
             "`output_dir` of a run, or that of `trl credit-eval`."
         )
     described.pop("segments", None)  # of a resumed run, with options that the configuration has too

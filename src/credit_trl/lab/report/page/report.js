@@ -80,10 +80,10 @@ function buildSummary() {
     for (const row of data.comparison) {
       const bounds = interval(row.low, row.high);
       add("avg@" + row.k + (row.greedy ? ", greedy," : "") + " at step " + row.step + ", %", percent(row.score) + (bounds === "–" ? "" : " " + bounds));
-      if (typeof row.before === "number") add("before training", percent(row.before));
+      if (typeof row.before === "number") add("avg@" + row.k + " before training, %", percent(row.before));
     }
     const [row] = data.training;
-    for (const [name, value] of [["train score, peak", row.train_score], ["seconds a step", row.seconds], ["S_t, mean (nats)", row.s_mean]]) {
+    for (const [name, value] of [["highest training reward", row.train_score], ["seconds a step", row.seconds], ["S_t, mean (nats)", row.s_mean]]) {
       if (typeof value === "number") add(name, short(value));
     }
     box.append(facts, optionsOf("Options", false));
@@ -270,7 +270,7 @@ function pictures(urls) {
 function cardOf(rollout, isOpen) {
   const card = element("details", "rollout"), summary = element("summary"), box = element("div");
   const rewards = Object.entries(rollout.rewards).filter(([name]) => name !== "s_mean" && name !== "advantage");
-  const facts = rewards.map(([name, value]) => name + " " + number(value, 2));
+  const facts = rewards.map(([name, value]) => (name.startsWith("reward") ? name : "reward " + name) + " " + number(value, 2));
   if ("s_mean" in rollout.rewards) facts.push("mean S_t " + number(rollout.rewards.s_mean, 3));
   const said = rollout.completion.map((turn) => turn.text).join("\n");
   summary.append(element("span", "reward", facts.join(" · ")), element("span", "line", said.replaceAll("\n", " ")));
@@ -486,3 +486,4 @@ if (data.runs && (data.comparison.length || data.options.length)) { show("summar
 if (maps) { show("maps", data.runs && data.runs.length > 1 ? "Token maps of " + maps.run : "Token maps"); buildMaps(); }
 if (data.curves && data.curves.length) { show("curves", "Curves"); buildCurves(); }
 if (data.rollouts && data.rollouts.length) { show("rollouts", "Rollouts"); buildRollouts(); }
+if (maps || (data.curves && data.curves.length)) show("symbols", "Symbols");
