@@ -65,7 +65,7 @@ MAY_IMPORT = CORE | {
     "testing": {*CORE, "tasks"},  # checks of extensions, which no other module imports
     "sandbox": set(),
     "tasks": {"sandbox", "rollout.verdict", "rollout.deadline", "rollout.in_process", "rollout.thinking"},
-    "evaluation": {*SHARED, "tasks", "rollout", "teacher", "training"},
+    "evaluation": {*SHARED, "contexts.images", "contexts.prompts", "tasks", "rollout", "teacher", "training"},
     "lab": {*CORE, "tasks", "sandbox", "evaluation"},
     "cli": {*CORE, "tasks", "sandbox", "evaluation", "lab"},
     "__init__": {*CORE, "evaluation", "tasks", "sandbox"},

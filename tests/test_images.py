@@ -23,7 +23,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from credit_trl import CreditConfig, CreditTrainer
 from credit_trl.contexts.images import PromptImages
-from credit_trl.contexts.prompts import row_prompt
+from credit_trl.contexts.prompts import images_of, row_prompt
 from credit_trl.contexts.tokens import PrivilegedContext, TokenContexts
 from credit_trl.evaluation import evaluate
 from credit_trl.lab.analysis.callback import CreditMapCallback
@@ -35,8 +35,9 @@ from credit_trl.tasks.registry import Task
 from credit_trl.teacher.models import make_teacher
 from credit_trl.training import check_images
 from dense import buckets, divergence, gradients, move
+from tables import tables_of
 from tiny import QUIET, build_model
-from vlm import FAMILIES, build_vlm, image_verdicts, picture, rows
+from vlm import FAMILIES, SIZES, build_vlm, image_verdicts, picture, rows
 
 LORA = LoraConfig(r=2, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
 # Families and options of a generation batch with 0, 1 and 2 images a prompt.
@@ -47,6 +48,7 @@ CASES = [
     *((family, {"contrastive_count": 2, "peft_config": LORA}) for family in ("Qwen3VL", "Idefics3")),
     ("Qwen2_5_VL", {"contrastive_source": "other_images"}),
     ("LlavaNext", {"contrastive_source": "without_images"}),
+    ("Qwen3VL", {"contrastive_source": "dataset", "contrastive_count": 2}),
 ]
 
 
@@ -64,7 +66,7 @@ class Batch:
 def make_batch(make_config, tmp_path):
     """A function that runs one rollout; other options are those of `make_config`."""
 
-    def make(family="Qwen2_5_VL", given=None, peft_config=None, **options) -> Batch:
+    def make(family="Qwen2_5_VL", given=None, peft_config=None, environment_factory=None, **options) -> Batch:
         given = rows() if given is None else given
         model, processor = build_vlm(family)
         common = {"num_generations": 2, "per_device_train_batch_size": 2 * len(given), "loss_type": "grpo"}
@@ -74,9 +76,8 @@ def make_batch(make_config, tmp_path):
             model.save_pretrained(tmp_path / "model")
             model.config._name_or_path = str(tmp_path / "model")
         dataset = Dataset.from_list(given)
-        trainer = CreditTrainer(
-            model, image_verdicts, config, dataset, processing_class=processor, peft_config=peft_config
-        )
+        others = {"peft_config": peft_config, "environment_factory": environment_factory}
+        trainer = CreditTrainer(model, image_verdicts, config, dataset, processing_class=processor, **others)
         if config.teacher_model_kind != "live":
             move(trainer.teacher.named_weights().values())
         trainer.current_gradient_accumulation_steps = 1
@@ -371,22 +372,7 @@ def test_another_vlm_is_a_teacher_and_a_text_model_is_refused(make_batch, tmp_pa
         make_batch("Qwen3VL", **options | {"teacher_model_name_or_path": str(tmp_path / "text")})
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"tokenizer": True}, "`processing_class` is a tokenizer. Pass the processor"),
-        ({"packed": True}, "`packed=True` does not support images.*`packed=False`"),
-        ({"sharded": True}, "FSDP2 and ZeRO-3 do not support prompts with images"),
-        ({"max_reprompt_len": 40}, "no room for z in `max_reprompt_len=40`. Increase it, or lower the resolution"),
-        ({"template": "{{ messages[-1]['content'][-1]['text'] }}"}, "renders 0 placeholders .* with 1 images"),
-        ({"output": "cross_attention_mask"}, "returns cross_attention_mask, which cannot be formed"),
-        ({"parts": ["image", "video"]}, "does not support prompts with videos. Use some of the frames"),
-        ({"parts": ["image", "image"]}, r"Number of images provided \(1\) does not match number of .*\(2\)"),
-        ({"prompt": "What is it?"}, "has a plain-text prompt: 'What is it\\?'. Write prompts as messages"),
-        ({"contrastive_source": "other_images", "counts": (0, 0)}, "no prompt of the first generation batch has any"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("options", "message"), tables_of(__file__)["refusals"], ids=str)
 @pytest.mark.parametrize("streams", [False, True])
 def test_what_cannot_train_is_refused_before_the_loss(make_config, monkeypatch, options, message, streams):
     """Datasets at construction, streams at the first batch."""
@@ -440,11 +426,31 @@ def test_maps_and_report_show_the_pictures_of_prompt_and_contrast(train, tmp_pat
     assert data_url("http://picture.png") == ""
 
 
-class FakeEngine:
-    """A colocated engine and a server's client of TRL, which check the images of each prompt that they get."""
+def test_table_of_completions_has_thumbnails_and_the_console_sizes(make_batch, monkeypatch, capsys):
+    """In the table of TRL's dashboards, with this package's columns; `log_multimodal=False` keeps them out."""
+    tables = []
+    backend = SimpleNamespace(run=True, Image=lambda image: image.size, Table=lambda dataframe: dataframe)
+    backend.log = lambda logs: tables.append(logs["completions"])
+    monkeypatch.setattr("trl.trainer.grpo_trainer.wandb", backend, raising=False)
+    for logs_images in (True, False):
+        batch = make_batch(given=rows(sizes=((24, 16), (512, 256))), log_completions=True, log_multimodal=logs_images)
+        batch.trainer.args.report_to = ["wandb"]
+        batch.trainer.log({})
+    assert list(tables[0]["image"])[::2] == [[(24, 16)], [], [(256, 128), (24, 16)], [(256, 128)]]
+    assert {"feedback", "teacher_prompt", "s_mean"} <= {*tables[0]}
+    assert "image" not in tables[1]
+    assert "user: [image 24×16] What is 0?" in capsys.readouterr().out
 
-    def __init__(self, *own, **options) -> None:
-        self.tokenizer = build_vlm("Qwen2_5_VL")[1].tokenizer
+
+class FakeEngine:
+    """A colocated engine and a server's client of TRL, which check the images of each prompt that they get.
+
+    As vLLM does, the engine expands one placeholder for each image, and the server reads expanded prompts.
+    """
+
+    def __init__(self) -> None:
+        self.processor = build_vlm("Qwen2_5_VL")[1]
+        self.tokenizer = self.processor.tokenizer
         self.soft = self.tokenizer.convert_tokens_to_ids("<|image_pad|>")
         self.read = 0
 
@@ -456,6 +462,11 @@ class FakeEngine:
         assert options["logit_bias"][self.soft] == -100.0
         self.read += len(images)
 
+    def expanded(self, ids: list[int], images: list[Any]) -> list[int]:
+        assert ids.count(self.soft) == len(images)
+        text = self.tokenizer.decode(ids)
+        return self.processor(images=[images], text=[text])["input_ids"][0] if images else ids
+
     def completion(self, i: int) -> list[int]:
         return self.tokenizer(f"A{i % 3}")["input_ids"] + [self.tokenizer.eos_token_id]
 
@@ -464,12 +475,12 @@ class FakeEngine:
         if sampling_params is not None:  # colocated, with one prompt for each rollout
             for i, prompt in enumerate(prompts):
                 images = prompt.get("multi_modal_data", {}).get("image", [])
-                self.check(
-                    prompt["prompt_token_ids"], images if isinstance(images, list) else [images], vars(sampling_params)
-                )
+                images = images if isinstance(images, list) else [images]
+                self.check(prompt["prompt_token_ids"], images, vars(sampling_params))
+                read = self.expanded(prompt["prompt_token_ids"], images)
                 logprobs = [{token: SimpleNamespace(logprob=-1.0, rank=1)} for token in self.completion(i)]
                 output = SimpleNamespace(token_ids=self.completion(i), logprobs=logprobs)
-                outputs.append(SimpleNamespace(prompt_token_ids=prompt["prompt_token_ids"], outputs=[output]))
+                outputs.append(SimpleNamespace(prompt_token_ids=read, outputs=[output]))
             return outputs
         for ids, feature in zip(prompts, features, strict=True):
             self.check(ids, feature["images"] if feature else [], options["generation_kwargs"])
@@ -501,7 +512,6 @@ def test_an_engine_gets_the_images_of_each_prompt(make_batch, monkeypatch, mode)
     fakes |= {"is_vllm_available": lambda: True, "VLLMGeneration.sync_weights": lambda self: None}
     for name, fake in fakes.items():
         monkeypatch.setattr(f"trl.generation.vllm_generation.{name}", fake, raising=False)
-    monkeypatch.setattr("credit_trl.trainer.await_engine", lambda args: None, raising=False)
     monkeypatch.setattr("credit_trl.rollout.vllm.WatchedClient.adopt", lambda client, patience: client)
     batch = make_batch(use_vllm=True, vllm_mode=mode)
     assert engine.read == (8 if mode == "colocate" else 4)
@@ -509,6 +519,30 @@ def test_an_engine_gets_the_images_of_each_prompt(make_batch, monkeypatch, mode)
     assert torch.isfinite(loss)
 
 
-def test_avg_at_k_refuses_images():
-    with pytest.raises(ValueError, match="avg@k does not read"):
-        evaluate(object(), Task("pictures", lambda split, path=None: rows(), image_verdicts, image_verdicts), k=1)
+@pytest.mark.parametrize("family", ["Qwen2_5_VL", "Gemma3", "Idefics3"])
+def test_avg_at_k_samples_what_the_model_says_of_the_images(family, tmp_path):
+    """Greedy answers to prompts with 0, 1 and 2 images are those of the processor's own tensors, one at a time."""
+    model, processor = build_vlm(family)
+    seen = []
+
+    def verdicts(completions, images, prompts, **columns):
+        seen.extend(zip([one[-1]["content"] for one in completions], images, prompts, strict=True))
+        return [1.0] * len(completions)
+
+    task = Task("pictures", lambda split, path=None: rows(), verdicts, verdicts)
+    options = {"temperature": 0.0, "max_completion_length": 5, "batch_size": 3, "progress": False}
+    result = evaluate(model, task, k=2, tokenizer=processor, output_dir=tmp_path, **options)
+    assert (result.score, len(seen)) == (1.0, 8)
+    for row, (text, images, prompt) in zip(rows(), seen[::2], strict=True):
+        assert images_of(prompt) == images == row["images"]
+        shown = processor.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
+        ids = list(processor(images=[images] if images else None, text=[shown])["input_ids"][0])
+        said: list[int] = []
+        while len(said) < 5 and processor.tokenizer.eos_token_id not in said:
+            said.append(int(plain_logps(model, processor, ids, images, [*said, 0])[-1].argmax()))
+        assert text == processor.tokenizer.decode(said, skip_special_tokens=True)
+    others = Task("pictures", lambda split, path=None: rows(sizes=SIZES[::-1]), verdicts, verdicts)
+    with pytest.raises(ValueError, match=r"holds another evaluation \(data: "):
+        evaluate(model, others, k=2, tokenizer=processor, output_dir=tmp_path, **options)
+    with pytest.raises(ValueError, match="Pass the processor of the model"):
+        evaluate(model, task, k=1, tokenizer=processor.tokenizer, **options)

@@ -242,8 +242,10 @@ class CreditTrainer(ResumableTrainer):
         if builder.reader is not None:
             builder.reader.clear()
             self._prompt_images = list(map(builder.read_images, prompts))
-        *generated, _, tool_images = super()._generate(prompts)
         tools = self._sample_tools(len(prompts))
+        if self.use_vllm and builder.reader is not None:
+            self.vllm_generation.unexpanded = builder.unexpanded(prompts, tools)
+        *generated, _, tool_images = super()._generate(prompts)
         is_first = self.state.global_step == 0
         check_rollout_images(tool_images, generated[0], prompts, builder, tools, is_first=is_first)
         return *generated, None, tool_images
@@ -339,7 +341,8 @@ class CreditTrainer(ResumableTrainer):
             with self.clock.stage("scores"):
                 output.update(self.credit_step.prepare(batch, output, contexts))
         decode = self.processing_class.batch_decode
-        reporting.add_completion_columns(self._logs["extra"], output, batch, contexts, decode)
+        shows_images = self.log_completions and self.log_multimodal
+        reporting.add_completion_columns(self._logs, output, batch, contexts, decode, shows_images)
         return output
 
     def _build_contexts(self, batch: GenerationBatch) -> list[TokenContexts]:

@@ -9,9 +9,10 @@ import pytest
 import torch
 from trl.chat_template_utils import parse_response
 
+from credit_trl.contexts.images import encode_prompt
 from credit_trl.evaluation import EvaluationConfig, SamplingConfig
 from credit_trl.evaluation.engines import TransformersEngine, VLLMEngine, weight_fingerprint
-from credit_trl.evaluation.generation import encode_prompt, generate_ids, read_responses
+from credit_trl.evaluation.generation import generate_ids, read_responses
 from credit_trl.evaluation.protocol import make_engine
 from tables import rows_of
 
@@ -134,6 +135,7 @@ class FakeLLM:
 
     def __init__(self, tokenizer, **options):
         self.tokenizer, self.options, self.calls = tokenizer, options, []
+        self.model_config = SimpleNamespace(is_multimodal_model=False)
 
     def get_tokenizer(self):
         return self.tokenizer

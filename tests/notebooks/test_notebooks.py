@@ -121,6 +121,7 @@ def check_own_verifier(text: str) -> None:
     assert after > before + 0.2
     assert "`contrastive_coef` must be in [0, 1]" in text
     assert "Model saved to" in text
+    assert "without_images ['What colour is this?']" in text
 
 
 def check_see_the_credit(text: str) -> None:

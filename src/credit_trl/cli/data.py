@@ -133,12 +133,13 @@ def drop_long_prompts(name: str, dataset: Any, model: str, limit: int, options: 
 
     `name` is that of the rows in messages, `options` are `chat_template_kwargs`.
     """
-    from transformers import AutoTokenizer
+    from transformers import AutoProcessor
 
-    from credit_trl.evaluation.generation import encode_prompt
+    from credit_trl.contexts.images import encode_prompt
+    from credit_trl.contexts.prompts import row_prompt
 
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    kept = dataset.filter(lambda row: len(encode_prompt(tokenizer, row["prompt"], **options)) <= limit)
+    processor = AutoProcessor.from_pretrained(model)  # the tokenizer of a model without images
+    kept = dataset.filter(lambda row: len(encode_prompt(processor, row_prompt(row), **options)) <= limit)
     if hasattr(kept, "__len__") and len(kept) == 0:
         raise ValueError(f"`--max_prompt_tokens {limit}` drops all {len(dataset)} {name} rows. Raise it.")
     return kept

@@ -224,6 +224,19 @@ class ContextBuilder:
             )
         return images
 
+    def unexpanded(self, prompts: Sequence[Prompt], tools: Sequence[Any]) -> dict[tuple[int, ...], list[int]]:
+        """The student's ids of prompts with images, to those with one placeholder for each, as vLLM reads them.
+
+        Args:
+            tools: of each prompt; empty without any.
+        """
+        found = {}
+        for prompt, own in zip(prompts, tools or [None] * len(prompts), strict=True):
+            if images_of(prompt):
+                ids = self.encode(prompt, PrivilegedContext(), own)
+                found[tuple(ids)] = self.reader.encode(self.render(prompt, tools=own or None))
+        return found
+
     def student_text(self, prompt: Prompt, tools: list[Any] | None = None) -> str:
         """The prompt as the student reads it, with the generation prompt."""
         return self._render(prompt, tools, [])

@@ -15,7 +15,8 @@ from jaxtyping import Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from credit_trl.rollout.batch import content_key
+from credit_trl.contexts.prompts import chat_renderer, images_of
+from credit_trl.rollout.batch import Prompt, content_key
 
 # Outputs of processors that TRL passes on. Others, such as masks of cross-attention, depend on the whole prompt.
 _IMAGE_INPUTS = {
@@ -83,6 +84,12 @@ class ImageReader:
             )
         return start + "".join(map("".join, zip(self._cached(images)[1], pieces, strict=True)))
 
+    def encode(self, text: str, images: Sequence[Any] = ()) -> list[int]:
+        """Token ids of a rendered prompt as TRL forms them. Without `images`, each placeholder stays one token."""
+        tokenizer = self.processor.tokenizer
+        has_bos = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
+        return tokenizer(self.expand(text, images), add_special_tokens=not has_bos)["input_ids"]
+
     def _cached(self, images: Sequence[Any]) -> tuple[PromptImages, list[str], Sequence[Any]]:
         key = " ".join(map(content_key, images))
         if key not in self._read:
@@ -111,6 +118,31 @@ class ImageReader:
         return PromptImages(dict(outputs), modalities, name), recorder.text.split(_MARK)
 
 
+def encode_prompt(
+    processor: Any, prompt: Prompt, *, reader: ImageReader | None = None, expands: bool = True, **options: Any
+) -> list[int]:
+    """Token ids of a prompt; a conversation goes through the chat template, with the generation prompt.
+
+    Args:
+        processor: tokenizer, or processor of a multimodal model.
+        reader: of the processor, to read images once.
+        expands: False leaves one placeholder for each image.
+        **options: `chat_template_kwargs`, and `chat_template`.
+
+    Raises:
+        ValueError: the prompt has images, and there is only a tokenizer.
+    """
+    tokenizer = getattr(processor, "tokenizer", processor)
+    if isinstance(prompt, str):
+        return tokenizer(prompt)["input_ids"]
+    if tokenizer is not processor:
+        text = chat_renderer(processor, is_multimodal=True, options=options)(prompt)
+        return (reader or ImageReader(processor)).encode(text, images_of(prompt) if expands else ())
+    if images_of(prompt):
+        raise ValueError("A prompt has images, and there is only a tokenizer. Pass the processor of the model.")
+    return tokenizer(chat_renderer(tokenizer, options=options)(prompt), add_special_tokens=False)["input_ids"]
+
+
 class _Recorder:
     """A tokenizer that keeps the last text that it was given."""
 
@@ -124,6 +156,15 @@ class _Recorder:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.tokenizer, name)
+
+
+def thumbnail(image: Any, size: int = 256) -> Any:
+    """A copy of an image of Pillow with at most `size` pixels a side; another value unchanged."""
+    if not hasattr(image, "thumbnail"):
+        return image
+    shown = image.convert("RGB")
+    shown.thumbnail((size, size))
+    return shown
 
 
 def joined_images(

@@ -16,34 +16,33 @@ from typing import Any
 
 import torch
 from accelerate.utils import broadcast_object_list, gather_object
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor
 from trl.models.utils import unwrap_model_for_generation
 
+from credit_trl.contexts.images import ImageReader, encode_prompt
+from credit_trl.contexts.prompts import images_of
 from credit_trl.evaluation.config import SamplingConfig
-from credit_trl.evaluation.generation import (
-    Response,
-    encode_prompt,
-    end_of_turn_ids,
-    generate_ids,
-    pad_id,
-    read_responses,
-)
+from credit_trl.evaluation.generation import Response, end_of_turn_ids, generate_ids, pad_id, read_responses
 from credit_trl.rollout.batch import Prompt
 from credit_trl.rollout.vllm import seeded
 from credit_trl.tasks.quickstart_model import model_path, naming_model
 from credit_trl.teacher.models import eval_mode
 from credit_trl.teacher.sharding import reshard
 
+Ids = list[list[int]]  # of each prompt or completion
+Images = Sequence[Sequence[Any]]  # of each prompt; empty where none has any
+
 
 class Engine:
     """Interface between `evaluate` and a model. In a distributed run all processes call it together.
 
     A subclass has `identity()`, a fingerprint of the weights with which alone an evaluation continues, and
-    `sample(prompt_ids, seeds, sampling)`, which returns the token ids of one completion per prompt.
+    `sample(prompt_ids, seeds, sampling)`, which returns the token ids of one completion per prompt, and takes `images`
+    where some have any.
 
     Args:
         name: name of the model in results.
-        tokenizer: its tokenizer, with a chat template if prompts are conversations.
+        tokenizer: its tokenizer or processor, with a chat template if prompts are conversations.
         eos_token_ids: ids that end a completion.
         batch_size: samples per call of `generate`; an interruption loses at most one batch.
         chat_template_kwargs: such as `{"enable_thinking": False}`.
@@ -53,17 +52,20 @@ class Engine:
     """
 
     is_main = True
+    expands_images = True  # whether prompts are encoded with all tokens of their images
 
     def __init__(
         self,
         name: str,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: Any,
         eos_token_ids: Sequence[int],
         batch_size: int,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         self.name = name
-        self.tokenizer = tokenizer
+        self.processor = tokenizer
+        self.tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
+        self.reader = ImageReader(tokenizer)
         self.eos_token_ids = eos_token_ids
         self.batch_size = batch_size
         self.chat_template_kwargs = dict(chat_template_kwargs or {})
@@ -74,8 +76,12 @@ class Engine:
 
     def generate(self, prompts: Sequence[Prompt], seeds: Sequence[int], sampling: SamplingConfig) -> list[Response]:
         """One response per prompt, in order; `seeds`, in [0, 2**63), are those of the samples' random streams."""
-        prompt_ids = [encode_prompt(self.tokenizer, prompt, **self.chat_template_kwargs) for prompt in prompts]
-        ids = self.sample(prompt_ids, list(seeds), sampling)
+        self.reader.clear()
+        read = {"reader": self.reader, "expands": self.expands_images, **self.chat_template_kwargs}
+        prompt_ids = [encode_prompt(self.processor, prompt, **read) for prompt in prompts]
+        images = list(map(images_of, prompts))
+        shown = {"images": images} if any(images) else {}
+        ids = self.sample(prompt_ids, list(seeds), sampling, **shown)
         return read_responses(self.tokenizer, prompts, prompt_ids, ids, self.eos_token_ids)
 
     def share(self, value: Any) -> Any:
@@ -89,29 +95,30 @@ class TransformersEngine(Engine):
     def __init__(
         self,
         model: Any,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: Any,
         *,
         batch_size: int = 32,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         name: str | None = None,
     ) -> None:
         name = name or getattr(model, "name_or_path", "") or type(model).__name__
-        super().__init__(name, tokenizer, end_of_turn_ids(model, tokenizer), batch_size, chat_template_kwargs)
+        super().__init__(name, tokenizer, (), batch_size, chat_template_kwargs)
+        self.eos_token_ids = end_of_turn_ids(model, self.tokenizer)
         self.model = model
 
     @classmethod
     def from_pretrained(
         cls, name: str, *, batch_size: int = 32, chat_template_kwargs: Mapping[str, Any] | None = None
     ) -> TransformersEngine:
-        """Load a model and its tokenizer by hub name or directory, onto the accelerator if there is one."""
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-
+        """Load a model and its processor or tokenizer by name or directory, onto the accelerator if there is one."""
         path = model_path(name)
         device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
         with naming_model(name):
-            model = AutoModelForCausalLM.from_pretrained(path, dtype="auto").to(device)
-        tokenizer = AutoTokenizer.from_pretrained(path)
-        return cls(model, tokenizer, name=name, batch_size=batch_size, chat_template_kwargs=chat_template_kwargs)
+            processor = AutoProcessor.from_pretrained(path)  # the tokenizer of a model without images
+            reads_images = hasattr(processor, "image_processor")
+            auto = AutoModelForImageTextToText if reads_images else AutoModelForCausalLM
+            model = auto.from_pretrained(path, dtype="auto").to(device)
+        return cls(model, processor, name=name, batch_size=batch_size, chat_template_kwargs=chat_template_kwargs)
 
     def identity(self) -> str:
         return weight_fingerprint(self.model)
@@ -119,18 +126,23 @@ class TransformersEngine(Engine):
     def session(self, sampling: SamplingConfig) -> AbstractContextManager[None]:
         return eval_mode(self.model)
 
-    def sample(self, prompt_ids: list[list[int]], seeds: list[int], sampling: SamplingConfig) -> list[list[int]]:
+    def sample(self, prompt_ids: Ids, seeds: list[int], sampling: SamplingConfig, images: Images = ()) -> Ids:
         ends = {"eos_token_ids": self.eos_token_ids, "pad_token_id": pad_id(self.tokenizer)}
-        return generate_ids(self.model, prompt_ids, sampling, seeds=seeds, **ends)
+        read = [self.reader.read(own) for own in images]
+        return generate_ids(self.model, prompt_ids, sampling, seeds=seeds, images=read, **ends)
 
 
 class VLLMEngine(Engine):
     """Samples with an offline `vllm.LLM`, which schedules requests itself, so that a large batch size is good."""
 
+    expands_images = False  # vLLM does
+
     def __init__(
         self, llm: Any, *, name: str, batch_size: int = 512, chat_template_kwargs: Mapping[str, Any] | None = None
     ) -> None:
-        super().__init__(name, llm.get_tokenizer(), (), batch_size, chat_template_kwargs)
+        reads_images = llm.model_config.is_multimodal_model
+        tokenizer = AutoProcessor.from_pretrained(model_path(name)) if reads_images else llm.get_tokenizer()
+        super().__init__(name, tokenizer, (), batch_size, chat_template_kwargs)
         self.llm = llm
 
     @classmethod
@@ -153,13 +165,15 @@ class VLLMEngine(Engine):
         responses = super().generate(prompts, seeds, sampling)
         return [replace(one, truncated=not ended) for one, ended in zip(responses, self._ended, strict=True)]
 
-    def sample(self, prompt_ids: list[list[int]], seeds: list[int], sampling: SamplingConfig) -> list[list[int]]:
+    def sample(self, prompt_ids: Ids, seeds: list[int], sampling: SamplingConfig, images: Images = ()) -> Ids:
         from vllm import SamplingParams
 
         options = {name: getattr(sampling, name) for name in ("temperature", "top_p", "top_k")}
         options["max_tokens"] = sampling.max_completion_length
         parameters = [SamplingParams(n=1, seed=seed, **options) for seed in seeds]
-        inputs = [{"prompt_token_ids": ids} for ids in prompt_ids]
+        inputs: list[dict[str, Any]] = [{"prompt_token_ids": ids} for ids in prompt_ids]
+        for prompt, own in zip(inputs, images, strict=False):
+            prompt |= {"multi_modal_data": {"image": own}} if own else {}
         outputs = self.llm.generate(inputs, sampling_params=parameters, use_tqdm=False)
         self._ended = [output.outputs[0].finish_reason != "length" for output in outputs]
         return [list(output.outputs[0].token_ids) for output in outputs]
@@ -176,12 +190,13 @@ class TrainerEngine(TransformersEngine):
         if trainer.tools or getattr(trainer, "environment_factories", None):
             raise ValueError("avg@k has no tools or environments. Set TRL's `eval_strategy` and `eval_dataset`.")
         self.trainer = trainer
+        self.expands_images = not trainer.use_vllm or trainer.vllm_generation.mode == "server"
         self.processes = trainer.accelerator.num_processes
         self.is_main = trainer.accelerator.is_main_process
         template = {} if trainer.chat_template is None else {"chat_template": trainer.chat_template}
         super().__init__(
             trainer.accelerator.unwrap_model(trainer.model),
-            getattr(trainer.processing_class, "tokenizer", trainer.processing_class),
+            trainer.processing_class,
             batch_size=(batch_size or trainer.args.per_device_eval_batch_size) * self.processes,
             chat_template_kwargs={**template, **trainer.chat_template_kwargs},
             name=getattr(trainer.model, "name_or_path", ""),
@@ -208,9 +223,9 @@ class TrainerEngine(TransformersEngine):
         responses = super().generate([prompts[i] for i in own], [seeds[i] for i in own], sampling)
         return gather_object(responses)[: len(prompts)]
 
-    def sample(self, prompt_ids: list[list[int]], seeds: list[int], sampling: SamplingConfig) -> list[list[int]]:
+    def sample(self, prompt_ids: Ids, seeds: list[int], sampling: SamplingConfig, images: Images = ()) -> Ids:
         if not self.trainer.use_vllm:
-            return super().sample(prompt_ids, seeds, sampling)
+            return super().sample(prompt_ids, seeds, sampling, images)
         generation = self.trainer.vllm_generation
         context = nullcontext()  # a vLLM server uses its own random streams
         if generation.mode != "server":
@@ -218,7 +233,8 @@ class TrainerEngine(TransformersEngine):
             first = self.trainer.accelerator.process_index * len(seeds) // group * group
             context = seeded(generation, gather_object(seeds)[first : first + group])
         with context:
-            return generation.generate(prompts=prompt_ids, images=None, num_generations=1)[1]
+            shown = [own or None for own in images] or None
+            return generation.generate(prompts=prompt_ids, images=shown, num_generations=1)[1]
 
     def share(self, value: Any) -> Any:
         return broadcast_object_list([value])[0]

@@ -7,8 +7,8 @@ batched matrix products, and torch's random state does not change.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ from transformers import (
 )
 from trl.chat_template_utils import parse_response
 
+from credit_trl.contexts.images import PromptImages, joined_images
 from credit_trl.evaluation.config import SamplingConfig
 from credit_trl.rollout.batch import Prompt
 from credit_trl.rollout.thinking import mark_thinking, thinking_marks
@@ -78,6 +79,7 @@ def generate_ids(
     pad_token_id: int,
     seeds: Sequence[int] | None = None,
     batch_size: int | None = None,
+    images: Sequence[PromptImages | None] = (),
 ) -> list[list[int]]:
     """Sample one completion per prompt. The model's own generation defaults are ignored.
 
@@ -86,6 +88,7 @@ def generate_ids(
         eos_token_ids: ids that end a completion, which includes the first of them; may be empty.
         seeds: seed of each row's random stream; by default derived from `sampling.seed` and the row's index.
         batch_size: rows generated together; by default all.
+        images: of each prompt; empty where none has any.
     """
     streams = [[sampling.seed, row] for row in range(len(prompts))] if seeds is None else seeds
     config = GenerationConfig(
@@ -96,15 +99,22 @@ def generate_ids(
     )
     size = batch_size or max(1, len(prompts))
     completions = []
-    with _generation_config(model, config):
+    holders = [model, model.get_base_model()] if hasattr(model, "get_base_model") else [model]
+    with ExitStack() as restored:
+        for holder in holders:  # from whose defaults `generate` fills the unset fields
+            restored.callback(setattr, holder, "generation_config", holder.generation_config)
+            holder.generation_config = config
         for start in range(0, len(prompts), size):
             batch = prompts[start : start + size]
             width = max(map(len, batch))
             padded = torch.tensor([[pad_token_id] * (width - len(ids)) + list(ids) for ids in batch])
             mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in batch])
+            shown = [own for own in images[start : start + size] if own is not None]
+            inputs = joined_images(shown, padded) if shown else {}
             sequences = model.generate(
                 input_ids=padded.to(model.device),
                 attention_mask=mask.to(model.device),
+                **{name: values.to(model.device) for name, values in inputs.items()},
                 generation_config=config,
                 logits_processor=_processors(sampling, streams[start : start + size], width, model.device),
             )
@@ -126,20 +136,6 @@ def _processors(sampling: SamplingConfig, seeds: Sequence[Any], width: int, devi
     precise = torch.float32 if torch.device(device).type == "mps" else torch.float64
     processors.append(SeededChoice(torch.from_numpy(draws).to(device, precise), width))
     return processors
-
-
-@contextmanager
-def _generation_config(model: Any, config: GenerationConfig) -> Iterator[None]:
-    """Replace the model's defaults, from which `generate` fills the unset fields of the given configuration."""
-    holders = [model, model.get_base_model()] if hasattr(model, "get_base_model") else [model]
-    kept = [holder.generation_config for holder in holders]
-    for holder in holders:
-        holder.generation_config = config
-    try:
-        yield
-    finally:
-        for holder, old in zip(holders, kept, strict=True):
-            holder.generation_config = old
 
 
 def read_responses(
@@ -171,14 +167,6 @@ def read_responses(
             message = None if graded is plain else graded[0]
         responses.append(Response(text, len(row), not row or row[-1] not in eos_token_ids, message))
     return responses
-
-
-def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, **chat_template_kwargs: Any) -> list[int]:
-    """Token ids of a prompt; a conversation goes through the chat template, with the generation prompt."""
-    if isinstance(prompt, str):
-        return tokenizer(prompt)["input_ids"]
-    text = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False, **chat_template_kwargs)
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 def end_of_turn_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -17,11 +17,12 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
+from credit_trl.contexts.prompts import row_prompt
 from credit_trl.evaluation.config import EvaluationConfig
 from credit_trl.evaluation.engines import Engine, TrainerEngine, TransformersEngine, VLLMEngine
 from credit_trl.evaluation.result import Evaluation, summarize
 from credit_trl.evaluation.verdicts import SAMPLES_FILE, Sample, Unit, grade, read_samples
-from credit_trl.rollout.batch import Prompt, prompt_key
+from credit_trl.rollout.batch import prompt_key
 from credit_trl.tasks.registry import Task, load_task
 from credit_trl.training.checks import check_column_names
 from credit_trl.training.run_directory import RESULT_FILE, SETTINGS_FILE, append_lines, read_json, run_lock, write_json
@@ -112,18 +113,9 @@ def task_rows(task: Task, config: EvaluationConfig) -> list[dict[str, Any]]:
     if not rows:
         raise ValueError(f"Task {task.name!r} has no rows to evaluate.")
     check_column_names(f"The data of task {task.name!r}", set().union(*rows))
-    if any(row.get("image") or row.get("images") or _has_image_part(row["prompt"]) for row in rows):
-        raise ValueError(
-            f"Rows of task {task.name!r} have images, which avg@k does not read. Pass the rows as `eval_dataset` and "
-            "set `eval_strategy`: the reward of their rollouts is logged."
-        )
-    ids = [str(row.get("id") or hashlib.sha256(prompt_key(row["prompt"]).encode()).hexdigest()[:16]) for row in rows]
+    keys = [prompt_key(row_prompt(row)).encode() for row in rows]
+    ids = [str(row.get("id") or hashlib.sha256(key).hexdigest()[:16]) for row, key in zip(rows, keys, strict=True)]
     return [{**row, "id": name} for row, name in zip(rows, distinct_names(ids), strict=True)]
-
-
-def _has_image_part(prompt: Prompt) -> bool:
-    contents = [] if isinstance(prompt, str) else [message.get("content") for message in prompt]
-    return any(part.get("type") == "image" for content in contents if isinstance(content, list) for part in content)
 
 
 def distinct_names(names: Sequence[str]) -> list[str]:
@@ -140,7 +132,7 @@ def distinct_names(names: Sequence[str]) -> list[str]:
 
 def data_digest(rows: Sequence[Mapping[str, Any]]) -> str:
     """16 hex digits that change with the rows' ids, prompts, answers and order."""
-    content = [[row["id"], prompt_key(row["prompt"]), row.get("answer")] for row in rows]
+    content = [[row["id"], prompt_key(row_prompt(row)), row.get("answer")] for row in rows]
     return hashlib.sha256(json.dumps(content, default=str).encode()).hexdigest()[:16]
 
 
@@ -190,7 +182,7 @@ def _sample(
         for position in range(start, len(units), engine.batch_size):
             batch = units[position : position + engine.batch_size]
             seeds = [sample_seed(config.seed, row["id"], number) for row, number in batch]
-            responses = engine.generate([row["prompt"] for row, _ in batch], seeds, config)
+            responses = engine.generate([row_prompt(row) for row, _ in batch], seeds, config)
             _on_main(engine, write, batch, responses)
             bar.update(len(batch))
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from credit_trl.contexts.prompts import row_prompt
 from credit_trl.evaluation.generation import Response
 from credit_trl.rollout.verdict import FAILED, Verdict, VerifierPolicy, as_verdicts
 from credit_trl.tasks.task import Task, call_reward
@@ -83,7 +84,7 @@ def task_verdicts(
     messages = [response.message or {"role": "assistant", "content": response.text} for response in responses]
     arguments = {
         "completions": [response.text for response in responses] if is_text else [[message] for message in messages],
-        "prompts": [row["prompt"] for row in rows],
+        "prompts": [row_prompt(row) for row in rows],
         **{name: [row.get(name) for row in rows] for name in rows[0] if name != "prompt"},
         "truncated": [response.truncated for response in responses],
     }

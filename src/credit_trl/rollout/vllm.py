@@ -4,6 +4,7 @@
   again, which leaves a rounding error at each sync. With LoRA, the teacher shares the base weights, and in bf16 the
   errors accumulate.
 - Only the trained adapter of a model is sent, never the teacher's `modules_to_save`.
+- A colocated engine expands the placeholders of images; TRL sends them expanded.
 - A colocated engine seeds torch with its own rank; the seed of the run is restored.
 - TRL waits for its server without a limit: requests have no timeout, because a batch of long completions may take any
   time, and a weight broadcast to a dead server never returns. Here each call runs in a thread, and meanwhile `/health`
@@ -14,9 +15,10 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import contextmanager, nullcontext
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -52,6 +54,9 @@ _RESTART = (
 class PolicyGeneration(VLLMGeneration):
     """TRL's `VLLMGeneration` for a policy whose weights the teacher may share."""
 
+    # Ids of prompts with images -> those with one placeholder for each image. Set before each generation.
+    unexpanded: Mapping[tuple[int, ...], list[int]] = MappingProxyType({})
+
     @classmethod
     def adopt(cls, generation: VLLMGeneration, seed: int) -> PolicyGeneration:
         """Convert the generation layer that TRL's trainer has built. `seed` is that of the run.
@@ -65,6 +70,31 @@ class PolicyGeneration(VLLMGeneration):
         elif adopted.accelerator.is_main_process:
             adopted.vllm_client = WatchedClient.adopt(adopted.vllm_client, patience=adopted.server_timeout)
         return adopted
+
+    def generate(self, prompts: list[list[int]], images: list[Any] | None, *args: Any, **kwargs: Any) -> Any:
+        """TRL's `generate`. A colocated engine reads `unexpanded` prompts, because it expands each placeholder.
+
+        TRL sends expanded prompts, whose placeholders would be expanded again (TRL issue 6294).
+
+        Raises:
+            ValueError: the engine expands a prompt to other ids than the policy reads.
+        """
+        if images is None or not self.unexpanded or self.mode != "colocate":
+            return super().generate(prompts, images, *args, **kwargs)
+        given = list(map(self._unexpanded, prompts))
+        read, *generated = super().generate(given, images, *args, **kwargs)
+        for ids, own, found in zip(prompts, given, read, strict=True):
+            if own is not ids and list(found) != list(ids):
+                raise ValueError(
+                    f"vLLM expands a prompt with images to {len(found)} tokens, the processor to {len(ids)}, or to "
+                    "other ones. Give both the same image processor, such as by `preprocessor_config.json`."
+                )
+        return prompts, *generated
+
+    def _unexpanded(self, ids: list[int]) -> list[int]:
+        """The ids of a prompt, perhaps with turns after it, as the engine reads them."""
+        prefixes = ((short, long) for long, short in self.unexpanded.items() if tuple(ids[: len(long)]) == long)
+        return next((short + ids[len(long) :] for short, long in prefixes), ids)
 
     def _iter_named_params(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name in the base model, weight for the engine). Every process must iterate."""

@@ -17,6 +17,8 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import TrainerCallback
 
+from credit_trl.contexts.images import thumbnail
+from credit_trl.contexts.prompts import images_of
 from credit_trl.contexts.tokens import TokenContexts
 from credit_trl.rollout.batch import GenerationBatch, loss_mask
 from credit_trl.teacher.sharding import full_shape
@@ -117,9 +119,19 @@ def text_block(parts: Mapping[str, Any]) -> str:
     lines = []
     for title, text in parts.items():
         if isinstance(text, list):
-            text = "\n".join(f"{one.get('role')}: {one.get('content')}" for one in text)
+            text = "\n".join(f"{one.get('role')}: {_content_text(one.get('content'))}" for one in text)
         lines += [f"--- {title}", escape_controls(str(text))]
     return "\n".join(lines)
+
+
+def _content_text(content: Any) -> str:
+    """The content of a message; an image as `[image 24×16]`."""
+    if not isinstance(content, list):
+        return str(content)
+    sizes = ["×".join(map(str, getattr(part.get("image"), "size", ()))) for part in content]
+    return " ".join(
+        part.get("text") or f"[{part.get('type')} {size}]" for part, size in zip(content, sizes, strict=True)
+    )
 
 
 def escape_controls(text: str) -> str:
@@ -149,21 +161,23 @@ def add_run_callbacks(trainer: Any) -> None:
 
 
 def add_completion_columns(
-    table: dict[str, Any],
+    logs: dict[str, Any],
     output: Mapping[str, Tensor],
     batch: GenerationBatch,
     contexts: Sequence[TokenContexts] | None,
     decode: Callable[[list[list[int]]], list[str]],
+    shows_images: bool,
 ) -> None:
-    """Add feedback, teacher prompt and the mean of S_t to TRL's table of completions.
+    """Add feedback, teacher prompt, the mean of S_t and thumbnails of images to TRL's table of completions.
 
     S_t is 0 for samples without a contrast. Every process must call it.
 
     Args:
-        table: the trainer's `_logs["extra"]`: deques by column.
+        logs: the trainer's `_logs`: deques by column.
         output: tensors (B, T) of the generation batch with the stored scores.
         contexts: contexts of the local samples; None without a distillation loss.
         decode: token ids to texts with their special tokens.
+        shows_images: as `log_completions` and `log_multimodal` ask for.
     """
     columns: dict[str, list[Any]] = {"feedback": batch.feedback}
     if contexts is not None:
@@ -171,5 +185,10 @@ def add_completion_columns(
         specific = (output["teacher_token_logps"] - output["generic_token_logps"]) * mask
         columns["teacher_prompt"] = decode([one.teacher or [] for one in contexts])
         columns["s_mean"] = (specific.sum(dim=1) / mask.sum(dim=1).clamp(min=1)).tolist()
+    if contexts is not None and shows_images:
+        shown = gather_object([list(map(thumbnail, images_of(prompt))) for prompt in batch.prompts])
+        if logs["images"] or any(shown):  # for the same rows as the prompts, which TRL has added
+            missing = len(logs["prompt"]) - len(shown) - len(logs["images"])
+            logs["images"].extend([*([[]] * missing), *shown])
     for name, values in columns.items():
-        table[name].extend(gather_object(values))
+        logs["extra"][name].extend(gather_object(values))

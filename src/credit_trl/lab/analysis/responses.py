@@ -15,6 +15,7 @@ import torch
 from credit_trl.config import CreditConfig
 from credit_trl.contexts.build import gather_contrast_batch
 from credit_trl.contexts.contrast import Contrast, ContrastBatch, draw_contrasts, find_source
+from credit_trl.contexts.images import thumbnail
 from credit_trl.contexts.prompts import Prompt, user_text
 from credit_trl.contexts.tokens import PrivilegedContext
 from credit_trl.evaluation.config import SamplingConfig
@@ -73,10 +74,8 @@ def data_url(image: Any, size: int = 256) -> str:
     """A picture of at most `size` pixels a side for a page; empty for what is no image of Pillow."""
     if not hasattr(image, "thumbnail"):
         return ""
-    shown = image.convert("RGB")
-    shown.thumbnail((size, size))
     buffer = BytesIO()
-    shown.save(buffer, "PNG")
+    thumbnail(image, size).save(buffer, "PNG")
     return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
 
 
