@@ -124,26 +124,18 @@ def test_columns_named_as_arguments_raise_before_sampling(name):
         task_verdicts(TASK, rows[-1:], [Response("<answer>B</answer>", 3, False)])
 
 
-def test_finished_evaluation_generates_nothing(tmp_path):
-    first, engine = run(tmp_path)
-    before = files(tmp_path)
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.3, 0.5, 0.77, 0.999, 1.0])
+def test_samples_that_are_missing_in_the_file_are_generated(tmp_path, share):
+    first, engine = run(tmp_path / "whole")
     assert len(set(engine.seeds)) == len(engine.seeds) == 30
-    again, engine = run(tmp_path)
-    assert engine.seeds == []
-    assert again == first
-    assert files(tmp_path) == before
-
-
-@pytest.mark.parametrize("share", [0.0, 0.01, 0.3, 0.5, 0.77, 0.999])
-def test_truncated_sample_file_is_completed(tmp_path, share):
-    run(tmp_path / "whole")
     expected = files(tmp_path / "whole")
     torn = tmp_path / "torn"
     torn.mkdir()
     content = expected["samples.jsonl"][: int(share * len(expected["samples.jsonl"]))]
     (torn / "samples.jsonl").write_bytes(content)
     (torn / "settings.json").write_bytes(expected["settings.json"])
-    _, engine = run(torn)
+    again, engine = run(torn)
+    assert again == first
     assert files(torn) == expected
     assert len(engine.seeds) == 30 - content.count(b"\n")
 

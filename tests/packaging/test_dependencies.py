@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "credit_trl"
 DECLARED = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["dependencies"]
 # Brought by torch, trl, transformers, datasets or accelerate.
-BROUGHT = {"numpy", "packaging", "pandas", "psutil", "pyarrow", "pyyaml", "safetensors", "tqdm", "xxhash"}
+BROUGHT = {"numpy", "packaging", "pandas", "psutil", "pyarrow", "pyyaml", "regex", "safetensors", "tqdm", "xxhash"}
 # Optional package -> parts of this package that may import it.
 OPTIONAL = tables_of(__file__)["optional"]
 

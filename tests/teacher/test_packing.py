@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 from credit_trl.teacher import packing
-from credit_trl.teacher.packing import RowLayout, packed_sdpa, variable_lengths
+from credit_trl.teacher.packing import RowLayout, packed_sdpa
 
-# Four pieces: a prefix of three sequences, one of which continues by a single token, and a sequence of its own.
-LAYOUT = RowLayout([12, 5, 7, 1, 20], [None, 0, 0, 0, None])
-SHARED = 19  # tokens of the longest sequence that shares the prefix
+# A prefix of three sequences, one of which continues by a single token, and a sequence of its own.
+LENGTHS, PARENTS = [12, 5, 14, 1, 30], [None, 0, 0, 0, None]
+SHARED = 26  # tokens of the longest sequence that shares the prefix
 WINDOWS = [None, SHARED, 9, 1]
 HEADS = [(4, 4), (4, 2), (3, 1)]
 
@@ -44,16 +44,16 @@ def naive_varlen(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, 
 def make_states(heads, width, dtype=torch.float32, device="cpu"):
     """Query, key and value of a row."""
     generator = torch.Generator().manual_seed(0)
-    shapes = ((1, count, sum(LAYOUT.lengths), width) for count in (heads[0], heads[1], heads[1]))
+    shapes = ((1, count, sum(LENGTHS), width) for count in (heads[0], heads[1], heads[1]))
     states = [torch.randn(shape, generator=generator).to(device, dtype).requires_grad_() for shape in shapes]
     return SimpleNamespace(is_causal=True, num_key_value_groups=heads[0] // heads[1], training=False), states
 
 
 def assert_that_of_the_sequences(found, states, window, atol):
     """The output of attention and its gradients are those of dense attention over each sequence."""
-    pieces = torch.arange(sum(LAYOUT.lengths)).split(LAYOUT.lengths)
+    pieces = torch.arange(sum(LENGTHS)).split(LENGTHS)
     expected = []
-    for own, parent in zip(pieces, LAYOUT.parents, strict=True):
+    for own, parent in zip(pieces, PARENTS, strict=True):
         whole = own if parent is None else torch.cat([pieces[parent], own])
         expected.append(dense(*(x[:, :, whole] for x in states), window)[:, -len(own) :])
     expected = torch.cat(expected, dim=1)
@@ -66,7 +66,8 @@ def assert_that_of_the_sequences(found, states, window, atol):
 
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("heads", HEADS)
-def test_attention_is_that_of_the_sequences_and_masks_only_a_shorter_window(monkeypatch, heads, window):
+def test_attention_is_that_of_the_sequences_with_small_masks(monkeypatch, heads, window):
+    """On a CPU a short piece after a prefix reads its own queries only; on a GPU see `test_imagined_gpu.py`."""
     attend = nn.functional.scaled_dot_product_attention
     masks = []
 
@@ -76,10 +77,13 @@ def test_attention_is_that_of_the_sequences_and_masks_only_a_shorter_window(monk
 
     monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", counted)
     module, states = make_states(heads, 8)
-    found, _ = packed_sdpa(module, *states, None, LAYOUT, sliding_window=window, scaling=0.3)
+    found, _ = packed_sdpa(module, *states, None, RowLayout(LENGTHS, PARENTS), sliding_window=window, scaling=0.3)
     assert_that_of_the_sequences(found, states, window, 1e-6)
-    assert len(masks) == len(LAYOUT.lengths)
-    assert sum(mask is not None for mask in masks) == {None: 0, SHARED: 1}.get(window, 5)
+    assert len(masks) == len(LENGTHS)
+    whole = [own if parent is None else LENGTHS[parent] + own for own, parent in zip(LENGTHS, PARENTS, strict=True)]
+    for mask, own, length in zip(masks, LENGTHS, whole, strict=True):
+        is_masked = 2 * own < length or (window is not None and length > window)
+        assert (None if mask is None else mask.shape[2:]) == ((own, length) if is_masked else None)
 
 
 @pytest.mark.parametrize("window", WINDOWS)
@@ -91,17 +95,26 @@ def test_one_call_with_variable_lengths_is_that_of_the_sequences(monkeypatch, he
     if not on_gpu:
         monkeypatch.setattr(packing, "varlen_attn", naive_varlen)
         monkeypatch.setattr(packing, "VARLEN_DTYPES", (torch.float32,))
+        monkeypatch.setattr(packing, "has_varlen_kernel", lambda device: True)
     monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", None)
     module, states = make_states(heads, 32, torch.bfloat16 if on_gpu else torch.float32, device)
-    layout = LAYOUT._replace(varlen=variable_lengths(LAYOUT, device))
-    found, _ = packed_sdpa(module, *states, None, layout, sliding_window=window, scaling=0.3)
-    assert_that_of_the_sequences(found, states, window, 2e-2 if on_gpu else 1e-6)
+    layout = RowLayout(LENGTHS, PARENTS)
+    formed = []
+    for _ in range(2):  # layers
+        found, _ = packed_sdpa(module, *states, None, layout, sliding_window=window, scaling=0.3)
+        assert_that_of_the_sequences(found, states, window, 2e-2 if on_gpu else 1e-6)
+        formed.append(layout._varlen)
+    assert formed[0] is formed[1] is not None
 
 
-def test_heads_that_the_kernel_does_not_read_take_a_call_for_each_piece(monkeypatch):
+@pytest.mark.parametrize(("width", "dtypes"), [(12, (torch.float32,)), (32, packing.VARLEN_DTYPES)])
+def test_states_that_the_kernel_does_not_read_take_a_call_for_each_piece(monkeypatch, width, dtypes):
+    """Heads of another width, and a model in fp32, for which nothing is formed."""
     monkeypatch.setattr(packing, "varlen_attn", None)
-    monkeypatch.setattr(packing, "VARLEN_DTYPES", (torch.float32,))
-    module, states = make_states((2, 2), 12)
-    layout = LAYOUT._replace(varlen=variable_lengths(LAYOUT, torch.device("cpu")))
+    monkeypatch.setattr(packing, "VARLEN_DTYPES", dtypes)
+    monkeypatch.setattr(packing, "has_varlen_kernel", lambda device: True)
+    module, states = make_states((2, 2), width)
+    layout = RowLayout(LENGTHS, PARENTS)
     found, _ = packed_sdpa(module, *states, None, layout, scaling=0.3)
     assert_that_of_the_sequences(found, states, None, 1e-6)
+    assert layout._varlen is None

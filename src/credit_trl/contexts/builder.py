@@ -83,7 +83,8 @@ class ContextBuilder:
         self.marks = thinking_marks(tokenizer)
         self.slots = {part: f"\x02{secrets.token_hex(16)}\x03" for part in _PARTS}
         self.place = f"\x02{secrets.token_hex(16)}\x03"  # of the prompt's own text
-        self._rendered: dict[str, tuple[str, SlottedIds]] = {}
+        self._rendered: dict[str, str] = {}
+        self.slotted = lru_cache(_MAX_KEPT)(self.slotted)
         self._tokenize_inside = lru_cache(_MAX_KEPT)(self._tokenize_inside)  # siblings share demonstrations
         self._adds_space = self.tokenize("\nx") != self.tokenize("\n") + self.tokenize("x")
         special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
@@ -119,11 +120,11 @@ class ContextBuilder:
             privileged = fitted = PrivilegedContext()
             teacher = self.encode(prompt, fitted, tools)
         else:
-            teacher, z, fitted = self.fit(lambda parts: self._render(prompt, tools, parts)[1], privileged)
+            teacher, z, fitted = self.fit(lambda parts: self._slotted_prompt(prompt, tools, parts), privileged)
 
         def encode_contrast(contrast: Contrast) -> list[int] | None:
             if contrast.privileged is None:
-                ids = fill(self._render(contrast.prompt, tools, [*z])[1], z)
+                ids = fill(self._slotted_prompt(contrast.prompt, tools, [*z]), z)
                 return ids if len(ids) <= self.config.max_reprompt_len else None
             if fitted.turns or contrast.privileged.turns:
                 raise ValueError(
@@ -131,7 +132,7 @@ class ContextBuilder:
                     "and feedback on single turns belongs to one rollout. Use a source of prompts, such as 'batch', "
                     "or return no `Verdict.turn_feedback`."
                 )
-            return self.fit(lambda parts: self._render(contrast.prompt, tools, parts)[1], contrast.privileged)[0]
+            return self.fit(lambda parts: self._slotted_prompt(contrast.prompt, tools, parts), contrast.privileged)[0]
 
         count = self.config.contrastive_count if teacher is not None else 0
         drawn = ((encode_contrast(one), one.prompt) for one in islice(contrasts, count + _MAX_MISSES))
@@ -187,7 +188,7 @@ class ContextBuilder:
     def encode(self, prompt: Prompt, z: PrivilegedContext, tools: list[Any] | None = None) -> list[int]:
         """Token ids of one context, of any length. Without feedback and demonstration it is the student's prompt."""
         parts = self._encode_parts(z)
-        return fill(self._render(prompt, tools, [*parts])[1], parts)
+        return fill(self._slotted_prompt(prompt, tools, [*parts]), parts)
 
     def _encode_parts(self, z: PrivilegedContext) -> dict[str, list[int]]:
         """Ids of the parts that z has, as plain text; lone surrogates are replaced."""
@@ -225,20 +226,22 @@ class ContextBuilder:
 
     def student_text(self, prompt: Prompt, tools: list[Any] | None = None) -> str:
         """The prompt as the student reads it, with the generation prompt."""
-        return self._render(prompt, tools, [])[0]
+        return self._render(prompt, tools, [])
 
-    def _render(self, prompt: Prompt, tools: list[Any] | None, parts: list[str]) -> tuple[str, SlottedIds]:
-        """The prompt with slots for parts of z, rendered and tokenised once for all samples that have them."""
+    def _slotted_prompt(self, prompt: Prompt, tools: list[Any] | None, parts: list[str]) -> SlottedIds:
+        """Ids of the prompt with slots for parts of z."""
+        text = self._render(prompt, tools, parts)
+        has_bos = self.tokenizer.bos_token is not None and text.startswith(self.tokenizer.bos_token)
+        return self.slotted(text, first=isinstance(prompt, str) or (self.is_multimodal and not has_bos))
+
+    def _render(self, prompt: Prompt, tools: list[Any] | None, parts: list[str]) -> str:
+        """The prompt with slots for parts of z, rendered once for all samples that have them."""
         tools = [tool if isinstance(tool, dict) else get_json_schema(tool) for tool in tools or ()] or None
         key = json.dumps([prompt, tools, sorted(parts)], default=content_key)
         if key not in self._rendered:
             if len(self._rendered) >= _MAX_KEPT:
                 self._rendered.clear()
-            text = self._render_anew(prompt, tools, parts)
-            bos = self.tokenizer.bos_token
-            has_bos = bos is not None and text.startswith(bos)
-            first = isinstance(prompt, str) or (self.is_multimodal and not has_bos)
-            self._rendered[key] = text, self.slotted(text, first=first)
+            self._rendered[key] = self._render_anew(prompt, tools, parts)
         return self._rendered[key]
 
     def _render_anew(self, prompt: Prompt, tools: list[dict[str, Any]] | None, parts: list[str]) -> str:

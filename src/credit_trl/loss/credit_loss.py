@@ -15,9 +15,8 @@ from credit_trl import objective
 from credit_trl.loss.blocks import CPU_HEAD_ROWS, MAX_LOSS_CHUNK, accumulation_dtype, chunk_size, chunks
 from credit_trl.loss.head import HeadGradients, LMHead
 from credit_trl.loss.projection import backward_logps, project
-from credit_trl.loss.scores import Scores, SupportConfig, condition
+from credit_trl.loss.scores import Scores, condition
 from credit_trl.loss.terms import CreditLoss, LossConfig, LossTokens, joined
-from credit_trl.objective import Form
 
 
 class _Loss(torch.autograd.Function):
@@ -65,6 +64,7 @@ def credit_loss(
     if tokens.weights.requires_grad:
         raise ValueError("`weights` get no gradient: detach them.")
     support = config.support.resolved(head.vocabulary_size)
+    config = replace(config, support=support)
     head = head.gathered()
     inputs = (student_hidden, head.weight, head.bias)
     wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
@@ -100,8 +100,8 @@ def _loss_in_chunks(
     size: int,
 ) -> CreditLoss:
     """Form the loss in chunks of `size` tokens, with buffers that all chunks share."""
-    support = config.support.resolved(head.vocabulary_size)
-    is_within = support.tail == "renormalize"
+    tail = config.support.tail
+    is_within = tail == "renormalize"
     is_weighed = tokens.old_logps is not None and config.is_clip is not None
     if is_within and (is_weighed or tokens.engine_logps is not None):
         tokens = with_normalizer(tokens, hidden, head)
@@ -114,25 +114,18 @@ def _loss_in_chunks(
             student = student_within_support(*of_chunk, head)
         else:
             buffer = workspace[: rows.stop - rows.start]
-            student = student_over_vocabulary(*of_chunk, support.tail == "bucket", head, buffer)
+            student = student_over_vocabulary(*of_chunk, tail == "bucket", head, buffer)
         part = None if gradients is None else gradients.rows(rows)
-        parts.append(_chunk_loss(student, tokens[rows], scores[rows], config, support, part))
+        parts.append(_chunk_loss(student, tokens[rows], scores[rows], config, part))
     return joined(parts)
 
 
 def _chunk_loss(
-    student: Student,
-    tokens: LossTokens,
-    scores: Scores,
-    config: LossConfig,
-    support: SupportConfig,
-    gradients: HeadGradients | None,
+    student: Student, tokens: LossTokens, scores: Scores, config: LossConfig, gradients: HeadGradients | None
 ) -> CreditLoss:
     """Loss of one chunk of tokens; writes its gradients."""
-    target, token_target, kl_to_teacher = support_target(scores, tokens.contrastive_coef, config.form, support)
-    token_loss, kl_to_target, grads, outside_grads = support_divergence(
-        student.values, student.log_outside, target, config.alpha, support
-    )
+    target, token_target, kl_to_teacher = support_target(scores, tokens.contrastive_coef, config)
+    token_loss, kl_to_target, grads, outside_grads = support_divergence(student, target, config)
     ratio = tokens.ratio(student.policy_logps, config)
     # A token of weight 0 has no loss and no gradient, even where its scores are not finite.
     is_ignored = tokens.weights == 0
@@ -161,7 +154,7 @@ def _chunk_loss(
 
 
 def support_target(
-    scores: Scores, contrastive_coef: Float[Tensor, " n"], form: Form, support: SupportConfig
+    scores: Scores, contrastive_coef: Float[Tensor, " n"], config: LossConfig
 ) -> tuple[Float[Tensor, "n B"], Float[Tensor, " n"], Float[Tensor, " n"]]:
     """The target a over the buckets of a support, not normalised.
 
@@ -171,35 +164,28 @@ def support_target(
         a; a at the sampled token; and `KL(softmax(a) ‖ f)` over the same buckets, nats.
     """
     teacher = scores.teacher_logps
-    if support.tail == "renormalize":
+    if config.support.tail == "renormalize":
         teacher = objective.renormalize(teacher)
-    target = objective.credit_target(teacher, scores.generic_logps, contrastive_coef, form)
+    target = objective.credit_target(teacher, scores.generic_logps, contrastive_coef, config.form)
     token_teacher = scores.teacher_token_logps.unsqueeze(-1)
     token_generic = scores.generic_token_logps.unsqueeze(-1)
-    token_target = objective.credit_target(token_teacher, token_generic, contrastive_coef, form).squeeze(-1)
+    token_target = objective.credit_target(token_teacher, token_generic, contrastive_coef, config.form).squeeze(-1)
     normalized = objective.renormalize(target)
     kl = torch.linalg.vecdot(normalized.exp(), normalized - objective.renormalize(teacher))
     return target, token_target, kl
 
 
 def support_divergence(
-    values: Float[Tensor, "n K"],
-    log_outside: Float[Tensor, " n"] | None,
-    target: Float[Tensor, "n B"],
-    alpha: float,
-    support: SupportConfig,
+    student: Student, target: Float[Tensor, "n B"], config: LossConfig
 ) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"], Float[Tensor, "n K"], Float[Tensor, " n"] | None]:
-    """ℓ, `KL(p ‖ softmax(a))`, dℓ/d values and dℓ/d log_outside, by the equations of `objective`.
+    """ℓ, `KL(p ‖ softmax(a))`, dℓ/d values and dℓ/d log_outside of the student, by the equations of `objective`.
 
-    Args:
-        values: log-probabilities of the student on the support; logits where the support is renormalised.
-        log_outside: log of the student's probability outside the support, where that is a bucket.
-        target: a, not normalised.
-        alpha: see `objective.distillation_loss`.
+    `target` is a, not normalised.
     """
-    target = target.to(values.dtype)
+    support = config.support
+    target = target.to(student.values.dtype)
     with torch.enable_grad():
-        leaves = [x.detach().requires_grad_() for x in (values, log_outside) if x is not None]
+        leaves = [x.detach().requires_grad_() for x in (student.values, student.log_outside) if x is not None]
         values = leaves[0]
         if support.kind == "sampled":
             advantages = (target - values).detach()
@@ -212,7 +198,7 @@ def support_divergence(
                 target = normalized
             else:
                 student_logps = objective.add_tail_bucket(*leaves) if support.tail == "bucket" else values
-            token_loss = objective.distillation_loss(student_logps, target, alpha)
+            token_loss = objective.distillation_loss(student_logps, target, config.alpha)
             kl = objective.distillation_loss(student_logps.detach(), normalized, alpha=1.0)
         grads = torch.autograd.grad(token_loss.sum(), leaves)
     return token_loss.detach(), kl, grads[0], grads[1] if support.tail == "bucket" else None

@@ -112,13 +112,10 @@ class LMHead:
     # ------------------------------------------------------------------------------------------ the whole vocabulary
 
     def logps(self, hidden: Float[Tensor, "n H"]) -> Float[Tensor, "n V"]:
-        """Log-probabilities over the vocabulary, in fp32 (fp64 for fp64 inputs), differentiable."""
+        """Log-probabilities over the vocabulary, in fp32 (fp64 for fp64 inputs)."""
         dtype = accumulation_dtype(hidden.dtype)
-        bias = None if self.bias is None else self.bias.to(dtype)
-        logits = torch.nn.functional.linear(hidden.to(dtype), self.weight.to(dtype), bias) * self.scale
-        if self.softcap is not None:
-            logits = torch.tanh(logits / self.softcap) * self.softcap
-        return torch.log_softmax(logits / self.temperature, dim=-1)
+        logits = torch.nn.functional.linear(hidden.to(dtype), self.weight.to(dtype))
+        return torch.log_softmax(self.finish(logits, self.bias), dim=-1)
 
     # --------------------------------------------------------------------------------------------------- K columns
 

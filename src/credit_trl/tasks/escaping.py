@@ -19,9 +19,8 @@ def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]], left: 
     Cells are not escaped: untrusted text passes through `table_cell` first.
     """
     alignment = ["---"] * left + ["---:"] * (len(columns) - left)
-    return "\n".join(
-        "|" + "".join(f" {cell} |" if cell else " |" for cell in line) for line in (columns, alignment, *rows)
-    )
+    lines = (columns, alignment, *rows)
+    return "\n".join("|" + "".join(f" {cell} |" if cell else " |" for cell in line) for line in lines)
 
 
 def pluralized(count: float, noun: str, ending: str = "s") -> str:

@@ -16,6 +16,7 @@ from decimal import Decimal, InvalidOperation
 from typing import Any
 
 LARGEST = 1 << 30  # bytes of unpacked tests; a few packed kilobytes could unpack to gigabytes
+Answer = str | dict[str, Any]  # of the data set, as JSON text or as an object
 FIELDS = ("inputs", "outputs", "testtype", "fn_name", "time_limit")  # of an answer
 
 FIELD = 250  # characters of an input, an output, an expected output, or an exception's message
@@ -63,7 +64,7 @@ class Cases:
         return self.testtype == "functional"
 
 
-def parse_answer(answer: str | dict[str, Any]) -> Cases:
+def parse_answer(answer: Answer) -> Cases:
     """Read an `answer` of the data set, as JSON text or as an object; the `ValueError` names the wrong field."""
     try:
         data = json.loads(answer) if isinstance(answer, str) else answer

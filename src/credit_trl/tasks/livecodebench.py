@@ -25,7 +25,7 @@ from credit_trl.rollout.deadline import remaining_seconds
 from credit_trl.rollout.thinking import answer_part
 from credit_trl.rollout.verdict import Verdict
 from credit_trl.tasks import lcb_cases
-from credit_trl.tasks.lcb_cases import CUT_OFF, WRONG_FORMAT, Cases, Result, parse_answer, result_of
+from credit_trl.tasks.lcb_cases import CUT_OFF, WRONG_FORMAT, Answer, Cases, Result, parse_answer, result_of
 from credit_trl.tasks.lcb_program import find_program, prelude_for
 from credit_trl.tasks.records import Row, dataset_of, hub_rows, read_rows
 from credit_trl.tasks.task import BATCH_SECONDS, PROMPTS, response_text
@@ -95,16 +95,14 @@ def build(
     return dataset_of(problems.values(), f"livecodebench:{release} {split}")
 
 
-def verify(
-    response: str, answer: str | dict[str, Any], *, truncated: bool = False, sandbox: Sandbox | None = None
-) -> Verdict:
+def verify(response: str, answer: Answer, *, truncated: bool = False, sandbox: Sandbox | None = None) -> Verdict:
     """Grade one response; see `reward`."""
     return reward([response], [answer], [truncated], sandbox=sandbox)[0]
 
 
 def reward(
     completions: Sequence[Any],
-    answer: Sequence[str | dict[str, Any]],
+    answer: Sequence[Answer],
     truncated: Sequence[bool] | None = None,
     *,
     sandbox: Sandbox | None = None,

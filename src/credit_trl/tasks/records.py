@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +34,26 @@ class Row(dict[str, Any]):
         if not isinstance(value, str) or not value.strip():
             raise self.error(field, f"expected a text that is not blank, got {value!r:.100}")
         return value
+
+    def question(self, task: str, instruction: str, boxed: Callable[[str], str | None]) -> dict[str, Any]:
+        """The row of a data set for a question in a common form: `prompt`, `answer`, `task` and `id`.
+
+        The question is a text, or messages that end with a user's, before `instruction`. The answer of a worked
+        solution is what `boxed` finds in it, or the text after `####`.
+        """
+        given = {name: value for name, value in self.items() if value is not None}
+        problem = given.get("problem", given.get("question", given.get("prompt", "")))
+        turns = [{"role": "user", "content": problem}] if isinstance(problem, str) else problem
+        if turns[-1]["role"] != "user" or not turns[-1]["content"].strip():
+            raise self.error("problem", "it, `question` or `prompt` must be a text or messages that end with a user's")
+        last = {"role": "user", "content": f"{turns[-1]['content']}\n\n{instruction}".rstrip()}
+        text = str(given.get("answer", given.get("final_answer", given.get("solution", ""))))
+        gold = (boxed(text) or text.rpartition("####")[2]).strip()
+        is_unread = len(gold) > 250 and gold == str(given.get("solution")).strip()
+        if not gold or "\n\n" in gold or is_unread:
+            raise self.error("answer", r"no final answer (or `solution`): neither \boxed{...} nor ####, nor a line")
+        identity = given.get("id", given.get("idx", given.get("unique_id", self.number)))
+        return {"prompt": [*turns[:-1], last], "answer": gold, "task": task, "id": f"{task}-{identity}"}
 
 
 def read_rows(task: str, split: str, path: str | Path | None, hub: str, names: Sequence[str] = ()) -> Iterator[Row]:

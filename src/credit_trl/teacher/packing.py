@@ -13,7 +13,7 @@ import inspect
 import itertools
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Int
@@ -36,27 +36,40 @@ PACKED_SDPA = "packed_sdpa"
 _PROBE = "packed_probe"
 # What the kernel of variable lengths computes with.
 VARLEN_DTYPES = (torch.bfloat16, torch.float16)
-VARLEN_HEAD_DIM = 256
-VARLEN_MULTIPLE = 8  # that the dimension of a head is of
 # Length from which a shared prefix is read once. Each piece of a row is another call of the attention.
 SHORTEST_SHARED = 16
 # Layer types that keep packed sequences apart; a recurrent layer would carry its state across them.
 _PACKABLE_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
-class VariableLengths(NamedTuple):
-    """A packed row as `varlen_attn` reads it."""
+class RowLayout:
+    """Pieces of a packed row: tokens of each, and the piece that precedes it in its sequence, or None at a start.
 
-    bounds: dict[str, Any]  # first query and first key of each piece and the end, (pieces + 1,), and their longest
-    keys: Int[Tensor, " S"] | None  # index in the row of the keys of each piece; None if they are the row's
+    Not a tuple or dataclass, of which wrappers would pass a copy to each layer.
+    """
 
+    def __init__(self, lengths: list[int], parents: list[int | None]) -> None:
+        self.lengths = lengths
+        self.parents = parents
+        self._varlen: tuple[dict[str, Any], Int[Tensor, " S"] | None] | None = None
 
-class RowLayout(NamedTuple):
-    """Pieces of a packed row: tokens of each, and the piece that precedes it in its sequence, or None at a start."""
+    def variable_lengths(self, device: torch.device) -> tuple[dict[str, Any], Int[Tensor, " S"] | None]:
+        """The row as `varlen_attn` reads it, formed by the first layer and copied to the device without waiting.
 
-    lengths: list[int]
-    parents: list[int | None]
-    varlen: VariableLengths | None = None  # on a GPU
+        Returns:
+            First query and first key of each piece, the ends, and the longest; index in the row of the keys of all
+            pieces, or None if they are the row's.
+        """
+        if self._varlen is None:
+            own = torch.arange(sum(self.lengths)).split(self.lengths)
+            pairs = zip(self.parents, own, strict=True)
+            keys = [piece if parent is None else torch.cat([own[parent], piece]) for parent, piece in pairs]
+            key_lengths = list(map(len, keys))
+            bounds = {f"cu_seq_{name}": _bounds(of, device) for name, of in (("q", self.lengths), ("k", key_lengths))}
+            bounds |= {"max_q": max(self.lengths), "max_k": max(key_lengths)}
+            is_shared = key_lengths != self.lengths
+            self._varlen = bounds, to_device(torch.cat(keys), device) if is_shared else None
+        return self._varlen
 
 
 def packed_row(
@@ -155,9 +168,10 @@ def packed_sdpa(
 ) -> tuple[Tensor, None]:
     """PyTorch's attention over a packed row: in one call in half precision on a GPU, else called once for each piece.
 
-    A mask would keep a GPU from flash attention and repeat the keys and values of grouped heads. Attention is causal
-    without one where queries and keys are equally many, so the calls for each piece read the queries of a shared
-    prefix again for each sequence that shares it. Only a sliding window shorter than the sequence needs a mask.
+    A piece after a shared prefix has more keys than queries, where causal attention needs a mask. On a GPU that would
+    prevent flash attention and repeat the keys and values of grouped heads, and where most tokens are the piece's own
+    it costs more than it saves: these read the queries of the prefix again for each sequence that shares it. Masked
+    are short pieces on a CPU, and a sliding window that is shorter than the sequence.
 
     Args:
         module: the attention layer.
@@ -172,39 +186,53 @@ def packed_sdpa(
     if row_layout is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     window = kwargs.get("sliding_window")
-    dtype = computing_dtype(query)
-    has_width = query.shape[-1] <= VARLEN_HEAD_DIM and query.shape[-1] % VARLEN_MULTIPLE == 0
-    if row_layout.varlen is not None and dtype in VARLEN_DTYPES and has_width:
-        states = [x[0].transpose(0, 1).to(dtype) for x in (query, key, value)]
-        return _varlen_attention(*states, row_layout.varlen, window, kwargs.get("scaling")), None
-    states = [x.split(row_layout.lengths, dim=2) for x in (query, key, value)]
+    if len(query) == 1 and reads_variable_lengths(query):
+        return _varlen_attention(query, key, value, row_layout, window, kwargs.get("scaling")), None
+    queries, keys, values = (x.split(row_layout.lengths, dim=2) for x in (query, key, value))
     outputs = []
     for piece, parent in enumerate(row_layout.parents):
-        q, k, v = (x[piece] if parent is None else torch.cat([x[parent], x[piece]], dim=2) for x in states)
-        mask = None if window is None or k.shape[2] <= window else _band(k.shape[2], window, k.device)
+        q, k, v = queries[piece], keys[piece], values[piece]
+        if parent is not None:
+            k, v = torch.cat([keys[parent], k], dim=2), torch.cat([values[parent], v], dim=2)
+        mask = None
+        is_cut = window is not None and k.shape[2] > window
+        is_short = k.device.type == "cpu" and 2 * q.shape[2] < k.shape[2]
+        if is_cut or is_short:
+            mask = _causal_mask(q.shape[2], k.shape[2], window, k.device)
+        elif parent is not None:
+            q = torch.cat([queries[parent], q], dim=2)
         whole = sdpa_attention_forward(module, q, k, v, mask, **kwargs)[0]
         outputs.append(whole[:, -row_layout.lengths[piece] :])
     return torch.cat(outputs, dim=1), None
+
+
+def _varlen_attention(
+    query: Tensor, key: Tensor, value: Tensor, layout: RowLayout, window: int | None, scale: float | None
+) -> Tensor:
+    """Attention of a row, (1, L, heads, D).
+
+    The last query of a piece sees its last key, so the own tokens of a piece see the whole prefix before them.
+    """
+    dtype = computing_dtype(query)
+    bounds, keys = layout.variable_lengths(query.device)
+    query, key, value = (x[0].transpose(0, 1).to(dtype) for x in (query, key, value))
+    if keys is not None:
+        key, value = (x.index_select(0, keys) for x in (key, value))
+    options = {"enable_gqa": True} if takes_option(varlen_attn, "enable_gqa") else {}  # grouped heads, from torch 2.12
+    seen = (-1 if window is None else window - 1, 0)
+    return varlen_attn(query, key, value, **bounds, scale=scale, window_size=seen, **options)[None]
+
+
+def reads_variable_lengths(query: Tensor) -> bool:
+    """Whether torch's kernel of variable lengths takes the states of a layer."""
+    has_width = query.shape[-1] <= 256 and query.shape[-1] % 8 == 0
+    return has_width and computing_dtype(query) in VARLEN_DTYPES and has_varlen_kernel(query.device)
 
 
 def computing_dtype(states: Tensor) -> torch.dtype:
     """Return the dtype in which attention computes, under autocast too."""
     device = states.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else states.dtype
-
-
-def _varlen_attention(
-    query: Tensor, key: Tensor, value: Tensor, varlen: VariableLengths, window: int | None, scale: float | None
-) -> Tensor:
-    """Attention of a row, (1, L, heads, D), of states (L, heads, D).
-
-    The last query of a piece sees its last key, so the own tokens of a piece see the whole prefix before them.
-    """
-    if varlen.keys is not None:
-        key, value = (x.index_select(0, varlen.keys) for x in (key, value))
-    options = {"enable_gqa": True} if takes_option(varlen_attn, "enable_gqa") else {}  # grouped heads, from torch 2.12
-    seen = (-1 if window is None else window - 1, 0)
-    return varlen_attn(query, key, value, **varlen.bounds, scale=scale, window_size=seen, **options)[None]
 
 
 @cache
@@ -214,29 +242,11 @@ def takes_option(function: Callable[..., Any], name: str) -> bool:
 
 
 @cache
-def reads_variable_lengths(device: torch.device) -> bool:
+def has_varlen_kernel(device: torch.device) -> bool:
     """Whether `varlen_attn` with windows runs on a device: on a GPU from Ampere on."""
     if varlen_attn is None or not takes_option(varlen_attn, "window_size"):
         return False
     return device.type == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability(device) >= (8, 0)
-
-
-def variable_lengths(layout: RowLayout, device: torch.device) -> VariableLengths:
-    """The layout on a device, copied without waiting."""
-    own = torch.arange(sum(layout.lengths)).split(layout.lengths)
-    keys = [
-        own[piece] if parent is None else torch.cat([own[parent], own[piece]])
-        for piece, parent in enumerate(layout.parents)
-    ]
-    key_lengths = list(map(len, keys))
-    bounds = {
-        "cu_seq_q": _bounds(layout.lengths, device),
-        "cu_seq_k": _bounds(key_lengths, device),
-        "max_q": max(layout.lengths),
-        "max_k": max(key_lengths),
-    }
-    has_parents = any(parent is not None for parent in layout.parents)
-    return VariableLengths(bounds, to_device(torch.cat(keys), device) if has_parents else None)
 
 
 def _bounds(lengths: list[int], device: torch.device) -> Int[Tensor, " n+1"]:
@@ -244,9 +254,11 @@ def _bounds(lengths: list[int], device: torch.device) -> Int[Tensor, " n+1"]:
     return to_device(torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32), device)
 
 
-def _band(length: int, window: int, device: torch.device) -> Bool[Tensor, "1 1 L L"]:
-    """True where a token sees a key: itself and the `window - 1` tokens before it."""
-    return torch.ones(1, 1, length, length, dtype=torch.bool, device=device).tril_().triu_(1 - window)
+def _causal_mask(queries: int, keys: int, window: int | None, device: torch.device) -> Bool[Tensor, "1 1 Q S"]:
+    """True where one of the last tokens of a sequence sees a key: itself and, of a window, `window - 1` before it."""
+    prefix = keys - queries
+    mask = torch.ones(1, 1, queries, keys, dtype=torch.bool, device=device).tril_(prefix)
+    return mask if window is None else mask.triu_(prefix + 1 - window)
 
 
 AttentionInterface.register(PACKED_SDPA, packed_sdpa)
@@ -338,8 +350,6 @@ def model_inputs(
     if packed:
         ids, positions, layout, indices = packed_row(sequences, shares and shares_prefixes(model))
         inputs = {"input_ids": to_device(ids[None], device), "position_ids": to_device(positions[None], device)}
-        if shares_prefixes(model) and reads_variable_lengths(device):
-            layout = layout._replace(varlen=variable_lengths(layout, device))
         lengths = layout.lengths
     else:
         padded = nn.utils.rnn.pad_sequence([torch.tensor(ids) for ids in sequences], batch_first=True)

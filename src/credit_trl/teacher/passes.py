@@ -61,18 +61,14 @@ class _Sequence:
             return columns + len(self.prompt)
         return columns + torch.searchsorted(torch.tensor(self.columns), columns.contiguous(), right=True)
 
-    def ids(self, completion_ids: Int[Tensor, "B T"]) -> Int[Tensor, " L"]:
-        """Ids of the whole sequence."""
-        prompt = torch.tensor(self.prompt)
-        completion = completion_ids[self.sample, : self.completion]
+    def ids(self, completions: list[list[int]]) -> list[int]:
+        """Ids of the whole sequence, from those of every sample's completion."""
+        completion = completions[self.sample][: self.completion]
         if self.columns is None:
-            return torch.cat([prompt, completion])
-        whole = completion.new_empty(len(self))
-        own = self.positions(torch.arange(self.completion))
-        is_prompt = torch.ones_like(whole, dtype=torch.bool)
-        is_prompt[own] = False
-        whole[own], whole[is_prompt] = completion, prompt
-        return whole
+            return self.prompt + completion
+        columns = [*self.columns, *range(self.completion)]  # a token of the prompt comes first in its column
+        order = sorted(range(len(columns)), key=columns.__getitem__)
+        return [(self.prompt + completion)[i] for i in order]
 
 
 @torch.no_grad()
@@ -106,13 +102,15 @@ def token_states(
         for group in _groups(sequences, batch_tokens, packed)
     ]
     # In main memory, so that a pass copies its own to the device at once.
-    host = CompletionBatch(batch.ids.cpu(), batch.mask, batch.loss_mask.cpu())
+    completions = batch.ids.tolist()
+    loss_mask = batch.loss_mask.cpu()
     device = batch.ids.device
     encoded: dict[int, Any] = {}
 
-    def forward(tensors: list[Tensor], images: Sequence[PromptImages | None] = ()) -> tuple[Tensor, Tensor]:
+    def forward(of_pass: list[_Sequence]) -> tuple[Tensor, Tensor]:
         """Hidden states (R, H) of a pass, and the row of each token of the sequences, one after the other."""
-        ids = [own.tolist() for own in tensors]
+        ids = [sequence.ids(completions) for sequence in of_pass]
+        images = [sequence.images for sequence in of_pass]
         inputs, indices = model_inputs(unwrapped, ids, device, packed=packed)
 
         def run(input_ids: Tensor) -> Tensor:
@@ -127,9 +125,9 @@ def token_states(
     count = sum(len(of_group) for _, of_group in groups)
     idle = teacher.most_batches(count) - count  # a collective: every process calls it before its passes
     for group, of_group in groups:
-        yield _states_of(group, of_group, forward, host, device)
+        yield _states_of(group, of_group, forward, loss_mask, device)
     for _ in range(idle):
-        forward([host.ids[0, :1]])
+        forward([_Sequence(0, 0, [], 1)])
 
 
 def _sequences_of(contexts: Sequence[TokenContexts], batch: CompletionBatch) -> dict[int, list[_Sequence]]:
@@ -149,20 +147,19 @@ def _sequences_of(contexts: Sequence[TokenContexts], batch: CompletionBatch) -> 
 def _states_of(
     group: list[int],
     of_group: list[list[_Sequence]],
-    forward: Callable[[list[Tensor], list[PromptImages | None]], tuple[Tensor, Tensor]],
-    batch: CompletionBatch,
+    forward: Callable[[list[_Sequence]], tuple[Tensor, Tensor]],
+    loss_mask: Bool[Tensor, "B T"],
     device: torch.device,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """One group's part of `token_states`. Tokens of one sample are contiguous."""
     samples = torch.tensor(group)
-    rows, columns = batch.loss_mask[samples].nonzero(as_tuple=True)
+    rows, columns = loss_mask[samples].nonzero(as_tuple=True)
     ends = torch.bincount(rows, minlength=len(group)).cumsum(0).tolist()
     span = {sample: slice(start, end) for sample, start, end in zip(group, [0, *ends], ends, strict=False)}
     count = 1 + max(sequence.context for of_pass in of_group for sequence in of_pass)
     kept: Tensor | None = None
     for of_pass in of_group:
-        ids = [sequence.ids(batch.ids) for sequence in of_pass]
-        hidden, indices = forward(ids, [sequence.images for sequence in of_pass])
+        hidden, indices = forward(of_pass)
         if kept is None:
             kept = hidden.new_empty(count * len(rows), hidden.shape[-1])
         firsts = itertools.accumulate(map(len, of_pass), initial=0)

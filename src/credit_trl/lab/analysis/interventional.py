@@ -166,6 +166,5 @@ def estimate(
     rates = (successes + 0.5) / (samples + 1.0)
     baseline = (baseline_successes + 0.5) / (baseline_samples + 1.0)
     variance = (1.0 - rates) / (samples * rates) + (1.0 - baseline) / (baseline_samples * baseline)
-    return InterventionalCredit(
-        branching, successes, samples, interventional_credit(rates, np.array(baseline)), np.sqrt(variance)
-    )
+    credit = interventional_credit(rates, np.array(baseline))
+    return InterventionalCredit(branching, successes, samples, credit, np.sqrt(variance))

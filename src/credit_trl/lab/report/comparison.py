@@ -99,10 +99,8 @@ def compare_arms(arms: Mapping[str, Sequence[Run]]) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     tasks = dict.fromkeys(run.task for runs in arms.values() for run in runs if run.evaluations)
     for task in tasks:
-        evaluated = {
-            name: [run for run in runs if run.evaluations and run.task == task] for name, runs in arms.items()
-        }
-        rows += _compare_on_task(task, {name: runs for name, runs in evaluated.items() if runs})
+        own = {name: [run for run in runs if run.evaluations and run.task == task] for name, runs in arms.items()}
+        rows += _compare_on_task(task, {name: runs for name, runs in own.items() if runs})
     return rows
 
 
@@ -127,14 +125,12 @@ def _compare_on_task(task: str, arms: Mapping[str, Sequence[Run]]) -> list[dict[
 def _scores(runs: Sequence[Run], matrix: NDArray[np.float64]) -> dict[str, Any]:
     """Scores of one arm; `matrix` has shape (runs, shared prompts)."""
     last = [run.evaluations[-1] for run in runs]
-    before = [
-        run.evaluations[0]["score"] for run in runs if run.evaluations[0]["step"] == 0 and len(run.evaluations) > 1
-    ]
+    first = [run.evaluations[0] for run in runs if len(run.evaluations) > 1]
     row: dict[str, Any] = {
         "k": last[0].get("k"),
         "greedy": bool(last[0].get("greedy")),
         "step": max(one["step"] for one in last),
-        "before": float(np.mean(before)) if before else None,
+        "before": _mean([one["score"] for one in first if one["step"] == 0]),
         "score": float(np.mean([one["score"] for one in last])),
         "best": float(np.mean([max(one["score"] for one in run.evaluations) for run in runs])),
     }

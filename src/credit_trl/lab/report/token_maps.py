@@ -62,8 +62,7 @@ def maps_section(maps: Sequence[TokenMap]) -> dict[str, Any]:
 
 
 def _summary(maps: Sequence[TokenMap]) -> list[dict[str, Any]]:
-    classes = summarize_maps(maps).reset_index(names="name")
-    return classes.to_dict("records")
+    return summarize_maps(maps).reset_index(names="name").to_dict("records")
 
 
 def group_scales(maps: Sequence[TokenMap]) -> dict[str, dict[str, float]]:

@@ -1,21 +1,17 @@
-"""The reference implementation on the page "Life of a batch" equals `credit_loss`."""
+"""`examples/reference_loss.py` equals `credit_loss`."""
+
+import runpy
+from pathlib import Path
 
 import pytest
 import torch
-from pages import ROOT, blocks_of
 from torch import Tensor
 
 from credit_trl.loss import LMHead, LossConfig, LossTokens, SupportConfig, TeacherStates, credit_loss, score_tokens
 
 N, V, H, C, TOPK, COEF = 12, 31, 7, 2, 5, 0.3
-
-
-@pytest.fixture(scope="module")
-def reference_loss():
-    (block,) = blocks_of(ROOT / "docs" / "life_of_a_batch.md", "python")
-    namespace: dict = {}
-    exec(block.parsed, namespace)
-    return namespace["reference_loss"]
+SCRIPT = Path(__file__).parents[2] / "examples" / "reference_loss.py"
+reference_loss = runpy.run_path(str(SCRIPT))["reference_loss"]
 
 
 def leaf(*shape: int) -> Tensor:
@@ -24,7 +20,7 @@ def leaf(*shape: int) -> Tensor:
 
 @pytest.mark.parametrize("alpha", [1.0, 0.5, 0.0])
 @pytest.mark.parametrize("tail", ["bucket", "renormalize"])
-def test_reference_loss_equals_the_real_one(reference_loss, tail, alpha):
+def test_reference_loss_equals_the_real_one(tail, alpha):
     torch.manual_seed(0)
     hidden, weight = leaf(N, H), leaf(V, H)
     states = TeacherStates(leaf(N, H).detach(), leaf(C, N, H).detach(), LMHead(leaf(V, H).detach()))
