@@ -39,7 +39,7 @@ LINE_BUDGETS: dict[str, tuple[list[str], int]] = {
     "examples, benchmarks and notebooks": (["examples/**/*.py", "benchmarks/**/*.py", "notebooks/*.py"], 5_500),
 }
 # Rooms that are not within their budget yet -> lines that they must not exceed until they are. Only lower these.
-RATCHETS = {"src": 19_650, "core": 9_150}
+RATCHETS = {"src": 19_310, "core": 8_870}
 MAX_OPTIONS = 34  # of `CreditConfig` beyond `GRPOConfig`
 MAX_PROSE_BYTES = 115_000  # README and docs
 MAX_PACKED_ASSIGNMENTS = 60

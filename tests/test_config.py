@@ -108,12 +108,6 @@ def test_names_of_other_trainers_are_not_ours():
     assert not {f.name for f in dataclasses.fields(CreditConfig)} & OTHER_NAMES.keys()
 
 
-def test_one_rollout_per_prompt_is_a_group(make_config):
-    config = make_config(num_generations=1, per_device_train_batch_size=3)
-    assert (config.num_generations, config.generation_batch_size) == (1, 3)
-    assert type(config.num_generations) is int
-
-
 def test_none_is_a_value_of_optional_numbers_after_parsing(make_config, tmp_path):
     """TRL's parser removes None from the types of the fields, for every later configuration too."""
     values = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False, "per_device_train_batch_size": 16}

@@ -7,7 +7,6 @@ from torch.testing import assert_close
 from credit_trl.contexts.builder import ContextBuilder
 from credit_trl.rollout.batch import GenerationBatch
 from credit_trl.teacher.models import make_teacher
-from credit_trl.training.micro_batches import loss_in_parts
 from credit_trl.training.step import CreditStep
 from dense import LENGTHS, gradients, naive_loss, naive_token_losses, padded, scoring_model, step_problem
 
@@ -81,16 +80,6 @@ def test_accumulated_micro_batches_equal_algorithm_1(make_problem):
     teacher = scoring_model(problem)
     theirs = sum(naive_loss(problem, teacher, rows) for rows in parts) / 3
     same(ours, theirs, problem.policy)
-
-
-def test_parts_of_a_micro_batch_equal_the_whole(make_problem):
-    problem = make_problem(update_batch_tokens=60)
-    whole = gradients(naive_loss(problem, scoring_model(problem)), problem.policy)
-    result = loss_in_parts(problem.step, problem.policy, problem.tensors, 1.0, torch.Tensor.backward)
-    result.terms.loss.backward()
-    for name, parameter in problem.policy.named_parameters():
-        if name in whole:
-            assert_close(parameter.grad, whole[name], rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("support", TOPK)

@@ -221,10 +221,3 @@ def test_two_micro_batches_give_the_step_of_one(train, loss_type):
     )
     for name, weight in whole.items():
         torch.testing.assert_close(parts[name], weight, rtol=1e-3, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}")
-
-
-def test_one_rollout_per_prompt_trains_from_feedback(train, make_model):
-    trainer = train(num_generations=1, max_steps=6)
-    assert moved(trainer, make_model)
-    assert "flat_reward" not in trainer.alarms.raised
-    assert trainer.state.log_history[0]["credit/frac_with_feedback"] == 1.0

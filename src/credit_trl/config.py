@@ -101,10 +101,6 @@ class CreditConfig(GRPOConfig):
             prompt that several sequences share once. `None`: where student and teacher can and are no
             vision-language models, as images need padded rows. With `True` a student that
             cannot pads, with one warning.
-        update_batch_tokens (`int`, *optional*):
-            Maximum number of tokens in one forward and backward pass of the student, padding included. A micro-batch
-            with more is computed in parts, whose gradients add up to that of the whole, so that activations take
-            memory for this many tokens. A single longer sample is one part. `None`: no limit.
 
         > The teacher π_ref
 
@@ -184,7 +180,6 @@ class CreditConfig(GRPOConfig):
     distillation_kernels: Literal["auto", "torch", "triton"] = "auto"
     scoring_batch_tokens: int = 16384
     packed: bool | None = None
-    update_batch_tokens: int | None = None
 
     teacher_model_kind: Literal["ema", "live", "base", "model"] = "ema"
     teacher_model_name_or_path: str | None = None
@@ -216,11 +211,8 @@ class CreditConfig(GRPOConfig):
             self.distillation_support = modes.get(distillation_mode, distillation_mode)
             self.distillation_topk = None if distillation_mode == "full_logits" else self.distillation_topk
         _check_values(self)  # own options first: TRL checks the machine, and its error would hide theirs
-        if self.num_generations == 1 and self.distillation_weight == 1.0:
-            self.num_generations = _OneRollout(1)
         _resolve_defaults(self)
         super().__post_init__()
-        self.num_generations = int(self.num_generations)
         _check_combinations(self)  # uses batch sizes that TRL has resolved
 
     @classmethod
@@ -249,11 +241,6 @@ class CreditConfig(GRPOConfig):
     def contrasts(self) -> bool:
         """Whether contrasts are used: λ is not 0."""
         return self.contrastive_coef != 0.0
-
-    @property
-    def teacher_is_frozen(self) -> bool:
-        """Whether the teacher's weights never change."""
-        return self.teacher_model_kind in ("base", "model")
 
 
 # Table 3 where it differs from the defaults; rows that it lacks are those of SDPO's pipeline (verl).
@@ -323,13 +310,6 @@ def _resolve_defaults(config: CreditConfig) -> None:
         config.bf16 = False
 
 
-class _OneRollout(int):
-    """1 that passes GRPO's check for at least two rollouts per prompt, where no advantage of GRPO is computed."""
-
-    def __lt__(self, other: int) -> bool:
-        return False
-
-
 # Options of other trainers, and other names of ours -> what to set here.
 OTHER_NAMES = {
     "topk": "Set `distillation_topk`.",
@@ -385,10 +365,7 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], tuple[str, ...]]] = {
         lambda x: x >= 1,
         ("contrastive_count", "max_reprompt_len", "scoring_batch_tokens", "num_iterations"),
     ),
-    "at least 1 or None": (
-        lambda x: x is None or x >= 1,
-        ("distillation_topk", "teacher_sync_steps", "update_batch_tokens"),
-    ),
+    "at least 1 or None": (lambda x: x is None or x >= 1, ("distillation_topk", "teacher_sync_steps")),
 }
 
 # Options of GRPO's loss and their values without effect, for `distillation_weight=1`, which does not compute it.
@@ -482,18 +459,6 @@ _COMBINATIONS: tuple[tuple[Callable[[CreditConfig], bool], str], ...] = (
         "one prompt, so there is no contrast prompt. Increase `per_device_train_batch_size`, "
         "`gradient_accumulation_steps` or `generation_batch_size`, set `contrastive_source='dataset'`, or set "
         "`contrastive_coef=0` (SDPO).",
-    ),
-    (
-        lambda c: (
-            c.teacher_prompt == "privileged" and not (c.use_successful_as_teacher or c.include_environment_feedback)
-        ),
-        "The teacher would have no privileged context: set `include_environment_feedback=True` or "
-        "`use_successful_as_teacher=True`.",
-    ),
-    (
-        lambda c: c.teacher_prompt == "privileged" and c.num_generations == 1 and not c.include_environment_feedback,
-        "`num_generations=1` gives no other rollout to demonstrate with: set `include_environment_feedback=True`, or "
-        "more generations.",
     ),
     (
         lambda c: c.max_completion_length is None,

@@ -193,7 +193,7 @@ class CreditTrainer(ResumableTrainer):
         is_plain = self.environment_factories is None and self.rollout_func is None
         tokenize = self._tokenize_prompts if is_plain else None
         check_image_rows(datasets, self.context_builder, self.accelerator, tokenize, self.tools or None)
-        checks.check_machine(args, self.accelerator, self.aux_loss_enabled)
+        checks.check_machine(self.accelerator)
         reduce_gradients_in_fp32(self.accelerator)
         self.teacher = build_teacher(args, self.model, self.accelerator, self._tokenizer)
         check_model(self.model, self.accelerator)
@@ -324,12 +324,11 @@ class CreditTrainer(ResumableTrainer):
         if self.model.training:
             marks = self._tokenizer, self.context_builder.render, self.eos_token_ids
             checks.check_truncated(metrics["completions/clipped_ratio"][-1], *marks, self.alarms)
+            self.alarms.check_rewards(metrics["frac_reward_zero_std"][-1] == 1.0, metrics["reward"][-1])
         if "importance_sampling_ratio" in output:  # TRL's, of which it logs the other moments
             ratio = output["importance_sampling_ratio"].expand_as(output["completion_mask"])
             median = self.accelerator.gather(ratio[loss_mask(output)].median())
             self._log_values({"sampling/importance_sampling_ratio/median": median.nanmean().item()})
-        if self.model.training and self.num_generations > 1:
-            self.alarms.check_rewards(metrics["frac_reward_zero_std"][-1] == 1.0, metrics["reward"][-1])
         contexts = None
         if self.credit_step is not None:
             if any(self.credit_step.gather([any(self._prompt_images)])):
@@ -432,16 +431,16 @@ class CreditTrainer(ResumableTrainer):
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         weight = self.args.distillation_weight
-        if weight == 0.0:
-            return super()._compute_loss(model, inputs | trl_image_fields(inputs))
-        loss = self._distillation_loss(model, inputs)
-        if weight == 1.0:
-            return loss
-        return weight * loss + (1.0 - weight) * super()._compute_loss(model, inputs | trl_image_fields(inputs))
+        loss = 0.0
+        if weight > 0.0:
+            loss = weight * self._distillation_loss(model, inputs)
+        if weight < 1.0:
+            loss = loss + (1.0 - weight) * super()._compute_loss(model, inputs | trl_image_fields(inputs))
+        return self._guarded(loss, inputs)
 
     def _distillation_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         accumulation = self.current_gradient_accumulation_steps if self.model.training else 1.0
-        result = micro_batches.loss_in_parts(self.credit_step, model, inputs, accumulation, self.accelerator.backward)
+        result = self.credit_step.loss(model, inputs, accumulation)
         loss = result.terms.loss
         if result.aux_loss is not None:
             loss = loss + self.router_aux_loss_coef * result.aux_loss / accumulation
@@ -463,7 +462,8 @@ class CreditTrainer(ResumableTrainer):
         self._eval_batches = 0  # so that every evaluation draws the same contrast prompts
         drop_undefined(metrics)
         super().log(logs, start_time)
-        self.alarms.check_drift(self.state.log_history, frozen_teacher=self.args.teacher_is_frozen)
+        is_frozen = self.args.teacher_model_kind in ("base", "model")
+        self.alarms.check_drift(self.state.log_history, frozen_teacher=is_frozen)
         if self.log_completions and self.accelerator.is_main_process and "train_runtime" not in logs:
             reporting.print_completions(self._logs, self.state.global_step, self.args.num_completions_to_print)
 

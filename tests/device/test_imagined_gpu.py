@@ -15,7 +15,7 @@ CASES = {
     "padded": {"distillation_support": "sampled"},
     "packed": {"packed": True, "contrastive_count": 2, "save_strategy": "steps", "save_steps": 1},
     "lora": {"lora": True, "packed": True, "distillation_topk": None},
-    "parts": {"distillation_tail": "renormalize", "packed": True, "update_batch_tokens": 150},
+    "renormalize": {"distillation_tail": "renormalize", "packed": True},
 }
 SLOW = {
     "lora-padded": {"lora": True, "save_strategy": "steps", "save_steps": 1, "teacher_model_kind": "base"},

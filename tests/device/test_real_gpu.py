@@ -30,7 +30,7 @@ def test_a_run_logs_what_a_cpu_logs_and_resumes_bit_for_bit(make_trainer, case):
     assert all(torch.equal(weight, weights[name]) for name, weight in resumed.model.named_parameters())
 
 
-@pytest.mark.parametrize("case", ["packed", "padded", "parts"])
+@pytest.mark.parametrize("case", ["packed", "padded", "renormalize"])
 def test_few_waits_in_a_micro_batch(make_trainer, monkeypatch, case):  # noqa: F811
     trainer = make_trainer(**CASES[case] | GPU)
     waits = []

@@ -34,7 +34,7 @@ from credit_trl.tasks.registry import Task, batch_of
 from credit_trl.teacher.external import ModelTeacher
 from credit_trl.teacher.models import Teacher
 from credit_trl.teacher.sharding import full_shape
-from credit_trl.training import micro_batches, step
+from credit_trl.training import step
 from distributed import cpu_fsdp2, standin_engine
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
@@ -148,23 +148,14 @@ def share_held(parameters) -> float:
 
 
 class LocalLosses(CreditTrainer):
-    """Records this process's losses, parts of micro-batches, longest completions and dtypes of the loss."""
+    """Records this process's losses, longest completions and dtypes of the loss."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.losses: list[float] = []
         self.longest: list[int] = []
         self.dtypes: set[str] = set()
-        self.parts: list[int] = []
         self.gradients: list[dict[str, Any]] = []
-        parts_of = micro_batches._parts
-
-        def counted(*args: Any) -> list[list[int]]:
-            parts = parts_of(*args)
-            self.parts.append(len(parts))
-            return parts
-
-        micro_batches._parts = counted
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         generated = super()._generate_single_turn(*args, **kwargs)
@@ -350,7 +341,6 @@ def facts(made: LocalLosses) -> dict[str, Any]:
         "losses": made.losses,
         "longest": made.longest,
         "dtypes": sorted(made.dtypes),
-        "parts": made.parts,
         "gradients": made.gradients,
         "alarms": sorted(made.alarms.raised),
         "synchronised": made.vllm_generation.llm.times if made.use_vllm else 0,

@@ -135,8 +135,8 @@ def happen(kind: str, made: CreditTrainer) -> None:
         weight = next(p for p in made.model.parameters() if p.requires_grad)
         weight.register_hook(lambda grad: grad * math.nan)
     elif kind == "nan loss":
-        compute = made._compute_loss
-        made._compute_loss = lambda *args: compute(*args) * math.nan
+        compute = made._distillation_loss
+        made._distillation_loss = lambda *args: compute(*args) * math.nan
 
 
 def wait_for_silent_engine() -> None:

@@ -8,10 +8,12 @@ from pathlib import Path
 from pkgutil import resolve_name
 
 import pytest
+import torch
+from transformers import Trainer
 
 from credit_trl import CreditTrainer
 from credit_trl.training import checkpoints
-from credit_trl.training.checkpoints import UNFINISHED, CheckpointError, checkpoint_to_resume
+from credit_trl.training.checkpoints import UNFINISHED, CheckpointError, checkpoint_to_resume, find_damage
 from tables import tables_of
 
 TABLES = tables_of(__file__)
@@ -69,7 +71,7 @@ def test_finished_checkpoint_replaces_one_of_its_name(tmp_path):
         (folder / "state").write_text(text)
     checkpoints.finish(unfinished, finished)
     assert (finished / "state").read_text() == "new"
-    assert checkpoints.find_damage(finished) is None
+    assert find_damage(finished) is None
     assert names(tmp_path / "unfinished") == []
 
 
@@ -99,6 +101,19 @@ def test_second_call_of_train_uses_no_rollouts_of_the_first(make_trainer, monkey
     trainer.train()  # ends inside a generation batch
     trainer.train()
     assert generated == [0, 0]
+
+
+def test_checkpoint_is_pushed_under_its_final_name(make_trainer, tmp_path, monkeypatch):
+    pushed = []
+    monkeypatch.setattr(
+        Trainer, "_push_from_checkpoint", lambda _, folder: pushed.append((folder, find_damage(Path(folder))))
+    )
+    trainer = make_trainer(max_steps=1)
+    trainer.args.push_to_hub = True  # the hub's repository is made at construction
+    trainer.train()
+    checkpoint = tmp_path / "run" / "checkpoint-1"
+    assert pushed == [(str(checkpoint), None)]
+    assert torch.load(checkpoint / "training_args.bin", weights_only=False).push_to_hub
 
 
 def test_best_checkpoint_has_its_final_name(make_trainer, dataset, tmp_path):

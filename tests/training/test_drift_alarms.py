@@ -22,7 +22,6 @@ TABLES = tables_of(__file__)
 
 FIDELITY = "credit/teacher_fidelity"
 LENGTH = "completions/mean_length"
-TRUNCATED = "completions/clipped_ratio"
 REWARD = "reward"
 
 
@@ -78,7 +77,7 @@ def test_noise_without_a_trend_raises_no_alarm():
     rng = np.random.default_rng(0)
     solved = rng.binomial(8, rng.beta(0.3, 0.7, (200, 8))) / 8  # 200 batches of eight problems with eight rollouts
     rewards = solved.mean(axis=1)
-    noisy = {REWARD: rewards, FIDELITY: rng.normal(0.1, 0.2, 200), TRUNCATED: rewards, LENGTH: 100 * rewards}
+    noisy = {REWARD: rewards, FIDELITY: rng.normal(0.1, 0.2, 200), LENGTH: 100 * rewards}
     windows = np.convolve(rewards, np.ones(WINDOW) / WINDOW, "valid")
     assert windows.min() < 0.5 * windows.max()
     assert observe(**noisy) == set()

@@ -15,7 +15,7 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from padded import padding_kept
 
 from credit_trl.teacher.packing import PACKED_SDPA, attention_of
-from credit_trl.training.micro_batches import cut_rows, even_groups, exchanged_count
+from credit_trl.training.micro_batches import even_groups, exchanged_count
 from tables import tables_of
 
 TABLES = tables_of(__file__)
@@ -116,41 +116,6 @@ def test_run_equals_the_padded_run(make_trainer, name):
         assert max(abs(a[0] - b[0]) for a, b in zip(uncorrected[0], expected[0], strict=True)) > 1e-4
 
 
-@pytest.mark.parametrize("name", TABLES["parts"])
-def test_run_in_parts_equals_the_run_in_one(make_trainer, name):
-    options = {"optim": "sgd", "learning_rate": 0.02, "max_steps": 3, **TABLES["parts"][name]}
-    budget = options.pop("update_batch_tokens", 150)
-    whole, parts = make_trainer(**options), make_trainer(**options, update_batch_tokens=budget)
-    sizes = []
-    parts.model.get_input_embeddings().register_forward_hook(
-        lambda module, args, output: sizes.append(args[0].numel()) if torch.is_grad_enabled() else None
-    )
-    expected, found = trained(whole), trained(parts)
-    assert_equal_runs(found, expected, rtol=2e-6)
-    assert len(sizes) > 3 * len(expected[2])
-    assert name == "one-row-each" or max(sizes) <= budget
-    logs = zip(parts.state.log_history, whole.state.log_history, strict=True)
-    for row, other in ((r, o) for r, o in logs if "train_runtime" not in r):
-        names = [key for key in other if "time" not in key and "second" not in key and "padding" not in key]
-        assert {key: row[key] for key in names} == pytest.approx(
-            {key: other[key] for key in names}, rel=1e-4, abs=1e-5, nan_ok=True
-        )
-
-
-def test_run_in_parts_equals_the_run_in_one_in_bf16(make_trainer):
-    """To the rounding of bf16, with recomputed activations."""
-    options = {"bf16": True, "gradient_checkpointing": True, "loss_type": "dr_grpo", "max_steps": 2}
-    whole, parts = (make_trainer(**options, update_batch_tokens=tokens) for tokens in (None, 150))
-    cached = set()
-    parts.model.model.layers[0].mlp.register_forward_hook(
-        lambda *_: cached.add(torch.is_autocast_cache_enabled()) if torch.is_grad_enabled() else None
-    )
-    expected, found = trained(whole)[0], trained(parts)[0]
-    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=0.02, atol=1e-4)
-    assert cached == {False}  # also where activations are computed again
-    assert torch.is_autocast_cache_enabled()
-
-
 def prompts_once(batch):
     """Tokens of a micro-batch in which rollouts of one prompt read it once; they sample different first tokens."""
     prompts = {
@@ -215,19 +180,6 @@ def test_groups_hold_every_sample_once_and_are_even(case, by_total):
         arrived = [lengths[i : i + len(groups[0])] for i in range(0, len(lengths), len(groups[0]))]
         longest = sum(max(lengths[i] for i in group) for group in groups)
         assert longest <= sum(map(max, arrived))
-
-
-@given(st.lists(st.integers(1, 90), min_size=1, max_size=20), st.integers(1, 400), st.integers(1, 20))
-def test_parts_are_consecutive_and_within_the_budget(lengths, budget, count):
-    def padded(part):
-        return len(part) * max(lengths[i] for i in part)
-
-    parts = cut_rows(list(range(len(lengths))), padded, budget, count)
-    assert [i for part in parts for i in part] == list(range(len(lengths)))
-    assert all(padded(part) <= budget for part in parts if len(part) > 1)
-    assert len(parts) >= min(count, len(lengths))
-    if count == 1 and len(parts) > 1:
-        assert padded(list(range(len(lengths)))) > budget
 
 
 @pytest.mark.parametrize(("options", "count"), TABLES["exchanged"])

@@ -19,7 +19,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial, update_wrapper
+from functools import update_wrapper
 from importlib import import_module
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -30,7 +30,7 @@ from credit_trl.rollout.deadline import remaining_seconds
 from credit_trl.rollout.verdict import VerifierTimeout, listed
 
 _BOOT = "import sys; sys.path[:] = {!r}; from credit_trl.rollout.in_process import serve; serve({}, {!r}, {!r})"
-_OBJECTS = {"trainer_state", "environments"}  # of the trainer, sent to functions that name them
+_NOT_SENT = {"trainer_state", "environments", "log_extra", "log_metric"}  # objects and functions of the trainer
 _GRACE_SECONDS = 1.0
 
 
@@ -39,7 +39,8 @@ def in_process(function: Callable[..., Any]) -> Callable[..., Any]:
 
     The process starts at the first call, which includes the import of the function's module. With all processes that
     the function has started it is killed one second after `verifier_timeout`, and another one starts. Arguments,
-    results and errors are pickled.
+    results and errors are pickled. The trainer's state, environments and loggers are not passed; return
+    `Verdict.metrics` to log.
 
     Raises:
         TypeError: another process cannot import the function by its name: it is a lambda, a method, an object, or a
@@ -59,7 +60,6 @@ class _InProcess:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         update_wrapper(self, function)
-        self._dropped = _OBJECTS.difference(inspect.signature(function).parameters)
         self._lock = Lock()
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -71,10 +71,7 @@ class _InProcess:
             RuntimeError: the process has ended.
             Exception: the function's error, or that of pickling.
         """
-        loggers = {key: value for key, value in arguments.items() if callable(value)}
-        sent = {key: value for key, value in arguments.items() if key not in loggers and key not in self._dropped}
-        request = (values, sent, list(loggers))
-        pickle.dumps(request)  # its error is no fault of the process
+        request = (values, {key: value for key, value in arguments.items() if key not in _NOT_SENT})
         seconds = remaining_seconds()
         if not self._lock.acquire(timeout=-1 if seconds is None else max(0.0, seconds)):
             raise VerifierTimeout(f"The process of the reward function {self.__name__!r} is still busy.")
@@ -94,10 +91,7 @@ class _InProcess:
             self._lock.release()
         if is_error:
             raise answer
-        output, logged = answer
-        for key, logged_values, logged_arguments in logged:
-            loggers[key](*logged_values, **logged_arguments)
-        return output
+        return answer
 
     def _ask(self, request: tuple[Any, ...]) -> tuple[bool, Any]:
         """Send a request to the process and return what `_answer` gives."""
@@ -144,23 +138,18 @@ def serve(descriptor: int, module: str, name: str) -> None:
 
 
 def _answer(module: str, name: str, request: bytes) -> bytes:
-    """The pickled pair (False, (result, calls of loggers)) or (True, error)."""
-    logged: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
-
-    def log(key: str, *values: Any, **arguments: Any) -> None:
-        logged.append((key, values, arguments))
-
+    """The pickled pair (False, result) or (True, error)."""
     try:
-        values, arguments, loggers, seconds = pickle.loads(request)
+        values, arguments, seconds = pickle.loads(request)
         if seconds is not None:  # ends this process also if the trainer was killed meanwhile
             faulthandler.dump_traceback_later(max(0.0, seconds) + _GRACE_SECONDS, exit=True)
         function = getattr(import_module(module), name)
         if isinstance(function, _InProcess):  # a decorated one
             function = function.__wrapped__
-        output = function(*values, **arguments, **{key: partial(log, key) for key in loggers})
+        output = function(*values, **arguments)
         if inspect.iscoroutine(output):
             output = asyncio.run(output)
-        return pickle.dumps((False, (listed(output, arguments), logged)))
+        return pickle.dumps((False, listed(output, arguments)))
     except BaseException as error:
         error.add_note(f"In the process of {name!r}:\n{traceback.format_exc()}")
         with suppress(Exception):

@@ -28,19 +28,12 @@ FEW_BAD_LOGPS = 0.001
 WINDOW = 5
 # The latest fidelity or reward below this share of its reference is an alarm.
 LOW_SHARE = 0.5
-# The latest length or share of truncated completions above this multiple of its first value is an alarm.
+# The latest length above this multiple of its first value is an alarm.
 HIGH_RATIO = 1.5
-# Shares of truncated completions below this one are no drift.
-FEW_TRUNCATED = 0.1
 # A change of up to this many standard deviations of a window's mean is noise. It is large because an alarm compares
 # every window of a run: of 200 logs of eight problems, rewards without a trend fall below half of their best window.
 NOISE = 6.0
 
-_GREW = (
-    "grew from {start:.3g} to {latest:.3g}. Read some completions (`log_completions=True`): filler that is likely "
-    "under any prompt is rewarded by self-distillation; a larger `contrastive_coef` subtracts it. Otherwise raise "
-    "`max_completion_length`."
-)
 _FIX = (
     "Load the model in fp32 (`dtype=torch.float32`) and keep `bf16=True`, which computes in bf16 and keeps fp32 "
     "weights, or raise `learning_rate`."
@@ -99,8 +92,9 @@ _MESSAGES = {
     "the feedback the teacher prefers successful over failed completions less than before. An averaged teacher "
     "follows a policy that unlearned to read feedback. Lower `teacher_update_rate` or the learning rate, or set "
     "`teacher_model_kind='base'`.",
-    "drift_length": f"The mean length of completions {_GREW}",
-    "drift_truncated": f"The share of truncated completions {_GREW}",
+    "drift_length": "The mean length of completions grew from {start:.3g} to {latest:.3g}. Read some completions "
+    "(`log_completions=True`): filler that is likely under any prompt is rewarded by self-distillation; a larger "
+    "`contrastive_coef` subtracts it. Otherwise raise `max_completion_length`.",
     "drift_collapse": "The mean reward fell from {start:.3f}, its best, to {latest:.3f}. Resume from a checkpoint "
     "before the fall with a lower learning rate, or see docs/troubleshooting.md.",
 } | {
@@ -113,7 +107,6 @@ _MESSAGES = {
 _WATCHED = {
     "credit/teacher_fidelity": "drift_fidelity",
     "completions/mean_length": "drift_length",
-    "completions/clipped_ratio": "drift_truncated",
     "reward": "drift_collapse",
 }
 
@@ -200,11 +193,8 @@ class Alarms:
             windows = [sum(values[i : i + WINDOW]) / WINDOW for i in range(len(values) - WINDOW + 1)]
             start = max(windows) if cause == "drift_collapse" else windows[0]
             latest = windows[-1]
-            if cause in ("drift_fidelity", "drift_collapse"):
-                is_drift = start > 0.0 and latest < LOW_SHARE * start
-            else:
-                is_drift = latest > HIGH_RATIO * (max(start, FEW_TRUNCATED) if cause == "drift_truncated" else start)
-            is_real = abs(latest - start) > _noise(values)
+            is_drift = latest > HIGH_RATIO * start if cause == "drift_length" else latest < LOW_SHARE * start
+            is_real = start > 0.0 and abs(latest - start) > _noise(values)
             self.raise_if(is_drift and is_real, cause, start=start, latest=latest)
 
 

@@ -173,8 +173,8 @@ class ResumableTrainer(GRPOTrainer):
 
     # ------------------------------------------------------------------ steps of NaN
 
-    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        loss = super().compute_loss(model, inputs, *args, **kwargs)
+    def _guarded(self, loss: Tensor, inputs: dict[str, Any]) -> Tensor:
+        """The loss of a micro-batch, which `_get_grad_norm` refuses where it is not finite."""
         if not self.model.training:
             return loss
         loss, finite = guarded(loss, inputs)

@@ -11,7 +11,6 @@ from accelerate import Accelerator
 from datasets import Dataset
 from torch import nn
 from transformers import AutoConfig
-from transformers.training_args import OptimizerNames
 from trl.trainer.utils import get_callable_name
 
 from credit_trl.config import CreditConfig
@@ -21,28 +20,11 @@ from credit_trl.rollout.verdict import parameters_of
 from credit_trl.training.alarms import Alarms
 
 
-def check_machine(args: CreditConfig, accelerator: Accelerator, router_loss: bool) -> None:
-    """Check that the distributed wrapper is supported and that it allows micro-batches in parts.
-
-    Raises:
-        ValueError: FSDP has version 1, or `update_batch_tokens` is set where parts of a micro-batch train otherwise.
-    """
-    wrapper = accelerator.distributed_type
-    if wrapper == "FSDP" and accelerator.state.fsdp_plugin.fsdp_version != 2:
+def check_machine(accelerator: Accelerator) -> None:
+    """Refuse FSDP of version 1."""
+    is_fsdp = accelerator.distributed_type == "FSDP"
+    if is_fsdp and accelerator.state.fsdp_plugin.fsdp_version != 2:
         raise ValueError("FSDP version 1 is not supported: set `fsdp_version: 2` in the accelerate configuration.")
-    optimizer = OptimizerNames(args.optim).value
-    reasons = {
-        "GRPO's loss, of `distillation_weight` below 1, is computed whole": args.distillation_weight < 1.0,
-        "DeepSpeed allows one backward pass in a micro-batch": wrapper == "DEEPSPEED",
-        f"`optim={optimizer!r}` changes the weights in each backward pass": optimizer.endswith(("layerwise", "lomo")),
-        "the router's load-balancing loss is a mean over the whole micro-batch": router_loss,
-    }
-    for reason, holds in reasons.items():
-        if holds and args.update_batch_tokens is not None:
-            raise ValueError(
-                f"`update_batch_tokens` computes micro-batches in parts, and {reason}. Remove it and lower "
-                "`per_device_train_batch_size`."
-            )
 
 
 def check_teacher(args: CreditConfig) -> None:

@@ -183,12 +183,11 @@ class CreditStep:
 
         Args:
             model: the policy as it is wrapped for distributed training.
-            inputs: TRL's micro-batch with the tensors of `prepare`. `loss_shares` (B, T) replaces the share of each
-                token in the loss.
+            inputs: TRL's micro-batch with the tensors of `prepare`.
             accumulation: micro-batches of the optimizer step; 1 in evaluation.
         """
         mask = loss_mask(inputs) & inputs["teacher_mask"][:, None]
-        weights = inputs["loss_shares"] if "loss_shares" in inputs else self.loss_shares(model, inputs, accumulation)
+        weights = self.loss_shares(model, inputs, accumulation)
         if "token_weight" in inputs:
             weights = weights * inputs["token_weight"]
         sequences = chosen_sequences(inputs, mask)

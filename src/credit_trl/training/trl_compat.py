@@ -28,8 +28,8 @@ HOOKS: dict[type, dict[str, str | None]] = {
         "_get_train_sampler": "dataset",
         "_load_optimizer_and_scheduler": "checkpoint",
         "_prepare_inputs": "generation_batch",
+        "_push_from_checkpoint": "checkpoint_folder",  # of transformers
         "_save_checkpoint": "model trial",
-        "compute_loss": "model inputs return_outputs num_items_in_batch",
         "log": "logs start_time",
         "save_model": "output_dir _internal_call",  # of transformers
         **dict.fromkeys(("_get_per_token_logps_and_entropies", "_run_epoch", "train")),
