@@ -24,7 +24,7 @@ from typing import Any, Literal
 import torch
 import xxhash
 from accelerate.utils import broadcast_object_list, gather_object, is_peft_model
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel
@@ -360,11 +360,25 @@ class ResumableTrainer(GRPOTrainer):
         return sampler
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        """Take no step after the last one of the run that is resumed, where transformers would take one."""
+        """Skip what the run that is resumed has done.
+
+        After the last step of a run transformers would do one more, and of a stream, whose length it does not know, it
+        would skip all batches in the first epoch.
+        """
         if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
-        else:
-            super()._run_epoch(*args, **kwargs)
+            return
+        checkpoint = kwargs.get("resume_from_checkpoint")
+        is_stream = isinstance(self.train_dataset, IterableDataset) and not self.args.ignore_data_skip
+        if checkpoint is not None and is_stream:
+            # For transformers an epoch of a stream has `max_steps` steps; where it ends earlier, a new one begins.
+            epoch = read_json(Path(checkpoint) / TRAINER_STATE_NAME)["epoch"]
+            if kwargs["epoch"] < int(epoch):
+                return
+            steps = epoch % 1 * self.state.max_steps
+            batches = round(steps * self.args.gradient_accumulation_steps)
+            kwargs |= {"epochs_trained": int(epoch), "steps_trained_in_current_epoch": batches}
+        super()._run_epoch(*args, **kwargs)
 
 
 def checkpoint_to_resume(requested: str, output_dir: str | Path) -> str | None:
