@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from credit_trl.evaluation import bootstrap_ci, paired_bootstrap, pass_at_k
-from credit_trl.lab.report.comparison import holm
+from credit_trl.evaluation.statistics import holm
 
 ALPHA = 0.05
 
