@@ -151,6 +151,25 @@ def test_loss_and_gradients_with_images_are_those_of_algorithm_1(make_batch, fam
     assert difference <= size * 1e-9
 
 
+class Pictures:
+    """An environment whose observation is a picture."""
+
+    def reset(self, answer, **row):
+        return [{"type": "image", "image": picture(int(answer))}]
+
+
+def test_images_of_an_environment_are_read_by_teacher_and_contrast(make_batch, monkeypatch):
+    monkeypatch.setattr("trl.trainer.grpo_trainer.supports_tool_calling", lambda processor: True)  # it has no tools
+    batch = make_batch(given=rows((0, 0, 0, 0)), environment_factory=Pictures)
+
+    def observed(batch, ids, k):
+        text = batch.trainer._tokenizer.decode(ids)
+        return [picture(i) for i in range(4) if f"What is {i}?" in text]
+
+    loss = batch.trainer.compute_loss(batch.trainer.model, batch.inputs)
+    assert_close(loss.detach(), plain_loss(batch, observed).detach(), rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize(
     "break_images",
     [

