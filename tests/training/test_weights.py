@@ -127,12 +127,14 @@ def test_finite_loss_and_its_gradient_are_unchanged_bit_for_bit():
     x = torch.randn(5, generator=torch.Generator().manual_seed(0), requires_grad=True)
     value = x.exp().sum()
     (expected,) = torch.autograd.grad(value, x, retain_graph=True)
-    kept, _ = guarded(value, {"teacher_token_logps": x, "generic_token_logps": None})
+    mask = torch.tensor([1, 1, 1, 1, 0])
+    padded = torch.where(mask.bool(), x, torch.nan)
+    kept, _ = guarded(value, {"teacher_token_logps": padded, "generic_token_logps": None, "completion_mask": mask})
     (found,) = torch.autograd.grad(kept, x)
     assert torch.equal(kept, value)
     assert torch.equal(found, expected)
     assert guarded(x.sum() / 0, {})[0].isnan()
-    assert guarded(x.sum(), {"teacher_token_logps": x / 0 * 0})[0].isnan()
+    assert guarded(x.sum(), {"teacher_token_logps": x / 0 * 0, "completion_mask": mask})[0].isnan()
 
 
 @pytest.fixture

@@ -35,7 +35,7 @@ HOOKS: dict[type, dict[str, str | None]] = {
         **dict.fromkeys(("_get_per_token_logps_and_entropies", "_run_epoch", "train")),
     },
     RepeatSampler: {"__iter__": ""},
-    VLLMGeneration: {"_iter_named_params": ""},
+    VLLMGeneration: {"_iter_named_params": "", "generate": "prompts images num_generations profiler"},
     VLLMClient: {"_post": "url kwargs", "reset_prefix_cache": "", "update_named_params": "metadata named_params"}
     | dict.fromkeys(["generate"]),
 }

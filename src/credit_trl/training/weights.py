@@ -36,7 +36,7 @@ def guarded(loss: Tensor, inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     finite = loss.detach().isfinite().all()
     for name in _SCORES:
         if isinstance(scores := inputs.get(name), Tensor):
-            finite = finite & ~scores.isnan().any().to(finite.device)
+            finite = finite & ~(scores.isnan() & inputs["completion_mask"].bool()).any().to(finite.device)
     return loss * torch.where(finite, 1.0, math.nan).to(loss), finite
 
 
