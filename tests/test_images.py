@@ -472,6 +472,11 @@ class FakeEngine:
         self.tokenizer = self.processor.tokenizer
         self.soft = self.tokenizer.convert_tokens_to_ids("<|image_pad|>")
         self.read = 0
+        self.llm_engine = self
+        self.features_are_dropped = False
+
+    def reset_encoder_cache(self) -> None:
+        self.features_are_dropped = True
 
     def check(self, ids: list[int], images: list[Any], options: dict[str, Any]) -> None:
         [row] = [row for i, row in enumerate(rows()) if f"What is {i}?" in self.tokenizer.decode(ids)]
@@ -491,6 +496,7 @@ class FakeEngine:
 
     def generate(self, prompts, sampling_params=None, features=None, **options) -> Any:
         outputs = []
+        assert self.features_are_dropped  # by earlier weights
         if sampling_params is not None:  # colocated, with one prompt for each rollout
             for i, prompt in enumerate(prompts):
                 images = prompt.get("multi_modal_data", {}).get("image", [])

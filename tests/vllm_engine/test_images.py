@@ -39,6 +39,7 @@ def test_engine_reads_the_images_that_the_policy_reads(make_config, monkeypatch,
     assert len(batches) >= 2
     for own in batches:
         difference = own["old_per_token_logps"] - own["sampling_per_token_logps"]
-        assert difference[own["completion_mask"].bool()].abs().max() < 1e-3
+        # Measured .008 at most; .8 to 3.5 after an update with the features of images by earlier weights.
+        assert difference[own["completion_mask"].bool()].abs().max() < 2e-2
     task = Task("pictures", lambda split, path=None: rows(), image_verdicts, image_verdicts)
     assert len(evaluate(trainer, task, k=2, max_completion_length=6, progress=False).prompts) == 4

@@ -74,13 +74,19 @@ class PolicyGeneration(VLLMGeneration):
     def generate(self, prompts: list[list[int]], images: list[Any] | None, *args: Any, **kwargs: Any) -> Any:
         """TRL's `generate`. A colocated engine reads `unexpanded` prompts, because it expands each placeholder.
 
-        TRL sends expanded prompts, whose placeholders would be expanded again (TRL issue 6294).
+        TRL sends expanded prompts, whose placeholders would be expanded again (TRL issue 6294). The engine keeps the
+        features of images when it receives weights: they are dropped here.
 
         Raises:
             ValueError: the engine expands a prompt to other ids than the policy reads.
         """
-        if images is None or not self.unexpanded or self.mode != "colocate":
+        if images is None:
             return super().generate(prompts, images, *args, **kwargs)
+        if self.mode == "server":
+            if self.accelerator.is_main_process:
+                self.vllm_client.reset_encoder_cache()
+            return super().generate(prompts, images, *args, **kwargs)
+        self.llm.llm_engine.reset_encoder_cache()
         given = list(map(self._unexpanded, prompts))
         read, *generated = super().generate(given, images, *args, **kwargs)
         for ids, own, found in zip(prompts, given, read, strict=True):
@@ -198,6 +204,10 @@ class WatchedClient(VLLMClient):
 
     def reset_prefix_cache(self) -> None:
         self._post(f"{self.base_url}/reset_prefix_cache")
+
+    def reset_encoder_cache(self) -> None:
+        """Drop the features of images, which earlier weights gave."""
+        self._post(f"{self.base_url}/reset_encoder_cache")
 
     def _post(self, url: str, **kwargs: Any) -> dict[str, Any]:
         """Send a request. One that changes the server's state has a timeout and is not retried."""
