@@ -5,7 +5,7 @@ import json
 import re
 import shutil
 from dataclasses import dataclass, replace
-from functools import wraps
+from functools import partial, wraps
 from io import BytesIO
 from itertools import pairwise
 from types import SimpleNamespace
@@ -474,9 +474,7 @@ class FakeEngine:
         self.read = 0
         self.llm_engine = self
         self.features_are_dropped = False
-
-    def reset_encoder_cache(self) -> None:
-        self.features_are_dropped = True
+        self.reset_encoder_cache = partial(setattr, self, "features_are_dropped", True)
 
     def check(self, ids: list[int], images: list[Any], options: dict[str, Any]) -> None:
         [row] = [row for i, row in enumerate(rows()) if f"What is {i}?" in self.tokenizer.decode(ids)]

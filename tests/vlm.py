@@ -45,10 +45,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 def build_vlm(
     family: str, dtype: torch.dtype = torch.float64, seed: int = 0, **processor_parts: Any
 ) -> tuple[PreTrainedModel, Any]:
-    """Build the random model of a family and its processor, the same in every call. An image matters to it.
-
-    `processor_parts` replace those of the family's processor, as vLLM needs.
-    """
+    """The random model of a family, to which images matter, and its processor, with other parts where given."""
     given = TABLES["engine" if processor_parts else "families"][family]
     tokenizer = build_tokenizer()
     tokenizer.chat_template = TEMPLATE.replace("PLACEHOLDER", given["placeholder"])

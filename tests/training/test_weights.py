@@ -128,8 +128,8 @@ def test_finite_loss_and_its_gradient_are_unchanged_bit_for_bit():
     value = x.exp().sum()
     (expected,) = torch.autograd.grad(value, x, retain_graph=True)
     mask = torch.tensor([1, 1, 1, 1, 0])
-    padded = torch.where(mask.bool(), x, torch.nan)
-    kept, _ = guarded(value, {"teacher_token_logps": padded, "generic_token_logps": None, "completion_mask": mask})
+    padded = {"teacher_token_logps": torch.where(mask.bool(), x, torch.nan), "completion_mask": mask}
+    kept, _ = guarded(value, padded | {"generic_token_logps": None})
     (found,) = torch.autograd.grad(kept, x)
     assert torch.equal(kept, value)
     assert torch.equal(found, expected)

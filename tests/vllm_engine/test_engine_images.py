@@ -32,8 +32,7 @@ def test_engine_reads_the_images_that_the_policy_reads(make_config, monkeypatch,
     options |= {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 512}
     config = make_config(**options, distillation_weight=0.5, num_iterations=2, steps_per_generation=1)
     trainer = CreditTrainer(str(tmp_path / "model"), image_verdicts, config, Dataset.from_list(rows()))
-    score = trainer._generate_and_score_completions
-    batches = []
+    score, batches = trainer._generate_and_score_completions, []
     trainer._generate_and_score_completions = lambda inputs: batches.append(score(inputs)) or batches[-1]
     trainer.train()
     assert len(batches) >= 2
