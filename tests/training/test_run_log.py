@@ -27,14 +27,14 @@ def steps(folder: Path) -> list[int]:
     return [row["step"] for row in read_lines(folder / "log.jsonl") if "loss" in row]
 
 
-def test_second_run_in_a_directory_replaces_the_first(train, tmp_path):
+def test_second_run_in_a_directory_replaces_the_first_with_a_warning(train, tmp_path, caplog):
     train(max_steps=4, contrastive_coef=0.1, log_completions=True)
+    assert not caplog.text
     train(max_steps=2, contrastive_coef=0.5, log_completions=True)
-    assert steps(tmp_path) == [1, 2]
+    assert f"replaces the log of an earlier one in {tmp_path}" in caplog.text
     run = json.loads((tmp_path / "run.json").read_text())
-    assert run["config"]["contrastive_coef"] == 0.5
-    assert [segment["step"] for segment in run["segments"]] == [0]
-    assert len(list(tmp_path.glob("completions/*.parquet"))) == 2
+    assert (run["config"]["contrastive_coef"], [one["step"] for one in run["segments"]]) == (0.5, [0])
+    assert (steps(tmp_path), len(list(tmp_path.glob("completions/*.parquet")))) == ([1, 2], 2)
 
 
 def test_latest_is_of_the_branch_that_trained_last(train, tmp_path):

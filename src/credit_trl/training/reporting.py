@@ -96,6 +96,8 @@ class RunLog(TrainerCallback):
             **self.facts,
         }
         files.write_json(path, json.loads(json.dumps(run, default=str)))
+        if state.global_step == 0 and any(row.get("step") for row in files.read_lines(folder / files.LOG_FILE)):
+            logger.warning(f"This run replaces the log of an earlier one in {folder}. Another folder keeps both.")
         files.keep_up_to(folder / files.LOG_FILE, state.global_step)
         for table in folder.glob("completions/completions_*.parquet"):
             if int(table.stem.rpartition("_")[2]) > state.global_step:
