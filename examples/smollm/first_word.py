@@ -10,7 +10,7 @@ the model tends to begin with the feedback's own wording ("The sentence …").
 
 Every step prints the probability of the required first word on prompts with words that are not trained. The command
 writes a page with the curves and answers before and after; with `--csv` a row per measured step: arm, seed, step,
-accuracy, transfer, length, kl. Runs that are in the file are skipped.
+that probability, accuracy, transfer, length, kl. Runs that are in the file are skipped.
 """
 
 from __future__ import annotations
@@ -90,7 +90,8 @@ UNRELATED = [
     for request in ("Why do people like {}?", "Explain {} to a child.", "Name three things related to {}.")
     for subject in ("volcanoes", "bicycles", "honey bees", "the moon", "chess", "glass", "elephants", "bread")
 ]
-COLUMNS = ["arm", "seed", "step", "accuracy", "transfer", "length", "kl", "version", "commit", "torch", "trl"]
+MEASURED = ["probability", "accuracy", "transfer", "length", "kl"]
+COLUMNS = ["arm", "seed", "step", *MEASURED, "version", "commit", "torch", "trl"]
 
 
 def make_rows(words: Sequence[str], nouns: Sequence[str] = NOUNS, constraint: str = "first") -> list[dict[str, Any]]:
@@ -205,7 +206,7 @@ class Measurements(TrainerCallback):
         name = STYLES[self.arm][0]
         print(f"{name:20} step {step:3}  p(required first word) {self.curve[-1]:.3f}", flush=True)
         if self.every is not None and step % self.every == 0:
-            self.table.append({"step": step} | self._columns(step))
+            self.table.append({"step": step, "probability": self.curve[-1]} | self._columns(step))
         model.train(was_training)
 
     def _columns(self, step: int) -> dict[str, float]:
