@@ -11,7 +11,6 @@ from torch import Tensor
 # Bytes of one chunk on the CPU: of logits, and of gathered head rows, which should stay in cache.
 CPU_LOGITS = 160 * 2**20
 CPU_HEAD_ROWS = 16 * 2**20
-_CPU_PASSING_CHUNK = 1024
 # Bytes of one chunk on an accelerator: fp32 logits of 4096 tokens for a vocabulary of 152,000. They are fixed, so that
 # the order of summation does not depend on the free memory.
 _ACCELERATOR_BYTES = 5 * 2**29
@@ -27,21 +26,15 @@ def chunks(n: int, size: int) -> Iterator[slice]:
         yield slice(start, min(start + size, n))
 
 
-def chunk_size(n: int, row_bytes: int, device: torch.device, cpu_bytes: int = CPU_LOGITS, most: int = 4096) -> int:
-    """Tokens per chunk, of n and at most `most`, each of which takes `row_bytes`: the largest power of two.
+def chunk_size(hidden: Float[Tensor, "N H"], row: int, cpu_bytes: int = CPU_LOGITS, most: int = 4096) -> int:
+    """Tokens per chunk, at most `most`, each of which takes `row` values: the largest power of two.
 
     A CPU's chunks take `cpu_bytes`.
     """
-    budget = cpu_bytes if device.type == "cpu" else _ACCELERATOR_BYTES
-    rows = min(max(budget // max(row_bytes, 1), 1), most, max(n, 1))
+    budget = cpu_bytes if hidden.device.type == "cpu" else _ACCELERATOR_BYTES
+    row_bytes = row * accumulation_dtype(hidden.dtype).itemsize
+    rows = min(max(budget // row_bytes, 1), most, max(len(hidden), 1))
     return 1 << (rows.bit_length() - 1)
-
-
-def passing_chunk(n: int, row_bytes: int, device: torch.device) -> int:
-    """Tokens per chunk of logits that are not kept; large on a CPU, so that the head is read less often."""
-    if device.type == "cpu":
-        return min(_CPU_PASSING_CHUNK, max(n, 1))
-    return chunk_size(n, 2 * row_bytes, device)
 
 
 def accumulation_dtype(hidden: torch.dtype) -> torch.dtype:

@@ -69,16 +69,14 @@ def credit_loss(
     inputs = (student_hidden, head.weight, head.bias)
     wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     hidden = student_hidden.detach()
-    dtype = accumulation_dtype(hidden.dtype)
-    vocabulary, width = head.weight.shape
     if support.tail == "renormalize":
-        size = chunk_size(len(hidden), (support.topk + 1) * width * dtype.itemsize, hidden.device, CPU_HEAD_ROWS)
+        size = chunk_size(hidden, (support.topk + 1) * hidden.shape[-1], CPU_HEAD_ROWS)
     else:
-        size = chunk_size(len(hidden), vocabulary * dtype.itemsize, hidden.device, most=MAX_LOSS_CHUNK)
+        size = chunk_size(hidden, head.vocabulary_size, most=MAX_LOSS_CHUNK)
     gradients = HeadGradients.of(student_hidden, head, len(hidden) <= size) if wanted else None
     with torch.no_grad():
         own_head = head.detached().for_products(hidden)
-        result = _loss_in_chunks(hidden, own_head, tokens.to(dtype), gradients, teacher, config, size)
+        result = _loss_in_chunks(hidden, own_head, tokens, gradients, teacher, config, size)
     if wanted:
         buffers = [gradients.hidden, gradients.weight, gradients.bias]
         del gradients
@@ -102,16 +100,14 @@ def _loss_in_chunks(
     """Form the loss in chunks of `size` tokens, with buffers that all chunks share."""
     tail = config.support.tail
     is_within = tail == "renormalize"
-    is_weighed = tokens.old_logps is not None and config.is_clip is not None
-    if is_within and (is_weighed or tokens.engine_logps is not None):
-        tokens = with_normalizer(tokens, hidden, head)
+    has_ratio = tokens.engine_logps is not None or (tokens.old_logps is not None and config.is_clip is not None)
     count = 0 if is_within else min(size, len(hidden))
     workspace = hidden.new_empty((count, head.vocabulary_size), dtype=accumulation_dtype(hidden.dtype))
     parts = []
     for rows in chunks(len(hidden), size):
         of_chunk = (hidden[rows], tokens[rows], scores.support_ids[rows])
         if is_within:
-            student = student_within_support(*of_chunk, head)
+            student = student_within_support(*of_chunk, head, has_ratio)
         else:
             buffer = workspace[: rows.stop - rows.start]
             student = student_over_vocabulary(*of_chunk, tail == "bucket", head, buffer)
@@ -242,33 +238,29 @@ def student_over_vocabulary(
 
 
 def student_within_support(
-    hidden: Float[Tensor, "n H"], tokens: LossTokens, support_ids: Int[Tensor, "n K"], head: LMHead
+    hidden: Float[Tensor, "n H"],
+    tokens: LossTokens,
+    support_ids: Int[Tensor, "n K"],
+    head: LMHead,
+    has_ratio: bool,
 ) -> Student:
-    """Logits of K tokens and of the sampled one, for a renormalised support: nothing else of the head is used."""
+    """Logits of K tokens and of the sampled one, for a renormalised support: nothing else of the head is used.
+
+    A ratio needs the normaliser over the vocabulary too.
+    """
+    found = project(head, hidden) if has_ratio else None
     ids = tokens.ids.unsqueeze(-1)
     everything = torch.cat([support_ids, ids], dim=-1)
     rows = head.gather_rows(everything)
     logits = head.column_logits(hidden, rows, everything)
     values = logits[:, :-1]
     logps, token_logps = condition(logits, (support_ids == ids).any(dim=-1))
-    policy_logps = torch.full_like(token_logps, torch.nan)
-    mass = policy_logps
-    entropy = tokens.entropy
-    if tokens.normalizer is None:
+    if found is None:
+        policy_logps = mass = torch.full_like(token_logps, torch.nan)
         entropy = torch.special.entr(logps.exp()).sum(dim=-1)
     else:
-        policy_logps = logits[:, -1] - tokens.normalizer
-        mass = (values.logsumexp(dim=-1) - tokens.normalizer).exp()
+        policy_logps = logits[:, -1] - found.log_normalizer
+        mass = (values.logsumexp(dim=-1) - found.log_normalizer).exp()
+        entropy = found.entropy
     backward = partial(head.backward_columns, rows[:, :-1], support_ids, values, hidden)
     return Student(values, None, token_logps, policy_logps, entropy, mass, backward)
-
-
-def with_normalizer(tokens: LossTokens, hidden: Float[Tensor, "N H"], head: LMHead) -> LossTokens:
-    """The tokens with the student's normaliser and entropy, which a ratio within the support needs."""
-    size = chunk_size(len(hidden), head.vocabulary_size * accumulation_dtype(hidden.dtype).itemsize, hidden.device)
-    parts = [project(head, hidden[rows]) for rows in chunks(len(hidden), size)]
-    return replace(
-        tokens,
-        normalizer=torch.cat([part.log_normalizer for part in parts]),
-        entropy=torch.cat([part.entropy for part in parts]),
-    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Literal, TypeVar
 
 import torch
@@ -46,19 +46,10 @@ class LossTokens:
     # What the vLLM engine reported, NaN where nothing, if the policy that sampled is the present one; None for no
     # correction.
     engine_logps: Float[Tensor, " N"] | None = None
-    # Of the student over the vocabulary, where a loss within the support needs them.
-    normalizer: Float[Tensor, " N"] | None = None
-    entropy: Float[Tensor, " N"] | None = None
 
     def __getitem__(self, rows: slice) -> LossTokens:
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         return LossTokens(**{name: None if x is None else x[rows] for name, x in values.items()})
-
-    def to(self, dtype: torch.dtype) -> LossTokens:
-        """The tokens with weights, λ and log-probabilities in a dtype."""
-        old_logps = None if self.old_logps is None else self.old_logps.to(dtype)
-        weights = self.weights.to(dtype)
-        return replace(self, weights=weights, contrastive_coef=self.contrastive_coef.to(dtype), old_logps=old_logps)
 
     def ratio(self, logps: Float[Tensor, " N"], config: LossConfig) -> Float[Tensor, " N"]:
         """Factor of each token's loss: importance ratio and correction for the engine, from log π_θ."""
