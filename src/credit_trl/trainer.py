@@ -175,9 +175,10 @@ class CreditTrainer(ResumableTrainer):
         reporting.add_run_callbacks(self)
 
     def _build_context_builder(self, distills: bool) -> ContextBuilder:
-        render = chat_renderer(self.processing_class, self._is_vlm, self.chat_template, self.chat_template_kwargs)
+        options = {"chat_template": self.chat_template} | self.chat_template_kwargs
+        render = chat_renderer(self.processing_class, self._is_vlm, **options)
         reader = ImageReader(self.processing_class) if self._is_vlm and distills else None
-        return ContextBuilder(self._tokenizer, self.args, self.eos_token_ids, render, self._is_vlm, reader)
+        return ContextBuilder(self._tokenizer, self.args, self.eos_token_ids, render, reader)
 
     def _init_reports(self) -> None:
         self._eval_batches = 0

@@ -136,11 +136,11 @@ def encode_prompt(
     if isinstance(prompt, str):
         return tokenizer(prompt)["input_ids"]
     if tokenizer is not processor:
-        text = chat_renderer(processor, is_multimodal=True, options=options)(prompt)
+        text = chat_renderer(processor, is_multimodal=True, **options)(prompt)
         return (reader or ImageReader(processor)).encode(text, images_of(prompt) if expands else ())
     if images_of(prompt):
         raise ValueError("A prompt has images, and there is only a tokenizer. Pass the processor of the model.")
-    return tokenizer(chat_renderer(tokenizer, options=options)(prompt), add_special_tokens=False)["input_ids"]
+    return tokenizer(chat_renderer(tokenizer, **options)(prompt), add_special_tokens=False)["input_ids"]
 
 
 class _Recorder:

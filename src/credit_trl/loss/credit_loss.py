@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from credit_trl import objective
-from credit_trl.loss.blocks import CPU_HEAD_ROWS, MAX_LOSS_CHUNK, accumulation_dtype, chunk_size, chunks
+from credit_trl.loss.blocks import CPU_HEAD_ROWS, accumulation_dtype, chunk_size, chunks, joined
 from credit_trl.loss.head import HeadGradients, LMHead
 from credit_trl.loss.projection import backward_logps, project
 from credit_trl.loss.scores import Scores, condition
-from credit_trl.loss.terms import CreditLoss, LossConfig, LossTokens, joined
+from credit_trl.loss.terms import CreditLoss, LossConfig, LossTokens
 
 
 class _Loss(torch.autograd.Function):
@@ -55,8 +55,6 @@ def credit_loss(
     Args:
         student_hidden: (N, H), hidden states at the positions that predict the tokens; receives a gradient.
         head: head of the student; weight and bias receive gradients. A sharded head is gathered once.
-        tokens: the sampled tokens, their weights and λ.
-        teacher: scores of the tokens.
 
     Raises:
         ValueError: the weights require a gradient, or K exceeds the vocabulary.
@@ -72,7 +70,7 @@ def credit_loss(
     if support.tail == "renormalize":
         size = chunk_size(hidden, (support.topk + 1) * hidden.shape[-1], CPU_HEAD_ROWS)
     else:
-        size = chunk_size(hidden, head.vocabulary_size, most=MAX_LOSS_CHUNK)
+        size = chunk_size(hidden, head.vocabulary_size)
     gradients = HeadGradients.of(student_hidden, head, len(hidden) <= size) if wanted else None
     with torch.no_grad():
         own_head = head.detached().for_products(hidden)

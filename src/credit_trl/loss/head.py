@@ -16,8 +16,9 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 
-from credit_trl.loss.blocks import accumulation_dtype
+from credit_trl.loss.blocks import accumulation_dtype, chunks
 from credit_trl.teacher.causal_lm import unwrap_adapters
+from credit_trl.teacher.sharding import gathered
 
 # Elements of one block of logits on the CPU: 8 MB in fp32, so that exp and sums read it from cache.
 _CPU_BLOCK = 2**21
@@ -157,7 +158,7 @@ class LMHead:
         width = self.vocabulary_size
         if hidden.device.type == "cpu":
             width = min(width, max(1024, _CPU_BLOCK // max(len(hidden), 1)))
-        return [slice(i, min(i + width, self.vocabulary_size)) for i in range(0, self.vocabulary_size, width)]
+        return list(chunks(self.vocabulary_size, width))
 
     def multiply_block(self, hidden: Tensor, block: slice, out: Tensor) -> None:
         """Write raw logits of one block to `out`; `hidden` has the dtype of the product."""
@@ -280,13 +281,11 @@ def _gather(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
     Under ZeRO-3 the weight is already gathered inside a forward pass; elsewhere a copy without gradient is returned.
     """
+    dtype = dtype or tensor.dtype
     if getattr(tensor, "ds_status", None) is not None and tensor.ds_status.name != "AVAILABLE":
-        import deepspeed
-
-        with deepspeed.zero.GatheredParameters([tensor]):
-            return tensor.detach().to(dtype or tensor.dtype, copy=True)
-    if dtype is not None:
-        tensor = tensor.to(dtype)
+        with gathered([tensor]):
+            return tensor.detach().to(dtype, copy=True)
+    tensor = tensor.to(dtype)
     if not isinstance(tensor, DTensor):
         return tensor
     return tensor.full_tensor(grad_placements=[Partial("avg")] * tensor.device_mesh.ndim)

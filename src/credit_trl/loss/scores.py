@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from credit_trl import objective
 from credit_trl.contexts.tokens import CompletionBatch, TokenContexts
-from credit_trl.loss.blocks import CPU_HEAD_ROWS, accumulation_dtype, chunk_size, chunks
+from credit_trl.loss.blocks import CPU_HEAD_ROWS, accumulation_dtype, chunk_size, chunks, joined
 from credit_trl.loss.head import LMHead, Projection, matmul_dtype
 from credit_trl.loss.projection import project
 from credit_trl.teacher.causal_lm import head_input
@@ -74,10 +74,8 @@ def score_completions(
     """Score a generation batch, without gradient. Every process must call it.
 
     Args:
-        teacher: π_ref.
-        contexts: contexts of the local samples.
+        contexts: of the local samples.
         batch: their completions.
-        support: tokens that are scored.
         head_of: a causal LM to its `LMHead`, of the policy's vocabulary.
         batch_tokens: see `token_states`, as `packed`.
 
@@ -165,7 +163,7 @@ def score_tokens(
         if len(contrast_hidden):
             generic = _generic_scores(head, contrast_hidden[:, rows], teacher.ids, tokens, support, out)
         parts.append(Scores(teacher.ids, logps, generic[0], token_logps, generic[1], teacher.entropy))
-    return Scores(*(torch.cat([getattr(part, f.name) for part in parts]) for f in fields(Scores)))
+    return joined(parts)
 
 
 def _generic_scores(

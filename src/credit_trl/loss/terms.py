@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Literal, TypeVar
+from dataclasses import dataclass, field, fields
+from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -13,8 +12,6 @@ from torch import Tensor
 
 from credit_trl.loss.scores import SupportConfig
 from credit_trl.objective import Form
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -108,22 +105,3 @@ class MicroBatchLoss:
     read: int  # tokens of the student's forward pass, with padding
     valid: int  # the same without padding
     engine_logps: Float[Tensor, " N"] | None  # what the engine reported, where the loss uses it
-
-
-def joined(parts: Sequence[T]) -> T:
-    """The loss of some tokens, a `CreditLoss` or `MicroBatchLoss`, from those of its parts.
-
-    Values of tokens are put one after the other, numbers are added.
-    """
-    first = parts[0]
-    values = {}
-    for f in fields(first):
-        of_parts = [getattr(part, f.name) for part in parts]
-        value = of_parts[0]
-        if isinstance(value, Tensor):
-            values[f.name] = torch.cat(of_parts) if value.ndim else torch.stack(of_parts).sum()
-        elif is_dataclass(value):
-            values[f.name] = joined(of_parts)
-        else:
-            values[f.name] = None if value is None else sum(of_parts)
-    return type(first)(**values)

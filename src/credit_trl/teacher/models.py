@@ -22,15 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import TrainerCallback
 
-from credit_trl.teacher.sharding import (
-    copy_full,
-    frozen_copy,
-    full_shape,
-    full_tensor,
-    gathered,
-    is_zero3,
-    reshard,
-)
+from credit_trl.teacher.sharding import copy_full, frozen_copy, full_shape, full_tensor, gathered, is_zero3, reshard
 
 # Name of stored weights: of the adapter beside the trained one (LoRA), and of the file in a checkpoint.
 ADAPTER_NAME = "teacher"
@@ -173,13 +165,7 @@ class Teacher:
 
 
 class CopyTeacher(Teacher):
-    """Teacher with a model of its own: with full fine-tuning a second copy of the policy.
-
-    Args:
-        student: the unwrapped policy.
-        accelerator: the trainer's accelerator, or None.
-        model: the model that scores, placed or sharded.
-    """
+    """Teacher with a model of its own, placed or sharded: with full fine-tuning a second copy of the policy."""
 
     def __init__(self, student: nn.Module, accelerator: Accelerator | None, model: nn.Module) -> None:
         super().__init__(student, accelerator)

@@ -109,22 +109,21 @@ def _prefix_groups(sequences: Sequence[list[int]]) -> list[tuple[list[int], int]
     """Groups of sequences, as indices, and the length of the prefix that each shares; 0 for a single sequence."""
     order = sorted(range(len(sequences)), key=sequences.__getitem__)
     sharing = PrefixSharing()
-    sharing.add(0)
     for one, other in itertools.pairwise(order):
         sharing.add(common_length(sequences[one], sequences[other]))
     return [(order[start:end], common) for start, end, common in sharing.groups()]
 
 
 class PrefixSharing:
-    """Shared prefixes of sequences that are added in the order of their tokens.
+    """Shared prefixes of a first sequence and of those that are added after it, in the order of their tokens.
 
     Groups are consecutive, and chosen by dynamic programming to save the most tokens.
     """
 
     def __init__(self) -> None:
-        self._lengths: list[int] = []  # of what each sequence has in common with the one before
-        self._saved = [0]  # tokens that the first n sequences save at most
-        self._last = [(0, 0)]  # start and common length of the last group then
+        self._lengths = [0]  # of what each sequence has in common with the one before
+        self._saved = [0, 0]  # tokens that the first n sequences save at most
+        self._last = [(0, 0), (0, 0)]  # start and common length of the last group then
 
     def add(self, common: int) -> int:
         """Add a sequence with so many tokens in common with the one before; return the tokens that all save."""
@@ -174,14 +173,9 @@ def packed_sdpa(
     are short pieces on a CPU, and a sliding window that is shorter than the sequence.
 
     Args:
-        module: the attention layer.
-        query, key, value: (B, heads, L, D).
+        query, key, value: (B, heads, L, D); the output is (B, L, heads, D).
         attention_mask: ignored where the row is packed.
         row_layout: layout of the row (B is 1); None where the rows are not packed.
-        kwargs: of transformers' implementation.
-
-    Returns:
-        (output (B, L, heads, D), None).
     """
     if row_layout is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
@@ -339,7 +333,6 @@ def model_inputs(
 
     Args:
         model: reads them; `enable_packing` was called for it, if `packed`.
-        sequences: ids of each, at least one.
         packed: one row that holds them one after the other; else rows that are padded on the right, whose padding a
             causal model needs no mask for.
         shares: read a common prefix once in a packed row where the model can, see `packed_row`.

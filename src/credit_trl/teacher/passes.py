@@ -205,14 +205,13 @@ def passes(
     for sequence in sorted(sequences, key=lambda own: own.prompt if packed else [len(own)]):
         tokens = real + len(sequence) if packed else (len(batch) + 1) * len(sequence)
         padding = tokens - real - len(sequence)
-        if shares:
-            tokens -= sharing.add(common_length(batch[-1].opening, sequence.opening) if batch else 0)
+        if shares and batch:
+            tokens -= sharing.add(common_length(batch[-1].opening, sequence.opening))
         if batch and (tokens > batch_tokens or padding > PADDING_SHARE * batch_tokens):
             yield batch
             batch = []
             real = 0
             sharing = PrefixSharing()
-            sharing.add(0)
         batch.append(sequence)
         real += len(sequence)
     if batch:
@@ -265,7 +264,6 @@ def policy_states(
     Args:
         model: the unwrapped policy.
         sequences: the micro-batch; each prompt has at least one token.
-        packed: read one packed row, see `packing.enable_packing`.
         router_loss: also compute the load-balancing loss of a mixture of experts.
 
     Returns:
