@@ -118,7 +118,15 @@ def _chunk_loss(
     student: Student, tokens: LossTokens, scores: Scores, config: LossConfig, gradients: HeadGradients | None
 ) -> CreditLoss:
     """Loss of one chunk of tokens; writes its gradients."""
-    target, token_target, kl_to_teacher = support_target(scores, tokens.contrastive_coef, config)
+    target_of = partial(objective.credit_target, contrastive_coef=tokens.contrastive_coef, form=config.form)
+    teacher = scores.teacher_logps
+    if config.support.tail == "renormalize":  # conditional on the support, as Ĝ is
+        teacher = objective.renormalize(teacher)
+    target = target_of(teacher, scores.generic_logps)
+    of_token = (scores.teacher_token_logps, scores.generic_token_logps)
+    token_target = target_of(*(values.unsqueeze(-1) for values in of_token)).squeeze(-1)
+    normalized = objective.renormalize(target)
+    kl_to_teacher = torch.linalg.vecdot(normalized.exp(), normalized - objective.renormalize(teacher))
     token_loss, kl_to_target, grads, outside_grads = support_divergence(student, target, config)
     ratio = tokens.ratio(student.policy_logps, config)
     # A token of weight 0 has no loss and no gradient, even where its scores are not finite.
@@ -145,28 +153,6 @@ def _chunk_loss(
         ratio=ratio,
         policy_logps=student.policy_logps,
     )
-
-
-def support_target(
-    scores: Scores, contrastive_coef: Float[Tensor, " n"], config: LossConfig
-) -> tuple[Float[Tensor, "n B"], Float[Tensor, " n"], Float[Tensor, " n"]]:
-    """The target a over the buckets of a support, not normalised.
-
-    With `"renormalize"` f is conditional on the support, as Ĝ is.
-
-    Returns:
-        a; a at the sampled token; and `KL(softmax(a) ‖ f)` over the same buckets, nats.
-    """
-    teacher = scores.teacher_logps
-    if config.support.tail == "renormalize":
-        teacher = objective.renormalize(teacher)
-    target = objective.credit_target(teacher, scores.generic_logps, contrastive_coef, config.form)
-    token_teacher = scores.teacher_token_logps.unsqueeze(-1)
-    token_generic = scores.generic_token_logps.unsqueeze(-1)
-    token_target = objective.credit_target(token_teacher, token_generic, contrastive_coef, config.form).squeeze(-1)
-    normalized = objective.renormalize(target)
-    kl = torch.linalg.vecdot(normalized.exp(), normalized - objective.renormalize(teacher))
-    return target, token_target, kl
 
 
 def support_divergence(

@@ -213,21 +213,21 @@ def choose_kernels(wanted: Literal["auto", "torch", "triton"], device: torch.dev
     Raises:
         ValueError: `"triton"` without the package.
     """
-    is_installed = find_spec("triton") is not None
-    if wanted == "triton" and not is_installed:
+    if wanted == "torch" or (wanted == "auto" and device.type != "cuda"):
+        return "torch"
+    if find_spec("triton") is not None:
+        return "triton"
+    if wanted == "triton":
         raise ValueError(
             "`distillation_kernels='triton'` needs the package triton. Install it (`pip install triton`), or set "
             "`distillation_kernels='torch'`."
         )
-    if wanted != "auto" or device.type != "cuda":
-        return "triton" if wanted == "triton" else "torch"
-    if not is_installed:
-        warnings.warn(
-            "The package triton is not installed. Rows of logits are computed with torch, which reads them several "
-            "times. Install triton, or set `distillation_kernels='torch'`.",
-            stacklevel=2,
-        )
-    return "triton" if is_installed else "torch"
+    warnings.warn(
+        "The package triton is not installed. Rows of logits are computed with torch, which reads them several "
+        "times. Install triton, or set `distillation_kernels='torch'`.",
+        stacklevel=2,
+    )
+    return "torch"
 
 
 def scatter_columns(

@@ -84,8 +84,15 @@ def score_completions(
         log-probabilities have the dtype of the teacher's head, fp32 at least.
     """
     support = support.resolved(teacher.vocabulary_size)
+    device = batch.ids.device
     with teacher.active() as model:
-        head = _teacher_head(teacher, model, head_of, batch.ids.device)
+        unwrapped = teacher.unwrapped(model)
+        head = head_of(unwrapped)
+        with teacher.autocast():
+            hidden = head_input(unwrapped, torch.empty(0, dtype=head.weight.dtype, device=device))
+        head = head.gathered(matmul_dtype(hidden)).detached()
+        # More rows than the policy's vocabulary are padding of a larger model of the family.
+        head = head.map(lambda weight: weight.to(device)[: teacher.vocabulary_size])
         dtype = torch.promote_types(head.weight.dtype, torch.float32)
         buckets = (support.topk + (support.tail == "bucket"),)
         trailing = {"teacher_logps": buckets, "generic_logps": buckets}  # dimensions after (B, T)
@@ -97,19 +104,6 @@ def score_completions(
             for name, values in stored.items():
                 values[at] = getattr(part, name).to(values.dtype)
     return stored
-
-
-def _teacher_head(
-    teacher: Teacher, model: nn.Module, head_of: Callable[[nn.Module], LMHead], device: torch.device
-) -> LMHead:
-    """The teacher's head, gathered once, in the dtype of its products, on the device of the batch."""
-    unwrapped = teacher.unwrapped(model)
-    head = head_of(unwrapped)
-    with teacher.autocast():
-        hidden = head_input(unwrapped, torch.empty(0, dtype=head.weight.dtype, device=device))
-    head = head.gathered(matmul_dtype(hidden)).detached()
-    # More rows than the policy's vocabulary are padding of a larger model of the family.
-    return head.map(lambda weight: weight.to(device)[: teacher.vocabulary_size])
 
 
 def stored_scores(inputs: dict[str, Tensor], pick: Callable[[Tensor], Tensor]) -> Scores:

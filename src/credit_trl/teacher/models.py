@@ -288,23 +288,17 @@ def make_teacher(
         )
     if kind == "live":
         return Teacher(student, accelerator)
-    if is_peft_model(student):
-        _check_trains_adapter_only(student)
-        return AdapterTeacher(student, accelerator)
-    return CopyTeacher(student, accelerator, frozen_copy(student, accelerator, precise=kind == "ema"))
-
-
-def _check_trains_adapter_only(student: nn.Module) -> None:
-    """Check that only the adapter and PEFT's copies for it (`modules_to_save`) are trainable."""
-    config = student.peft_config[student.active_adapter]
-    mark = f".{student.active_adapter}"
-    base = [n for n, p in student.named_parameters() if p.requires_grad and f"{mark}." not in f"{n}."]
+    if config is None:
+        return CopyTeacher(student, accelerator, frozen_copy(student, accelerator, precise=kind == "ema"))
+    # Only the adapter and PEFT's copies for it (`modules_to_save`) may be trainable.
+    mark = f".{student.active_adapter}."
+    base = [name for name, p in student.named_parameters() if p.requires_grad and mark not in f"{name}."]
     if getattr(config, "bias", "none") != "none":
         problem, fix = f"`bias={config.bias!r}` trains biases of the base", 'Set `bias="none"`'
     elif base:
         problem, fix = f"`{base[0]}` of the base is trainable", "Freeze it, add its module to `modules_to_save`"
     else:
-        return
+        return AdapterTeacher(student, accelerator)
     raise ValueError(
         f"{problem}, and the teacher shares the base, so it would change with the student. {fix}, or set "
         "`teacher_model_kind='live'`."

@@ -85,24 +85,25 @@ def packed_row(
         and (ΣL,) index in the row of each token of the sequences, one sequence after the other.
     """
     groups = _prefix_groups(sequences) if shares else [([i], 0) for i in range(len(sequences))]
-    pieces: list[tuple[list[int], int | None, int]] = []  # tokens, parent, position of the first token
+    pieces: list[tuple[int, int | None]] = []  # tokens, parent
     own: list[list[int]] = [[] for _ in sequences]  # pieces of each sequence
     for group, common in groups:
         parent = len(pieces) if common else None
         if common:
-            pieces.append((sequences[group[0]][:common], None, 0))
+            pieces.append((common, None))
         for i in group:
-            rest = sequences[i][common:]
             own[i] = [] if parent is None else [parent]
-            if rest:
+            if len(sequences[i]) > common:
                 own[i].append(len(pieces))
-                pieces.append((rest, parent, common))
-    ids, parents, starts = zip(*pieces, strict=True)
-    lengths = list(map(len, ids))
-    positions = [torch.arange(start, start + length) for start, length in zip(starts, lengths, strict=True)]
+                pieces.append((len(sequences[i]) - common, parent))
+    lengths, parents = map(list, zip(*pieces, strict=True))
     of_piece = torch.arange(sum(lengths)).split(lengths)
     indices = torch.cat([of_piece[piece] for of_sequence in own for piece in of_sequence])
-    return torch.tensor(list(itertools.chain(*ids))), torch.cat(positions), RowLayout(lengths, list(parents)), indices
+    ids = torch.empty(sum(lengths), dtype=torch.long)
+    ids[indices] = torch.tensor(list(itertools.chain(*sequences)))
+    positions = torch.empty_like(ids)
+    positions[indices] = torch.cat([torch.arange(len(sequence)) for sequence in sequences])
+    return ids, positions, RowLayout(lengths, parents), indices
 
 
 def _prefix_groups(sequences: Sequence[list[int]]) -> list[tuple[list[int], int]]:
