@@ -116,7 +116,7 @@ def test_every_prompt_is_read_once_within_the_budget(make_model, batch):
 
 
 sequences = st.lists(st.integers(1, 200), min_size=1, max_size=40).map(
-    lambda sizes: [_Sequence(i, 0, [0] * size, 3) for i, size in enumerate(sizes)]
+    lambda sizes: [_Sequence(i, 0, [0] * size, [0] * 3) for i, size in enumerate(sizes)]
 )
 
 

@@ -43,12 +43,12 @@ class _Sequence:
     sample: int
     context: int  # 0 for the teacher's prompt, k for the k-th contrast prompt
     prompt: list[int]  # ids
-    completion: int  # length
+    completion: list[int]  # ids
     columns: list[int] | None = None  # see `TokenContexts.insert_at`; None without such columns
     images: PromptImages | None = None
 
     def __len__(self) -> int:
-        return len(self.prompt) + self.completion
+        return len(self.prompt) + len(self.completion)
 
     @property
     def opening(self) -> list[int]:
@@ -61,14 +61,13 @@ class _Sequence:
             return columns + len(self.prompt)
         return columns + torch.searchsorted(torch.tensor(self.columns), columns.contiguous(), right=True)
 
-    def ids(self, completions: list[list[int]]) -> list[int]:
-        """Ids of the whole sequence, from those of every sample's completion."""
-        completion = completions[self.sample][: self.completion]
+    def ids(self) -> list[int]:
+        """Ids of the whole sequence."""
+        ids = self.prompt + self.completion
         if self.columns is None:
-            return self.prompt + completion
-        columns = [*self.columns, *range(self.completion)]  # a token of the prompt comes first in its column
-        order = sorted(range(len(columns)), key=columns.__getitem__)
-        return [(self.prompt + completion)[i] for i in order]
+            return ids
+        columns = [*self.columns, *range(len(self.completion))]  # a token of the prompt comes first in its column
+        return [ids[i] for i in sorted(range(len(ids)), key=columns.__getitem__)]
 
 
 @torch.no_grad()
@@ -102,14 +101,13 @@ def token_states(
         for group in _groups(sequences, batch_tokens, packed)
     ]
     # In main memory, so that a pass copies its own to the device at once.
-    completions = batch.ids.tolist()
     loss_mask = batch.loss_mask.cpu()
     device = batch.ids.device
     encoded: dict[int, Any] = {}
 
     def forward(of_pass: list[_Sequence]) -> tuple[Tensor, Tensor]:
         """Hidden states (R, H) of a pass, and the row of each token of the sequences, one after the other."""
-        ids = [sequence.ids(completions) for sequence in of_pass]
+        ids = [sequence.ids() for sequence in of_pass]
         images = [sequence.images for sequence in of_pass]
         inputs, indices = model_inputs(unwrapped, ids, device, packed=packed)
 
@@ -127,16 +125,16 @@ def token_states(
     for group, of_group in groups:
         yield _states_of(group, of_group, forward, loss_mask, device)
     for _ in range(idle):
-        forward([_Sequence(0, 0, [], 1)])
+        forward([_Sequence(0, 0, [], [0])])
 
 
 def _sequences_of(contexts: Sequence[TokenContexts], batch: CompletionBatch) -> dict[int, list[_Sequence]]:
     """The sequences of every sample that has a teacher and scored tokens."""
-    lengths = batch.lengths()
+    completions = [ids[:length] for ids, length in zip(batch.ids.tolist(), batch.lengths(), strict=True)]
     is_scored = batch.loss_mask.any(dim=1).tolist()
     return {
         i: [
-            _Sequence(i, k, ids, lengths[i], columns, own.images[k] if own.images else None)
+            _Sequence(i, k, ids, completions[i], columns, own.images[k] if own.images else None)
             for k, (ids, columns) in enumerate(own.sequences())
         ]
         for i, own in enumerate(contexts)
