@@ -96,8 +96,7 @@ def _loss_in_chunks(
     size: int,
 ) -> CreditLoss:
     """Form the loss in chunks of `size` tokens, with buffers that all chunks share."""
-    tail = config.support.tail
-    is_within = tail == "renormalize"
+    is_within = config.support.tail == "renormalize"
     has_ratio = tokens.engine_logps is not None or (tokens.old_logps is not None and config.is_clip is not None)
     count = 0 if is_within else min(size, len(hidden))
     workspace = hidden.new_empty((count, head.vocabulary_size), dtype=accumulation_dtype(hidden.dtype))
@@ -108,7 +107,7 @@ def _loss_in_chunks(
             student = student_within_support(*of_chunk, head, has_ratio)
         else:
             buffer = workspace[: rows.stop - rows.start]
-            student = student_over_vocabulary(*of_chunk, tail == "bucket", head, buffer)
+            student = student_over_vocabulary(*of_chunk, head, buffer)
         part = None if gradients is None else gradients.rows(rows)
         parts.append(_chunk_loss(student, tokens[rows], scores[rows], config, part))
     return joined(parts)
@@ -165,7 +164,8 @@ def support_divergence(
     support = config.support
     target = target.to(student.values.dtype)
     with torch.enable_grad():
-        leaves = [x.detach().requires_grad_() for x in (student.values, student.log_outside) if x is not None]
+        read = [student.values, student.log_outside] if support.tail == "bucket" else [student.values]
+        leaves = [x.detach().requires_grad_() for x in read]
         values = leaves[0]
         if support.kind == "sampled":
             advantages = (target - values).detach()
@@ -189,7 +189,7 @@ class Student:
     """The student at one chunk of tokens."""
 
     values: Float[Tensor, "n K"]  # log-probabilities of the support; logits where the support is renormalised
-    log_outside: Float[Tensor, " n"] | None  # log-probability outside the support; None where that is no bucket
+    log_outside: Float[Tensor, " n"] | None  # log-probability outside the support; None where that is renormalised
     token_logps: Float[Tensor, " n"]  # of the sampled token; given support and token where that is renormalised
     policy_logps: Float[Tensor, " n"]  # the same over the whole vocabulary; NaN where it is not computed
     entropy: Float[Tensor, " n"]  # nats; of the distribution on the support where no normaliser is computed
@@ -202,7 +202,6 @@ def student_over_vocabulary(
     hidden: Float[Tensor, "n H"],
     tokens: LossTokens,
     support_ids: Int[Tensor, "n K"],
-    has_tail: bool,
     head: LMHead,
     buffer: Float[Tensor, "n V"],
 ) -> Student:
@@ -212,7 +211,7 @@ def student_over_vocabulary(
     token_logps = found.token_logps
     return Student(
         logps,
-        found.log_outside if has_tail else None,
+        found.log_outside,
         token_logps,
         token_logps,
         found.entropy,

@@ -110,15 +110,11 @@ class LMHead:
         """The head without gradients."""
         return self.map(Tensor.detach)
 
-    # ------------------------------------------------------------------------------------------ the whole vocabulary
-
     def logps(self, hidden: Float[Tensor, "n H"]) -> Float[Tensor, "n V"]:
         """Log-probabilities over the vocabulary, in fp32 (fp64 for fp64 inputs)."""
         dtype = accumulation_dtype(hidden.dtype)
         logits = torch.nn.functional.linear(hidden.to(dtype), self.weight.to(dtype))
         return torch.log_softmax(self.finish(logits, self.bias), dim=-1)
-
-    # --------------------------------------------------------------------------------------------------- K columns
 
     def gather_rows(self, ids: Int[Tensor, "n K"]) -> Float[Tensor, "n K H"]:
         """Rows of the weight of the given tokens."""
@@ -150,8 +146,6 @@ class LMHead:
         for total, factors in ((gradients.weight, hidden.to(grads.dtype)), (gradients.bias, None)):
             if total is not None:
                 scatter_columns(ids, grads, factors, total)
-
-    # ------------------------------------------------------------------------------------------------------- blocks
 
     def blocks(self, hidden: Tensor) -> list[slice]:
         """Blocks of the vocabulary; on a CPU the logits of one block fit into the cache."""

@@ -152,8 +152,8 @@ def _states_of(
     """One group's part of `token_states`. Tokens of one sample are contiguous."""
     samples = torch.tensor(group)
     rows, columns = loss_mask[samples].nonzero(as_tuple=True)
-    ends = torch.bincount(rows, minlength=len(group)).cumsum(0).tolist()
-    span = {sample: slice(start, end) for sample, start, end in zip(group, [0, *ends], ends, strict=False)}
+    sizes = torch.bincount(rows, minlength=len(group)).tolist()
+    places = dict(zip(group, torch.arange(len(rows)).split(sizes), strict=True))  # of each sample's tokens
     count = 1 + max(sequence.context for of_pass in of_group for sequence in of_pass)
     kept: Tensor | None = None
     for of_pass in of_group:
@@ -164,9 +164,9 @@ def _states_of(
         read: list[Tensor] = []
         written: list[Tensor] = []
         for sequence, first in zip(of_pass, firsts, strict=False):
-            tokens = span[sequence.sample]
-            read.append(first + sequence.positions(columns[tokens]) - 1)
-            written.append(sequence.context * len(rows) + torch.arange(tokens.start, tokens.stop))
+            own = places[sequence.sample]
+            read.append(first + sequence.positions(columns[own]) - 1)
+            written.append(sequence.context * len(rows) + own)
         at = to_device(torch.stack([torch.cat(written), indices[torch.cat(read)]]), device)
         kept[at[0]] = hidden[at[1]]
     states = kept.view(count, len(rows), -1)
