@@ -59,18 +59,14 @@ class Teacher:
             return [self.unwrapped(model)]
 
     def named_weights(self) -> dict[str, Tensor]:
-        """Return the stored weights by name, as they are saved and loaded; a live teacher has none."""
+        """Return the stored weights by the names of the policy's parameters; a live teacher has none."""
         return {}
-
-    def student_name(self, name: str) -> str:
-        """Return the name of the policy's parameter that a stored weight follows."""
-        return name
 
     def pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield (teacher, student) pairs of parameters that may differ."""
         parameters = _parameters(self.student)
         for name, weight in self.named_weights().items():
-            yield weight, parameters[self.student_name(name)]
+            yield weight, parameters[name]
 
     @torch.no_grad()
     def update(self, rate: float) -> None:
@@ -238,9 +234,6 @@ class AdapterTeacher(Teacher):
         for parameter, requires_grad in trainable.items():
             parameter.requires_grad_(requires_grad)
 
-    def student_name(self, name: str) -> str:
-        return name.replace(f".{ADAPTER_NAME}", f".{self.trained}")
-
     def named_weights(self) -> dict[str, Tensor]:
         return self.averages or self._adapter()
 
@@ -261,9 +254,10 @@ class AdapterTeacher(Teacher):
             copy_full(adapter[name], self.averages[name])
 
     def _adapter(self) -> dict[str, Tensor]:
+        """The weights of the frozen adapter, by the names of the trained one's."""
         mark = f".{ADAPTER_NAME}"
-        named = _parameters(self.student).items()
-        return {name: p for name, p in named if name.endswith(mark) or f"{mark}." in name}
+        own = [(name, p) for name, p in _parameters(self.student).items() if f"{mark}." in f"{name}."]
+        return {name.replace(mark, f".{self.trained}"): p for name, p in own}
 
 
 def make_teacher(
