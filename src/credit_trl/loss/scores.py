@@ -99,7 +99,9 @@ def score_completions(
         names = [f.name for f in fields(Scores)]
         stored = {name: batch.ids.new_zeros(*batch.ids.shape, *trailing.get(name, ()), dtype=dtype) for name in names}
         stored["support_ids"] = batch.ids.new_zeros(*batch.ids.shape, support.topk, dtype=torch.int32)
-        for *at, hidden, contrast_hidden in token_states(teacher, model, contexts, batch, batch_tokens, packed):
+        states = token_states(teacher, model, contexts, batch, batch_tokens, packed)
+        for samples, positions, hidden, contrast_hidden in states:
+            at = (samples, positions)
             part = score_tokens(hidden, contrast_hidden, head, batch.ids[at], support)
             for name, values in stored.items():
                 values[at] = getattr(part, name).to(values.dtype)
