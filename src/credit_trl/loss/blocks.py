@@ -2,24 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import fields
-from typing import TypeVar
+from collections.abc import Iterator
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-T = TypeVar("T")
-
-# Bytes of one chunk on the CPU: of logits, and of gathered head rows, which should stay in cache.
-CPU_LOGITS = 160 * 2**20
-CPU_HEAD_ROWS = 16 * 2**20
-# Bytes of one chunk on an accelerator: fp32 logits of 4096 tokens for a vocabulary of 152,000. They are fixed, so that
-# the order of summation does not depend on the free memory.
-_ACCELERATOR_BYTES = 5 * 2**29
-# Tokens of one chunk at most: a chunk of the loss reads the head twice and its gradient once.
-_MOST_TOKENS = 8192
 # Columns of one group in `top_columns`.
 _TOPK_GROUP = 32
 
@@ -28,21 +16,6 @@ def chunks(n: int, size: int) -> Iterator[slice]:
     """Slices of at most `size` rows; one empty slice for n = 0, so that results keep their shapes."""
     for start in range(0, max(n, 1), size):
         yield slice(start, min(start + size, n))
-
-
-def chunk_size(hidden: Float[Tensor, "N H"], row: int, cpu_bytes: int = CPU_LOGITS) -> int:
-    """Tokens per chunk, each of which takes `row` values: the largest power of two; `cpu_bytes` are a CPU's."""
-    budget = cpu_bytes if hidden.device.type == "cpu" else _ACCELERATOR_BYTES
-    row_bytes = row * accumulation_dtype(hidden.dtype).itemsize
-    rows = min(max(budget // row_bytes, 1), _MOST_TOKENS, max(len(hidden), 1))
-    return 1 << (rows.bit_length() - 1)
-
-
-def joined(parts: Sequence[T]) -> T:
-    """The dataclass of all tokens from those of its chunks: values of tokens one after the other, numbers added."""
-    values = {f.name: [getattr(part, f.name) for part in parts] for f in fields(parts[0])}
-    whole = {name: torch.cat(of) if of[0].ndim else torch.stack(of).sum() for name, of in values.items()}
-    return type(parts[0])(**whole)
 
 
 def accumulation_dtype(hidden: torch.dtype) -> torch.dtype:

@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from credit_trl import objective
-from credit_trl.loss.blocks import CPU_HEAD_ROWS, accumulation_dtype, chunk_size, chunks, joined
+from credit_trl.loss.blocks import accumulation_dtype, chunks
 from credit_trl.loss.head import HeadGradients, LMHead
 from credit_trl.loss.projection import backward_logps, project
 from credit_trl.loss.scores import Scores, condition
-from credit_trl.loss.terms import CreditLoss, LossConfig, LossTokens
+from credit_trl.loss.terms import CreditLoss, LossConfig, LossTokens, joined
 
 
 class _Loss(torch.autograd.Function):
@@ -67,10 +67,7 @@ def credit_loss(
     inputs = (student_hidden, head.weight, head.bias)
     wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     hidden = student_hidden.detach()
-    if support.tail == "renormalize":
-        size = chunk_size(hidden, (support.topk + 1) * hidden.shape[-1], CPU_HEAD_ROWS)
-    else:
-        size = chunk_size(hidden, head.vocabulary_size)
+    size = head.chunk_size(hidden, support.topk + 1 if support.tail == "renormalize" else None)
     gradients = HeadGradients.of(student_hidden, head, len(hidden) <= size) if wanted else None
     with torch.no_grad():
         own_head = head.detached().for_products(hidden)

@@ -20,6 +20,14 @@ from credit_trl.loss.blocks import accumulation_dtype, chunks
 from credit_trl.teacher.causal_lm import unwrap_adapters
 from credit_trl.teacher.sharding import gathered
 
+# Bytes of one chunk on the CPU: of logits, and of gathered head rows, which should stay in cache.
+_CPU_LOGITS = 160 * 2**20
+_CPU_HEAD_ROWS = 16 * 2**20
+# Bytes of one chunk on an accelerator: fp32 logits of 4096 tokens for a vocabulary of 152,000. They are fixed, so that
+# the order of summation does not depend on the free memory.
+_ACCELERATOR_BYTES = 5 * 2**29
+# Tokens of one chunk at most: a chunk of the loss reads the head twice and its gradient once.
+_MOST_TOKENS = 8192
 # Elements of one block of logits on the CPU: 8 MB in fp32, so that exp and sums read it from cache.
 _CPU_BLOCK = 2**21
 
@@ -146,6 +154,18 @@ class LMHead:
         for total, factors in ((gradients.weight, hidden.to(grads.dtype)), (gradients.bias, None)):
             if total is not None:
                 scatter_columns(ids, grads, factors, total)
+
+    def chunk_size(self, hidden: Float[Tensor, "N H"], columns: int | None = None) -> int:
+        """Tokens per chunk: the largest power of two whose logits fit into a fixed number of bytes.
+
+        With a number of `columns`, so do the rows of the weight for these columns of each token.
+        """
+        row = self.vocabulary_size if columns is None else columns * hidden.shape[-1]
+        cpu_bytes = _CPU_LOGITS if columns is None else _CPU_HEAD_ROWS
+        budget = cpu_bytes if hidden.device.type == "cpu" else _ACCELERATOR_BYTES
+        rows = budget // (row * accumulation_dtype(hidden.dtype).itemsize)
+        rows = min(max(rows, 1), _MOST_TOKENS, max(len(hidden), 1))
+        return 1 << (rows.bit_length() - 1)
 
     def blocks(self, hidden: Tensor) -> list[slice]:
         """Blocks of the vocabulary; on a CPU the logits of one block fit into the cache."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from credit_trl import objective
 from credit_trl.contexts.tokens import CompletionBatch, TokenContexts
-from credit_trl.loss.blocks import CPU_HEAD_ROWS, accumulation_dtype, chunk_size, chunks, joined
+from credit_trl.loss.blocks import accumulation_dtype, chunks
 from credit_trl.loss.head import LMHead, Projection, matmul_dtype
 from credit_trl.loss.projection import project
 from credit_trl.teacher.causal_lm import head_input
@@ -140,9 +140,9 @@ def score_tokens(
     """
     support = support.resolved(head.vocabulary_size)
     head = head.gathered().detached().for_products(hidden)
-    size = chunk_size(hidden, head.vocabulary_size)
+    size = head.chunk_size(hidden)
     if support.tail == "renormalize":
-        size = min(size, chunk_size(hidden, (support.topk + 1) * hidden.shape[-1], CPU_HEAD_ROWS))
+        size = min(size, head.chunk_size(hidden, support.topk + 1))
     buffer = hidden.new_empty((min(size, len(hidden)), head.vocabulary_size), dtype=accumulation_dtype(hidden.dtype))
     parts = []
     for rows in chunks(len(hidden), size):
@@ -159,7 +159,7 @@ def score_tokens(
         if len(contrast_hidden):
             generic = _generic_scores(head, contrast_hidden[:, rows], teacher.ids, tokens, support, out)
         parts.append(Scores(teacher.ids, logps, generic[0], token_logps, generic[1], teacher.entropy))
-    return joined(parts)
+    return Scores(*(torch.cat([getattr(part, f.name) for part in parts]) for f in fields(Scores)))
 
 
 def _generic_scores(

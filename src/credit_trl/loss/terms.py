@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
@@ -105,3 +106,10 @@ class MicroBatchLoss:
     read: int  # tokens of the student's forward pass, with padding
     valid: int  # the same without padding
     engine_logps: Float[Tensor, " N"] | None  # what the engine reported, where the loss uses it
+
+
+def joined(parts: Sequence[CreditLoss]) -> CreditLoss:
+    """The loss of some tokens from those of its chunks: values of tokens one after the other, and the sum."""
+    values = {f.name: [getattr(part, f.name) for part in parts] for f in fields(CreditLoss)}
+    total = torch.stack(values.pop("loss")).sum()
+    return CreditLoss(total, **{name: torch.cat(of) for name, of in values.items()})
