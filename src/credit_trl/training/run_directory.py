@@ -41,11 +41,18 @@ def write_atomically(path: str | Path, text: str) -> None:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with scratch.open("w", encoding="utf-8", newline="\n") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    scratch.write_text(text, encoding="utf-8", newline="\n")
+    sync(scratch)
     os.replace(scratch, path)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file or folder is on disk. A full disk may only raise an error here."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def remove_scratch_files(folder: Path) -> None:
@@ -72,8 +79,7 @@ def append_lines(path: str | Path, *rows: Mapping[str, Any]) -> None:
     try:
         with path.open("a", encoding="utf-8", newline="\n") as file:
             file.write("".join(map(json_line, rows)))
-            file.flush()
-            os.fsync(file.fileno())
+        sync(path)
     except OSError:
         if path.is_file():
             os.truncate(path, length)  # a full disk may have taken a part
