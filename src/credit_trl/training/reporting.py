@@ -177,9 +177,8 @@ def add_completion_columns(
     Args:
         logs: the trainer's `_logs`: deques by column.
         output: tensors (B, T) of the generation batch with the stored scores.
-        contexts: contexts of the local samples; None without a distillation loss.
+        contexts: of the local samples; None without a distillation loss.
         decode: token ids to texts with their special tokens.
-        shows_images: as `log_completions` and `log_multimodal` ask for.
     """
     columns: dict[str, list[Any]] = {"feedback": batch.feedback}
     if contexts is not None:

@@ -58,10 +58,8 @@ def describe_rows(
 def store_rows(folder: Path, data: dict[str, Any], rows: Mapping[str, Any]) -> None:
     """Write `Dataset` objects that neither task, path nor hub name describes as Parquet into a run directory.
 
-    Args:
-        folder: the run directory.
-        data: field `data` of `run.json`, whose `train` and `test` are set to the written files.
-        rows: the data sets by these names. Streams, and those above `MAX_STORED_BYTES`, are not written.
+    The `train` and `test` of `data`, the field of `run.json`, are set to the files of the `rows` of these names.
+    Streams, and those above `MAX_STORED_BYTES`, are not written.
     """
     for name, dataset in rows.items():
         is_stored = isinstance(dataset, Dataset) and dataset.data.nbytes <= MAX_STORED_BYTES
