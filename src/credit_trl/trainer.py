@@ -50,7 +50,7 @@ from credit_trl.training.check_prompts import check_first_prompts, check_image_o
 from credit_trl.training.check_run import check_run
 from credit_trl.training.checkpoints import ResumableTrainer
 from credit_trl.training.metrics import TokenMetrics, context_metrics, drop_undefined, teacher_success_weights
-from credit_trl.training.run_data import describe_data
+from credit_trl.training.run_directory import describe_data
 from credit_trl.training.step import CreditStep
 from credit_trl.training.weights import WeightChange, reduce_gradients_in_fp32
 
@@ -261,7 +261,12 @@ class CreditTrainer(ResumableTrainer):
         if self.args.on_verifier_error == "skip":
             share = mask_skipped_rewards(rewards_per_func, self._verdicts.has_failed, self.accelerator)
             self._log_values({"credit/frac_verifier_skipped": share})
-        index, dataset = self._stream_position()
+        if self.model.training:
+            index = self._step // (self.args.steps_per_generation * self.num_iterations)
+        else:
+            self._eval_batches += 1
+            index = EVALUATION_INDEX + self._eval_batches
+        is_train = self.model.training or not isinstance(self.eval_dataset, Dataset)
         self._rollouts = GenerationBatch(
             rows=inputs,
             prompts=prompts,
@@ -272,18 +277,10 @@ class CreditTrainer(ResumableTrainer):
             first=self.accelerator.process_index * len(prompts),
             group_size=self.num_generations if self.model.training else self.num_generations_eval,
             index=index,
-            dataset=dataset,
+            dataset=self.train_dataset if is_train else self.eval_dataset,
             tools=self._sample_tools(len(prompts)),
         )
         return rewards_per_func
-
-    def _stream_position(self) -> tuple[int, Any]:
-        """Index of this generation batch, and the dataset that it belongs to."""
-        if self.model.training:
-            return self._step // (self.args.steps_per_generation * self.num_iterations), self.train_dataset
-        self._eval_batches += 1
-        has_rows = isinstance(self.eval_dataset, Dataset)
-        return EVALUATION_INDEX + self._eval_batches, self.eval_dataset if has_rows else self.train_dataset
 
     def _sample_tools(self, count: int) -> list[list[Any] | None]:
         """Tools that the chat template lists for each local sample; empty without any."""
