@@ -187,6 +187,7 @@ class CreditTrainer(ResumableTrainer):
             gather=gather_object,
             reduce=self._sum_over_processes,
             token_weight=token_weight,
+            router_loss=self.aux_loss_enabled,
         )
         self.alarms.raise_if(reason is not None, "not_packed", reason=reason)
         if self.use_vllm and self.context_builder.reader is not None:  # as TRL does without vLLM

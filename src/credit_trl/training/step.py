@@ -56,6 +56,7 @@ class CreditStep:
     gather: Callable[[list], list] = identity  # concatenates a list over processes, in the order of their ranks
     reduce: Callable[[Tensor], Tensor] = identity  # sums a tensor over processes
     token_weight: TokenWeight | None = None  # weighs the tokens of each generation batch, see `loss.token_weight`
+    router_loss: bool = False  # whether the load-balancing loss of a mixture of experts is computed
 
     def __post_init__(self) -> None:
         config = self.config
@@ -80,7 +81,6 @@ class CreditStep:
             (config.vllm_importance_sampling_clip_min, config.vllm_importance_sampling_clip_max),
         )
         self.engine_role = engine_role(config)
-        self.router_loss = has_router_loss(config, teacher.student)
         may_have_images = self.context_builder.reader is not None  # which packed rows do not support
         can_pack = cannot_pack(teacher.student) is None and not (config.packed is None and may_have_images)
         self.teacher_packed = config.packed
@@ -280,14 +280,6 @@ def engine_role(config: CreditConfig) -> Literal["correction", "old"] | None:
     if not config.vllm_importance_sampling_correction:
         return None if is_on_policy else "old"
     return "correction" if is_on_policy and config.vllm_importance_sampling_mode.startswith("token") else None
-
-
-def has_router_loss(config: CreditConfig, policy: nn.Module) -> bool:
-    """Whether the policy is a mixture of experts with a load-balancing loss, by default at the model's own weight."""
-    text_config = policy.config.get_text_config()
-    own = getattr(text_config, "router_aux_loss_coef", 0.0)
-    coefficient = own if config.router_aux_loss_coef is None else config.router_aux_loss_coef
-    return hasattr(text_config, "output_router_logits") and coefficient != 0.0
 
 
 def _fidelity(
