@@ -157,7 +157,7 @@ class CreditTrainer(ResumableTrainer):
         self._init_reports()
         self.run_log.facts["data"] = describe_data(reward_funcs or [], args.reward_weights)
         self.run_log.rows = {"train": train_dataset, "test": eval_dataset}
-        checks.check_ends(self._tokenizer, self.eos_token_ids, self.alarms)
+        checks.check_ends(self)
         check_first_prompts(self, datasets, distills=distills)
         if distills:
             self._init_credit(token_weight)
@@ -302,8 +302,7 @@ class CreditTrainer(ResumableTrainer):
         self._generation_batch = batch
         metrics = self._metrics[self._mode]
         if self.model.training:
-            marks = self._tokenizer, self.context_builder.render, self.eos_token_ids
-            checks.check_truncated(metrics["completions/clipped_ratio"][-1], *marks, self.alarms)
+            checks.check_truncated(self, metrics["completions/clipped_ratio"][-1])
             is_flat = metrics["frac_reward_zero_std"][-1] == 1.0  # in every group
             self.alarms.raise_if(is_flat, "flat_reward", FLAT_REWARD_BATCHES, mean=metrics["reward"][-1])
         if "importance_sampling_ratio" in output:  # TRL's, of which it logs the other moments

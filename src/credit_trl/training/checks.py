@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -14,9 +14,7 @@ from trl.trainer.utils import get_callable_name
 
 from credit_trl.config import CreditConfig
 from credit_trl.contexts.contrast import find_source, source_columns
-from credit_trl.contexts.prompts import Render
 from credit_trl.rollout.verdict import parameters_of
-from credit_trl.training.alarms import Alarms
 
 
 def check_teacher(args: CreditConfig) -> None:
@@ -92,30 +90,29 @@ def check_datasets(
         )
 
 
-def check_ends(tokenizer: Any, eos_token_ids: Collection[int], alarms: Alarms) -> None:
+def check_ends(trainer: Any) -> None:
     """Warn about an id at which generation ends that is ordinary text, so that completions end inside a sentence."""
+    tokenizer = trainer._tokenizer
     added = tokenizer.added_tokens_decoder
-    ordinary = [tokenizer.decode([i]) for i in eos_token_ids if added and i not in added]
-    alarms.raise_if(bool(ordinary), "ordinary_end", text=next(iter(ordinary), None))
+    ordinary = [tokenizer.decode([i]) for i in trainer.eos_token_ids if added and i not in added]
+    trainer.alarms.raise_if(bool(ordinary), "ordinary_end", text=next(iter(ordinary), None))
 
 
-def check_truncated(
-    share: float, tokenizer: Any, render: Render, eos_token_ids: Collection[int], alarms: Alarms
-) -> None:
+def check_truncated(trainer: Any, share: float) -> None:
     """Warn where more than 90 % of a generation batch did not end, naming an end of turn that is no EOS id."""
     if share <= 0.9:
         return
     turn = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "@"}]
     unknown = ""
     with suppress(Exception):  # no template, or one that takes other turns only
-        after = render(turn, add_generation_prompt=False).rpartition("@")[2].strip()
-        end = tokenizer(after, add_special_tokens=False)["input_ids"][:1]
-        if end and end[0] not in eos_token_ids:
+        after = trainer.context_builder.render(turn, add_generation_prompt=False).rpartition("@")[2].strip()
+        end = trainer._tokenizer(after, add_special_tokens=False)["input_ids"][:1]
+        if end and end[0] not in trainer.eos_token_ids:
             unknown = (
-                f" The chat template ends a turn with {tokenizer.decode(end)!r}, where generation does not end: add "
-                f"its id {end[0]} to the `eos_token_id` of the model's `generation_config`."
+                f" The chat template ends a turn with {trainer._tokenizer.decode(end)!r}, where generation does not "
+                f"end: add its id {end[0]} to the `eos_token_id` of the model's `generation_config`."
             )
-    alarms.raise_if(True, "truncated", share=share, unknown=unknown)
+    trainer.alarms.raise_if(True, "truncated", share=share, unknown=unknown)
 
 
 def check_enough_rows(args: CreditConfig, train_dataset: Any) -> None:
