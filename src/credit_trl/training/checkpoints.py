@@ -100,6 +100,7 @@ class ResumableTrainer(GRPOTrainer):
 
     alarms: Alarms
     teacher: Teacher | None = None
+    _sampler: RepeatSampler  # of the training rows, unless they are a stream
     _save_dir: str | None = None  # while a checkpoint is written
     _losses_are_finite: Tensor | None = None  # of the micro-batches since the last optimizer step, on this process
 
