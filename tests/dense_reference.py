@@ -18,8 +18,6 @@ from credit_trl.loss import (
     LossConfig,
     LossTokens,
     SupportConfig,
-    TeacherStates,
-    blocks,
     credit_loss,
     score_tokens,
 )
@@ -39,8 +37,7 @@ def chunks_of(size: int | None) -> Iterator[None]:
         yield
         return
     with ExitStack() as patches:
-        patches.enter_context(patch.object(blocks, "_CPU_PASSING_CHUNK", size))
-        for name in ("credit_loss", "scores"):
+        for name in ("credit_loss", "scores", "projection"):
             module = sys.modules[f"credit_trl.loss.{name}"]
             patches.enter_context(patch.object(module, "chunk_size", lambda *_, **__: size))
         yield
@@ -130,7 +127,7 @@ def ours(
     chosen = SupportConfig(support, topk, tail)
     head = case.head(case.reference_weight, case.reference_bias)
     with chunks_of(chunk_size):
-        scores = score_tokens(TeacherStates(case.teacher, case.contrasts, head), case.token_ids, chosen)
+        scores = score_tokens(case.teacher, case.contrasts, head, case.token_ids, chosen)
         config = LossConfig(chosen, form, alpha, is_clip)
         return credit_loss(case.hidden, case.head(case.weight, case.bias), case.tokens(), scores, config)
 

@@ -10,12 +10,12 @@ from typing import Any
 import credit_trl
 from credit_trl.contexts.contrast import ContrastBatch
 from credit_trl.contexts.tokens import CompletionBatch, TokenContexts
-from credit_trl.loss.scores import Scores, TeacherStates
+from credit_trl.loss.scores import Scores
 from credit_trl.rollout.batch import GenerationBatch
 from dense import step_problem
 
 PACKAGE = Path(credit_trl.__file__).parent
-CARRIERS = (GenerationBatch, ContrastBatch, TokenContexts, CompletionBatch, TeacherStates, Scores)
+CARRIERS = (GenerationBatch, ContrastBatch, TokenContexts, CompletionBatch, Scores)
 HIDDEN_SIZE = 32  # of the tiny policy
 
 

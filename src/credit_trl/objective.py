@@ -55,13 +55,8 @@ def credit_target(
 ) -> Float[Tensor, "*t v"]:
     """a_t(v) = f_t(v) − λ Ĝ_t(v), the target of the student, not normalised.
 
-    The form `"guide"` is `f + λ (f − Ĝ)`, which equals f where teacher and contrasts agree.
-
-    Args:
-        teacher_logps: f.
-        generic_logps: Ĝ, of the same shape.
-        contrastive_coef: λ, one number or one per position (0 where a sample has no contrast prompt).
-        form: `"subtract"`, the paper's `f − λ Ĝ`, or `"guide"`, `f + λ (f − Ĝ)`.
+    λ is one number, or one per position (0 where a sample has no contrast prompt). The form `"guide"` is
+    `f + λ (f − Ĝ)`, which equals f where teacher and contrasts agree.
     """
     if isinstance(contrastive_coef, Tensor):
         contrastive_coef = contrastive_coef.unsqueeze(-1)

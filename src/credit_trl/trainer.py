@@ -151,9 +151,10 @@ class CreditTrainer(ResumableTrainer):
             for position, func in enumerate(self.reward_funcs)
         ]
         distills = args.distillation_weight > 0.0 or token_weight is not None
-        render = chat_renderer(self.processing_class, self._is_vlm, self.chat_template, self.chat_template_kwargs)
+        options = {"chat_template": self.chat_template} | self.chat_template_kwargs
+        render = chat_renderer(self.processing_class, self._is_vlm, **options)
         reader = ImageReader(self.processing_class) if self._is_vlm and distills else None
-        self.context_builder = ContextBuilder(self._tokenizer, args, self.eos_token_ids, render, self._is_vlm, reader)
+        self.context_builder = ContextBuilder(self._tokenizer, args, self.eos_token_ids, render, reader)
         self._init_reports()
         self.run_log.facts["data"] = describe_data(reward_funcs or [], args.reward_weights)
         self.run_log.rows = {"train": train_dataset, "test": eval_dataset}

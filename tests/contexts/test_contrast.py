@@ -142,7 +142,7 @@ def test_one_draw_per_group_leaves_fewer_tokens_to_score(make_config, tokenizer)
     for source in ("batch", PER_SAMPLE):
         options = words | {"contrastive_source": source, "reprompt_template": "{prompt}{solution}{feedback}"}
         built = build_contexts(batch, ContextBuilder(tokenizer, make_config(**options)))
-        sequences = [_Sequence(i, k, p, 128) for i in range(32) for k, p in enumerate(context_ids(built[i]))]
+        sequences = [_Sequence(i, k, p, [0] * 128) for i in range(32) for k, p in enumerate(context_ids(built[i]))]
         rows = [
             packed_row([own.prompt + ids[own.sample] for own in one])[0]
             for one in passes(sequences, 65536 // 16, packed=True, shares=True)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from credit_trl.loss import LMHead, LossConfig, LossTokens, SupportConfig, TeacherStates, credit_loss, score_tokens
+from credit_trl.loss import LMHead, LossConfig, LossTokens, SupportConfig, credit_loss, score_tokens
 
 N, V, H, C, TOPK, COEF = 12, 31, 7, 2, 5, 0.3
 SCRIPT = Path(__file__).parents[2] / "examples" / "reference_loss.py"
@@ -23,13 +23,13 @@ def leaf(*shape: int) -> Tensor:
 def test_reference_loss_equals_the_real_one(tail, alpha):
     torch.manual_seed(0)
     hidden, weight = leaf(N, H), leaf(V, H)
-    states = TeacherStates(leaf(N, H).detach(), leaf(C, N, H).detach(), LMHead(leaf(V, H).detach()))
+    states, contrast_states, weight_of_teacher = (leaf(*shape).detach() for shape in ((N, H), (C, N, H), (V, H)))
     token_ids, weights = torch.randint(V, (N,)), torch.rand(N, dtype=torch.float64)
     support = SupportConfig("teacher_topk", TOPK, tail)
-    scores = score_tokens(states, token_ids, support)
+    scores = score_tokens(states, contrast_states, LMHead(weight_of_teacher), token_ids, support)
     tokens = LossTokens(token_ids, weights, torch.full_like(weights, COEF))
     ours = credit_loss(hidden, LMHead(weight), tokens, scores, LossConfig(support, alpha=alpha))
-    teacher, contrasts = states.hidden @ states.head.weight.T, states.contrast_hidden @ states.head.weight.T
+    teacher, contrasts = states @ weight_of_teacher.T, contrast_states @ weight_of_teacher.T
     token_loss, advantages = reference_loss(hidden @ weight.T, teacher, contrasts, token_ids, COEF, TOPK, tail, alpha)
     loss = (weights * token_loss).sum()
     torch.testing.assert_close(ours.token_loss, token_loss.detach())

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from credit_trl.loss import LMHead, LossConfig, LossTokens, SupportConfig, TeacherStates, credit_loss, score_tokens
+from credit_trl.loss import LMHead, LossConfig, LossTokens, SupportConfig, credit_loss, score_tokens
 
 A, B = 0, 1
 DELTAS, SPREADS, COEFS = (0.2, 0.93, 3.0, 6.6), (0.5, 4.5, 7.5, 11.4), (0.05, 0.1, 0.2, 0.5)
@@ -45,11 +45,10 @@ class Branch:
         moved = self.logits.detach() - self.first
         teacher = self.first + self.following * moved + self.lift
         contrast = teacher - self.loss_of_b
-        states = TeacherStates(teacher, contrast[None], self.head)
         ids = torch.zeros(len(self.coef), dtype=torch.int64)
         tokens = LossTokens(ids, torch.ones_like(self.coef) if weights is None else weights, self.coef)
         support = SupportConfig(topk=None)
-        scores = score_tokens(states, ids, support)
+        scores = score_tokens(teacher, contrast[None], self.head, ids, support)
         return credit_loss(self.logits, self.head, tokens, scores, LossConfig(support, form, alpha)).loss
 
     def train(self, form: str, alpha: float = 1.0, steps: int = 120) -> Tensor:

@@ -1,6 +1,6 @@
 """Scores, loss and gradients against a dense reference with all logits, in fp64 and by autograd."""
 
-from dataclasses import fields, replace
+from dataclasses import fields
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from credit_trl import objective
-from credit_trl.loss import CreditLoss, LossConfig, SupportConfig, TeacherStates, credit_loss, score_tokens
+from credit_trl.loss import CreditLoss, LossConfig, SupportConfig, credit_loss, score_tokens
 from credit_trl.loss.blocks import top_columns
 from dense_reference import (
     SUPPORTS,
@@ -207,11 +207,11 @@ def test_a_renormalised_support_touches_its_columns_only():
     n, v, h, k = 8, 5000, 16, 5
     case = make_case(n=n, v=v, h=h, contrasts=3, bias=True)
     support = SupportConfig("teacher_topk", k, "renormalize")
-    states = TeacherStates(case.teacher, case.contrasts, case.head(case.reference_weight, case.reference_bias))
+    head = case.head(case.reference_weight, case.reference_bias)
     with Allocations() as scoring:
-        scores = score_tokens(states, case.token_ids, support)
+        scores = score_tokens(case.teacher, case.contrasts, head, case.token_ids, support)
     with Allocations() as alone:
-        score_tokens(replace(states, contrast_hidden=case.contrasts[:0]), case.token_ids, support)
+        score_tokens(case.teacher, case.contrasts[:0], head, case.token_ids, support)
     wide = [size for size in scoring.products if size > n * (k + 1) * h]
     assert wide == [size for size in alone.products if size > n * (k + 1) * h]
     with Allocations() as allocations:
@@ -258,12 +258,14 @@ def test_scores_are_the_dense_log_probabilities(shape, contrasts, seed, data):
     topk, chunk_size = data.draw(st.integers(1, shape["v"])), data.draw(st.integers(1, 10))
     case = make_case(**shape, contrasts=contrasts, bias=True, seed=seed, scale=1.7, temperature=0.6)
     exact = case.copy(torch.float64)
-    states = TeacherStates(case.teacher, case.contrasts, case.head(case.reference_weight, case.reference_bias))
+    head = case.head(case.reference_weight, case.reference_bias)
     f = dense_logps(exact.teacher, exact.reference_weight, exact.reference_bias, exact)
     g = [dense_logps(x, exact.reference_weight, exact.reference_bias, exact) for x in exact.contrasts]
     for tail in ("bucket", "renormalize"):
         with chunks_of(chunk_size):
-            scores = score_tokens(states, case.token_ids, SupportConfig("teacher_topk", topk, tail))
+            scores = score_tokens(
+                case.teacher, case.contrasts, head, case.token_ids, SupportConfig("teacher_topk", topk, tail)
+            )
         ids = scores.support_ids
         assert_close(f.gather(-1, ids), f.topk(topk).values, rtol=1e-5, atol=1e-5)
         assert_close(scores.teacher_logps[:, :topk].double(), f.gather(-1, ids), rtol=1e-5, atol=1e-5)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from credit_trl.contexts.tokens import CompletionBatch, TokenContexts
-from credit_trl.loss import SupportConfig, TeacherStates, score_tokens
+from credit_trl.loss import SupportConfig, score_tokens
 from credit_trl.loss.head import lm_head
 from credit_trl.loss.scores import score_completions
 from credit_trl.teacher.models import Teacher
@@ -81,9 +81,8 @@ def naive_scores(model, batch, tail):
                 states = model.base_model(input_ids=row, use_cache=False).last_hidden_state[0]
             hidden.append(states[len(prompt) - 1 : -1][loss_mask[sample, :length]])
         hidden = torch.stack(hidden)
-        states = TeacherStates(hidden[0], hidden[1:], head)
         support = SupportConfig("teacher_topk", 6, tail)
-        scores[sample] = score_tokens(states, ids[sample][loss_mask[sample]], support)
+        scores[sample] = score_tokens(hidden[0], hidden[1:], head, ids[sample][loss_mask[sample]], support)
     return scores
 
 
@@ -117,7 +116,7 @@ def test_every_prompt_is_read_once_within_the_budget(make_model, batch):
 
 
 sequences = st.lists(st.integers(1, 200), min_size=1, max_size=40).map(
-    lambda sizes: [_Sequence(i, 0, [0] * size, 3) for i, size in enumerate(sizes)]
+    lambda sizes: [_Sequence(i, 0, [0] * size, [0] * 3) for i, size in enumerate(sizes)]
 )
 
 

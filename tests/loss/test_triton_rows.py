@@ -26,7 +26,6 @@ from credit_trl.loss import (
     LossConfig,
     LossTokens,
     SupportConfig,
-    TeacherStates,
     credit_loss,
     head,
     projection,
@@ -303,8 +302,8 @@ def traffic(options: dict, kernels_: str = "torch") -> float:
     """Bytes per token and vocabulary entry of the student's forward and backward with bf16 products."""
     n, v = 4, 64  # a power of two is one chunk
     case = make_case(n=n, v=v, h=3, dtype=torch.bfloat16, **options)
-    states = TeacherStates(case.teacher, case.contrasts, case.head(case.reference_weight, None))
-    scores = score_tokens(states, case.token_ids, SupportConfig("teacher_topk", 5))
+    head = case.head(case.reference_weight, None)
+    scores = score_tokens(case.teacher, case.contrasts, head, case.token_ids, SupportConfig("teacher_topk", 5))
     case.head = lambda w, b: replace(Case.head(case, w, b), kernels=kernels_)
     tokens = LossTokens(case.token_ids, case.weights, case.coef.float())
     config = LossConfig(SupportConfig("teacher_topk", scores.support_ids.shape[-1]), alpha=0.5)

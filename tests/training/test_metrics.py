@@ -11,7 +11,8 @@ import torch
 
 from credit_trl import Verdict
 from credit_trl.contexts.tokens import PrivilegedContext, TokenContexts
-from credit_trl.loss.terms import CreditLoss, MicroBatchLoss, joined
+from credit_trl.loss.blocks import joined
+from credit_trl.loss.terms import CreditLoss, MicroBatchLoss
 from credit_trl.training.alarms import FLAT_REWARD_BATCHES, Alarms, CreditWarning
 from credit_trl.training.metrics import TokenMetrics, context_metrics
 from tables import tables_of

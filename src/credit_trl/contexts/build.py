@@ -22,10 +22,6 @@ from credit_trl.rollout.thinking import decode_with_marks, opening_mark
 def build_contexts(batch: GenerationBatch, builder: ContextBuilder) -> list[TokenContexts]:
     """Teacher and contrast contexts of the local samples. Every process must call it.
 
-    Args:
-        batch: the generation batch, with its turns where rollouts have several.
-        builder: turns prompts and z into token ids; its configuration chooses z and the contrasts.
-
     Raises:
         ValueError: turn feedback cannot be placed.
     """
@@ -164,9 +160,7 @@ def place_turns(
 
     Args:
         contexts: contexts with the opening prompt only; `privileged.turns` holds the feedback.
-        completion_ids: sampled ids.
         starts: first column of each turn.
-        builder: encodes untrusted text.
         render: renders the conversation; None for plain text.
 
     Raises:

@@ -52,9 +52,8 @@ class ContextBuilder:
         config: templates, C and `max_reprompt_len`.
         eos_token_ids: ids that end a turn besides the tokenizer's special tokens.
         render: see `chat_renderer`; None renders with the tokenizer's own chat template.
-        is_multimodal: whether the student's prompts are tokenised by a processor, which adds the tokenizer's special
-            tokens, such as BOS, unless the rendered prompt begins with BOS.
-        reader: reads the images of prompts; None ignores them.
+        reader: of a multimodal model, whose processor adds the tokenizer's special tokens, such as BOS, to the
+            student's prompts, unless the rendered prompt begins with BOS; None for a text model.
 
     Attributes:
         source: the contrast source; None where λ = 0.
@@ -71,12 +70,10 @@ class ContextBuilder:
         config: CreditConfig,
         eos_token_ids: Sequence[int] = (),
         render: Render | None = None,
-        is_multimodal: bool = False,
         reader: ImageReader | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.reader = reader
-        self.is_multimodal = is_multimodal
         self.config = config
         self.render = render or chat_renderer(tokenizer)
         self.source = find_source(config.contrastive_source) if config.contrasts else None
@@ -107,7 +104,6 @@ class ContextBuilder:
 
         Args:
             prompt: x, conversational or plain text.
-            privileged: z.
             contrasts: in the order of the draw; the first C that fit are taken. With fewer they repeat.
             tools: tools that the chat template lists.
 
@@ -154,7 +150,6 @@ class ContextBuilder:
 
         Args:
             slotted: the text with slots for the given parts of z.
-            z: the whole z.
             budget: maximum number of tokens; None for `max_reprompt_len`.
         """
         budget = self.config.max_reprompt_len if budget is None else budget
@@ -245,7 +240,7 @@ class ContextBuilder:
         """Ids of the prompt with slots for parts of z."""
         text = self._render(prompt, tools, parts)
         has_bos = self.tokenizer.bos_token is not None and text.startswith(self.tokenizer.bos_token)
-        return self.slotted(text, first=isinstance(prompt, str) or (self.is_multimodal and not has_bos))
+        return self.slotted(text, first=isinstance(prompt, str) or (self.reader is not None and not has_bos))
 
     def _render(self, prompt: Prompt, tools: list[Any] | None, parts: list[str]) -> str:
         """The prompt with slots for parts of z, rendered once for all samples that have them."""

@@ -6,6 +6,7 @@ encodes the prompt as any text, so that the processor never sees z: a placeholde
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -97,14 +98,11 @@ class ImageReader:
         return self._read[key]
 
     def _process(self, images: Sequence[Any]) -> tuple[PromptImages, list[str]]:
-        tokenizer = self.processor.tokenizer
-        recorder = _Recorder(tokenizer)
-        self.processor.tokenizer = recorder
-        try:
-            text = _MARK.join([self.processor.image_token] * len(images))
-            outputs = self.processor(images=[list(images)], text=[text], return_tensors="pt")
-        finally:
-            self.processor.tokenizer = tokenizer
+        recorder = _Recorder(self.processor.tokenizer)
+        processor = copy.copy(self.processor)
+        processor.tokenizer = recorder
+        text = _MARK.join([processor.image_token] * len(images))
+        outputs = processor(images=[list(images)], text=[text], return_tensors="pt")
         ids = outputs.pop("input_ids")[0].tolist()
         outputs.pop("attention_mask", None)
         name = next((name for name in _TYPE_INPUTS if name in outputs), None)
@@ -136,11 +134,11 @@ def encode_prompt(
     if isinstance(prompt, str):
         return tokenizer(prompt)["input_ids"]
     if tokenizer is not processor:
-        text = chat_renderer(processor, is_multimodal=True, options=options)(prompt)
+        text = chat_renderer(processor, is_multimodal=True, **options)(prompt)
         return (reader or ImageReader(processor)).encode(text, images_of(prompt) if expands else ())
     if images_of(prompt):
         raise ValueError("A prompt has images, and there is only a tokenizer. Pass the processor of the model.")
-    return tokenizer(chat_renderer(tokenizer, options=options)(prompt), add_special_tokens=False)["input_ids"]
+    return tokenizer(chat_renderer(tokenizer, **options)(prompt), add_special_tokens=False)["input_ids"]
 
 
 class _Recorder:

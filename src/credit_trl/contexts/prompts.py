@@ -12,26 +12,19 @@ from credit_trl.rollout.batch import Prompt, content_key
 Render = Callable[..., str]  # conversation to text; takes `tools` and `add_generation_prompt`, True by default
 
 
-def chat_renderer(
-    processor: Any,
-    is_multimodal: bool = False,
-    chat_template: str | None = None,
-    options: dict[str, Any] | None = None,
-) -> Render:
+def chat_renderer(processor: Any, is_multimodal: bool = False, **options: Any) -> Render:
     """Function that renders a conversation with the chat template, as TRL renders the student's prompts.
 
     Args:
         processor: tokenizer, or processor of a multimodal model.
         is_multimodal: whether messages are converted to lists of parts.
-        chat_template: None for the tokenizer's own.
-        options: `chat_template_kwargs`.
+        **options: `chat_template_kwargs`, and `chat_template`.
     """
 
-    kept = {"chat_template": chat_template, "add_generation_prompt": True, "tokenize": False} | (options or {})
-
     def render(messages: list[dict[str, Any]], **changed: Any) -> str:
+        parts = prepare_multimodal_messages(messages) if is_multimodal else messages
         return processor.apply_chat_template(
-            prepare_multimodal_messages(messages) if is_multimodal else messages, **(kept | changed)
+            parts, **({"add_generation_prompt": True, "tokenize": False} | options | changed)
         )
 
     return render
@@ -139,8 +132,7 @@ def with_user_text(messages: list[dict[str, Any]], template: str, place: str) ->
     text = template.replace(place, user_text(messages))
     content: Any = [{"type": "text", "text": text}] if parts else text
     if any(part.get("type") != "text" for part in parts):
-        before, after = (end.replace(place, user_text(messages)) for end in template.split(place, 1))
-        content = _with_text(parts, before, after)
+        content = _with_text(parts, *template.split(place))
     return [*messages[:index], {**messages[index], "content": content}, *messages[index + 1 :]]
 
 

@@ -27,14 +27,9 @@ class PrivilegedContext:
 def demonstration_text(
     completion: str, teacher_context: str, marks: ThinkingMarks = COMMON_MARKS, *, opened: bool | None = None
 ) -> str | None:
-    """The part of a successful completion that the teacher reads; None if that part is empty.
+    """The part of a decoded completion that the teacher reads: the answer, the thinking or both.
 
-    A completion whose thinking is not closed has none.
-
-    Args:
-        completion: decoded completion.
-        teacher_context: `"solution"` (the answer), `"think"` or `"think+solution"`.
-        marks: see `split_thinking`, as `opened`.
+    None if that part is empty, or if the thinking is not closed. For `marks` and `opened` see `split_thinking`.
     """
     thinking, answer = split_thinking(completion, marks, opened=opened)
     if answer is None:

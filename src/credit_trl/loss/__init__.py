@@ -18,7 +18,7 @@ bf16 and fp16 inputs are accumulated in fp32, fp64 inputs are computed in fp64. 
 
 from credit_trl.loss.credit_loss import credit_loss
 from credit_trl.loss.head import LMHead
-from credit_trl.loss.scores import Scores, SupportConfig, TeacherStates, score_tokens
+from credit_trl.loss.scores import Scores, SupportConfig, score_tokens
 from credit_trl.loss.terms import CreditLoss, LossConfig, LossTokens
 from credit_trl.loss.token_weight import TokenCredit, TokenWeight
 
@@ -29,7 +29,6 @@ __all__ = [
     "LossTokens",
     "Scores",
     "SupportConfig",
-    "TeacherStates",
     "TokenCredit",
     "TokenWeight",
     "credit_loss",

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+from typing import TypeVar
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+T = TypeVar("T")
+
 # Bytes of one chunk on the CPU: of logits, and of gathered head rows, which should stay in cache.
 CPU_LOGITS = 160 * 2**20
 CPU_HEAD_ROWS = 16 * 2**20
-_CPU_PASSING_CHUNK = 1024
 # Bytes of one chunk on an accelerator: fp32 logits of 4096 tokens for a vocabulary of 152,000. They are fixed, so that
 # the order of summation does not depend on the free memory.
 _ACCELERATOR_BYTES = 5 * 2**29
-# Tokens of one chunk of the loss at most: each chunk reads the head twice and its gradient once.
-MAX_LOSS_CHUNK = 8192
+# Tokens of one chunk at most: a chunk of the loss reads the head twice and its gradient once.
+_MOST_TOKENS = 8192
 # Columns of one group in `top_columns`.
 _TOPK_GROUP = 32
 
@@ -27,21 +30,19 @@ def chunks(n: int, size: int) -> Iterator[slice]:
         yield slice(start, min(start + size, n))
 
 
-def chunk_size(n: int, row_bytes: int, device: torch.device, cpu_bytes: int = CPU_LOGITS, most: int = 4096) -> int:
-    """Tokens per chunk, of n and at most `most`, each of which takes `row_bytes`: the largest power of two.
-
-    A CPU's chunks take `cpu_bytes`.
-    """
-    budget = cpu_bytes if device.type == "cpu" else _ACCELERATOR_BYTES
-    rows = min(max(budget // max(row_bytes, 1), 1), most, max(n, 1))
+def chunk_size(hidden: Float[Tensor, "N H"], row: int, cpu_bytes: int = CPU_LOGITS) -> int:
+    """Tokens per chunk, each of which takes `row` values: the largest power of two; `cpu_bytes` are a CPU's."""
+    budget = cpu_bytes if hidden.device.type == "cpu" else _ACCELERATOR_BYTES
+    row_bytes = row * accumulation_dtype(hidden.dtype).itemsize
+    rows = min(max(budget // row_bytes, 1), _MOST_TOKENS, max(len(hidden), 1))
     return 1 << (rows.bit_length() - 1)
 
 
-def passing_chunk(n: int, row_bytes: int, device: torch.device) -> int:
-    """Tokens per chunk of logits that are not kept; large on a CPU, so that the head is read less often."""
-    if device.type == "cpu":
-        return min(_CPU_PASSING_CHUNK, max(n, 1))
-    return chunk_size(n, 2 * row_bytes, device)
+def joined(parts: Sequence[T]) -> T:
+    """The dataclass of all tokens from those of its chunks: values of tokens one after the other, numbers added."""
+    values = {f.name: [getattr(part, f.name) for part in parts] for f in fields(parts[0])}
+    whole = {name: torch.cat(of) if of[0].ndim else torch.stack(of).sum() for name, of in values.items()}
+    return type(parts[0])(**whole)
 
 
 def accumulation_dtype(hidden: torch.dtype) -> torch.dtype:

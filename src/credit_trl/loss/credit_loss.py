@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from credit_trl import objective
-from credit_trl.loss.blocks import CPU_HEAD_ROWS, MAX_LOSS_CHUNK, accumulation_dtype, chunk_size, chunks
+from credit_trl.loss.blocks import CPU_HEAD_ROWS, accumulation_dtype, chunk_size, chunks, joined
 from credit_trl.loss.head import HeadGradients, LMHead
 from credit_trl.loss.projection import backward_logps, project
 from credit_trl.loss.scores import Scores, condition
-from credit_trl.loss.terms import CreditLoss, LossConfig, LossTokens, joined
+from credit_trl.loss.terms import CreditLoss, LossConfig, LossTokens
 
 
 class _Loss(torch.autograd.Function):
@@ -55,8 +55,6 @@ def credit_loss(
     Args:
         student_hidden: (N, H), hidden states at the positions that predict the tokens; receives a gradient.
         head: head of the student; weight and bias receive gradients. A sharded head is gathered once.
-        tokens: the sampled tokens, their weights and λ.
-        teacher: scores of the tokens.
 
     Raises:
         ValueError: the weights require a gradient, or K exceeds the vocabulary.
@@ -69,16 +67,14 @@ def credit_loss(
     inputs = (student_hidden, head.weight, head.bias)
     wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     hidden = student_hidden.detach()
-    dtype = accumulation_dtype(hidden.dtype)
-    vocabulary, width = head.weight.shape
     if support.tail == "renormalize":
-        size = chunk_size(len(hidden), (support.topk + 1) * width * dtype.itemsize, hidden.device, CPU_HEAD_ROWS)
+        size = chunk_size(hidden, (support.topk + 1) * hidden.shape[-1], CPU_HEAD_ROWS)
     else:
-        size = chunk_size(len(hidden), vocabulary * dtype.itemsize, hidden.device, most=MAX_LOSS_CHUNK)
+        size = chunk_size(hidden, head.vocabulary_size)
     gradients = HeadGradients.of(student_hidden, head, len(hidden) <= size) if wanted else None
     with torch.no_grad():
         own_head = head.detached().for_products(hidden)
-        result = _loss_in_chunks(hidden, own_head, tokens.to(dtype), gradients, teacher, config, size)
+        result = _loss_in_chunks(hidden, own_head, tokens, gradients, teacher, config, size)
     if wanted:
         buffers = [gradients.hidden, gradients.weight, gradients.bias]
         del gradients
@@ -100,21 +96,18 @@ def _loss_in_chunks(
     size: int,
 ) -> CreditLoss:
     """Form the loss in chunks of `size` tokens, with buffers that all chunks share."""
-    tail = config.support.tail
-    is_within = tail == "renormalize"
-    is_weighed = tokens.old_logps is not None and config.is_clip is not None
-    if is_within and (is_weighed or tokens.engine_logps is not None):
-        tokens = with_normalizer(tokens, hidden, head)
+    is_within = config.support.tail == "renormalize"
+    has_ratio = tokens.engine_logps is not None or (tokens.old_logps is not None and config.is_clip is not None)
     count = 0 if is_within else min(size, len(hidden))
     workspace = hidden.new_empty((count, head.vocabulary_size), dtype=accumulation_dtype(hidden.dtype))
     parts = []
     for rows in chunks(len(hidden), size):
         of_chunk = (hidden[rows], tokens[rows], scores.support_ids[rows])
         if is_within:
-            student = student_within_support(*of_chunk, head)
+            student = student_within_support(*of_chunk, head, has_ratio)
         else:
             buffer = workspace[: rows.stop - rows.start]
-            student = student_over_vocabulary(*of_chunk, tail == "bucket", head, buffer)
+            student = student_over_vocabulary(*of_chunk, head, buffer)
         part = None if gradients is None else gradients.rows(rows)
         parts.append(_chunk_loss(student, tokens[rows], scores[rows], config, part))
     return joined(parts)
@@ -124,7 +117,15 @@ def _chunk_loss(
     student: Student, tokens: LossTokens, scores: Scores, config: LossConfig, gradients: HeadGradients | None
 ) -> CreditLoss:
     """Loss of one chunk of tokens; writes its gradients."""
-    target, token_target, kl_to_teacher = support_target(scores, tokens.contrastive_coef, config)
+    target_of = partial(objective.credit_target, contrastive_coef=tokens.contrastive_coef, form=config.form)
+    teacher = scores.teacher_logps
+    if config.support.tail == "renormalize":  # conditional on the support, as Ĝ is
+        teacher = objective.renormalize(teacher)
+    target = target_of(teacher, scores.generic_logps)
+    of_token = (scores.teacher_token_logps, scores.generic_token_logps)
+    token_target = target_of(*(values.unsqueeze(-1) for values in of_token)).squeeze(-1)
+    normalized = objective.renormalize(target)
+    kl_to_teacher = torch.linalg.vecdot(normalized.exp(), normalized - objective.renormalize(teacher))
     token_loss, kl_to_target, grads, outside_grads = support_divergence(student, target, config)
     ratio = tokens.ratio(student.policy_logps, config)
     # A token of weight 0 has no loss and no gradient, even where its scores are not finite.
@@ -153,28 +154,6 @@ def _chunk_loss(
     )
 
 
-def support_target(
-    scores: Scores, contrastive_coef: Float[Tensor, " n"], config: LossConfig
-) -> tuple[Float[Tensor, "n B"], Float[Tensor, " n"], Float[Tensor, " n"]]:
-    """The target a over the buckets of a support, not normalised.
-
-    With `"renormalize"` f is conditional on the support, as Ĝ is.
-
-    Returns:
-        a; a at the sampled token; and `KL(softmax(a) ‖ f)` over the same buckets, nats.
-    """
-    teacher = scores.teacher_logps
-    if config.support.tail == "renormalize":
-        teacher = objective.renormalize(teacher)
-    target = objective.credit_target(teacher, scores.generic_logps, contrastive_coef, config.form)
-    token_teacher = scores.teacher_token_logps.unsqueeze(-1)
-    token_generic = scores.generic_token_logps.unsqueeze(-1)
-    token_target = objective.credit_target(token_teacher, token_generic, contrastive_coef, config.form).squeeze(-1)
-    normalized = objective.renormalize(target)
-    kl = torch.linalg.vecdot(normalized.exp(), normalized - objective.renormalize(teacher))
-    return target, token_target, kl
-
-
 def support_divergence(
     student: Student, target: Float[Tensor, "n B"], config: LossConfig
 ) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"], Float[Tensor, "n K"], Float[Tensor, " n"] | None]:
@@ -185,7 +164,8 @@ def support_divergence(
     support = config.support
     target = target.to(student.values.dtype)
     with torch.enable_grad():
-        leaves = [x.detach().requires_grad_() for x in (student.values, student.log_outside) if x is not None]
+        read = [student.values, student.log_outside] if support.tail == "bucket" else [student.values]
+        leaves = [x.detach().requires_grad_() for x in read]
         values = leaves[0]
         if support.kind == "sampled":
             advantages = (target - values).detach()
@@ -209,7 +189,7 @@ class Student:
     """The student at one chunk of tokens."""
 
     values: Float[Tensor, "n K"]  # log-probabilities of the support; logits where the support is renormalised
-    log_outside: Float[Tensor, " n"] | None  # log-probability outside the support; None where that is no bucket
+    log_outside: Float[Tensor, " n"] | None  # log-probability outside the support; None where that is renormalised
     token_logps: Float[Tensor, " n"]  # of the sampled token; given support and token where that is renormalised
     policy_logps: Float[Tensor, " n"]  # the same over the whole vocabulary; NaN where it is not computed
     entropy: Float[Tensor, " n"]  # nats; of the distribution on the support where no normaliser is computed
@@ -222,7 +202,6 @@ def student_over_vocabulary(
     hidden: Float[Tensor, "n H"],
     tokens: LossTokens,
     support_ids: Int[Tensor, "n K"],
-    has_tail: bool,
     head: LMHead,
     buffer: Float[Tensor, "n V"],
 ) -> Student:
@@ -232,7 +211,7 @@ def student_over_vocabulary(
     token_logps = found.token_logps
     return Student(
         logps,
-        found.log_outside if has_tail else None,
+        found.log_outside,
         token_logps,
         token_logps,
         found.entropy,
@@ -242,33 +221,29 @@ def student_over_vocabulary(
 
 
 def student_within_support(
-    hidden: Float[Tensor, "n H"], tokens: LossTokens, support_ids: Int[Tensor, "n K"], head: LMHead
+    hidden: Float[Tensor, "n H"],
+    tokens: LossTokens,
+    support_ids: Int[Tensor, "n K"],
+    head: LMHead,
+    has_ratio: bool,
 ) -> Student:
-    """Logits of K tokens and of the sampled one, for a renormalised support: nothing else of the head is used."""
+    """Logits of K tokens and of the sampled one, for a renormalised support: nothing else of the head is used.
+
+    A ratio needs the normaliser over the vocabulary too.
+    """
+    found = project(head, hidden) if has_ratio else None
     ids = tokens.ids.unsqueeze(-1)
     everything = torch.cat([support_ids, ids], dim=-1)
     rows = head.gather_rows(everything)
     logits = head.column_logits(hidden, rows, everything)
     values = logits[:, :-1]
     logps, token_logps = condition(logits, (support_ids == ids).any(dim=-1))
-    policy_logps = torch.full_like(token_logps, torch.nan)
-    mass = policy_logps
-    entropy = tokens.entropy
-    if tokens.normalizer is None:
+    if found is None:
+        policy_logps = mass = torch.full_like(token_logps, torch.nan)
         entropy = torch.special.entr(logps.exp()).sum(dim=-1)
     else:
-        policy_logps = logits[:, -1] - tokens.normalizer
-        mass = (values.logsumexp(dim=-1) - tokens.normalizer).exp()
+        policy_logps = logits[:, -1] - found.log_normalizer
+        mass = (values.logsumexp(dim=-1) - found.log_normalizer).exp()
+        entropy = found.entropy
     backward = partial(head.backward_columns, rows[:, :-1], support_ids, values, hidden)
     return Student(values, None, token_logps, policy_logps, entropy, mass, backward)
-
-
-def with_normalizer(tokens: LossTokens, hidden: Float[Tensor, "N H"], head: LMHead) -> LossTokens:
-    """The tokens with the student's normaliser and entropy, which a ratio within the support needs."""
-    size = chunk_size(len(hidden), head.vocabulary_size * accumulation_dtype(hidden.dtype).itemsize, hidden.device)
-    parts = [project(head, hidden[rows]) for rows in chunks(len(hidden), size)]
-    return replace(
-        tokens,
-        normalizer=torch.cat([part.log_normalizer for part in parts]),
-        entropy=torch.cat([part.entropy for part in parts]),
-    )

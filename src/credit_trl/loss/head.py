@@ -16,8 +16,9 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 
-from credit_trl.loss.blocks import accumulation_dtype
+from credit_trl.loss.blocks import accumulation_dtype, chunks
 from credit_trl.teacher.causal_lm import unwrap_adapters
+from credit_trl.teacher.sharding import gathered
 
 # Elements of one block of logits on the CPU: 8 MB in fp32, so that exp and sums read it from cache.
 _CPU_BLOCK = 2**21
@@ -109,15 +110,11 @@ class LMHead:
         """The head without gradients."""
         return self.map(Tensor.detach)
 
-    # ------------------------------------------------------------------------------------------ the whole vocabulary
-
     def logps(self, hidden: Float[Tensor, "n H"]) -> Float[Tensor, "n V"]:
         """Log-probabilities over the vocabulary, in fp32 (fp64 for fp64 inputs)."""
         dtype = accumulation_dtype(hidden.dtype)
         logits = torch.nn.functional.linear(hidden.to(dtype), self.weight.to(dtype))
         return torch.log_softmax(self.finish(logits, self.bias), dim=-1)
-
-    # --------------------------------------------------------------------------------------------------- K columns
 
     def gather_rows(self, ids: Int[Tensor, "n K"]) -> Float[Tensor, "n K H"]:
         """Rows of the weight of the given tokens."""
@@ -150,14 +147,12 @@ class LMHead:
             if total is not None:
                 scatter_columns(ids, grads, factors, total)
 
-    # ------------------------------------------------------------------------------------------------------- blocks
-
     def blocks(self, hidden: Tensor) -> list[slice]:
         """Blocks of the vocabulary; on a CPU the logits of one block fit into the cache."""
         width = self.vocabulary_size
         if hidden.device.type == "cpu":
             width = min(width, max(1024, _CPU_BLOCK // max(len(hidden), 1)))
-        return [slice(i, min(i + width, self.vocabulary_size)) for i in range(0, self.vocabulary_size, width)]
+        return list(chunks(self.vocabulary_size, width))
 
     def multiply_block(self, hidden: Tensor, block: slice, out: Tensor) -> None:
         """Write raw logits of one block to `out`; `hidden` has the dtype of the product."""
@@ -212,21 +207,21 @@ def choose_kernels(wanted: Literal["auto", "torch", "triton"], device: torch.dev
     Raises:
         ValueError: `"triton"` without the package.
     """
-    is_installed = find_spec("triton") is not None
-    if wanted == "triton" and not is_installed:
+    if wanted == "torch" or (wanted == "auto" and device.type != "cuda"):
+        return "torch"
+    if find_spec("triton") is not None:
+        return "triton"
+    if wanted == "triton":
         raise ValueError(
             "`distillation_kernels='triton'` needs the package triton. Install it (`pip install triton`), or set "
             "`distillation_kernels='torch'`."
         )
-    if wanted != "auto" or device.type != "cuda":
-        return "triton" if wanted == "triton" else "torch"
-    if not is_installed:
-        warnings.warn(
-            "The package triton is not installed. Rows of logits are computed with torch, which reads them several "
-            "times. Install triton, or set `distillation_kernels='torch'`.",
-            stacklevel=2,
-        )
-    return "triton" if is_installed else "torch"
+    warnings.warn(
+        "The package triton is not installed. Rows of logits are computed with torch, which reads them several "
+        "times. Install triton, or set `distillation_kernels='torch'`.",
+        stacklevel=2,
+    )
+    return "torch"
 
 
 def scatter_columns(
@@ -280,13 +275,11 @@ def _gather(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
     Under ZeRO-3 the weight is already gathered inside a forward pass; elsewhere a copy without gradient is returned.
     """
+    dtype = dtype or tensor.dtype
     if getattr(tensor, "ds_status", None) is not None and tensor.ds_status.name != "AVAILABLE":
-        import deepspeed
-
-        with deepspeed.zero.GatheredParameters([tensor]):
-            return tensor.detach().to(dtype or tensor.dtype, copy=True)
-    if dtype is not None:
-        tensor = tensor.to(dtype)
+        with gathered([tensor]):
+            return tensor.detach().to(dtype, copy=True)
+    tensor = tensor.to(dtype)
     if not isinstance(tensor, DTensor):
         return tensor
     return tensor.full_tensor(grad_placements=[Partial("avg")] * tensor.device_mesh.ndim)

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from credit_trl.loss.blocks import ByBlock, Statistics, accumulation_dtype, chunks, passing_chunk, top_columns
+from credit_trl.loss.blocks import ByBlock, Statistics, accumulation_dtype, chunk_size, chunks, top_columns
 from credit_trl.loss.head import BLANK, HeadGradients, LMHead, Projection, matmul_dtype
 
 # Columns whose exponentials exist at once on an accelerator; blocks on a CPU are narrower.
@@ -87,9 +87,8 @@ def row_kernels(head: LMHead, hidden: Tensor) -> ModuleType | None:
 
 def token_logps(head: LMHead, hidden: Float[Tensor, "N H"], tokens: Int[Tensor, "N 1"]) -> Float[Tensor, " N"]:
     """Log-probabilities of N sampled tokens under a head that is not sharded, without gradient; no logits are kept."""
-    row_bytes = head.vocabulary_size * accumulation_dtype(hidden.dtype).itemsize
-    size = passing_chunk(len(hidden), row_bytes, hidden.device)
-    parts = [project(head, hidden[r], None, tokens[r], wants_entropy=False) for r in chunks(len(hidden), size)]
+    slices = chunks(len(hidden), chunk_size(hidden, head.vocabulary_size))
+    parts = [project(head, hidden[rows], None, tokens[rows], wants_entropy=False) for rows in slices]
     return torch.cat([part.token_logps for part in parts])
 
 

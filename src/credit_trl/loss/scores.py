@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Literal
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from credit_trl import objective
 from credit_trl.contexts.tokens import CompletionBatch, TokenContexts
-from credit_trl.loss.blocks import CPU_HEAD_ROWS, accumulation_dtype, chunk_size, chunks, passing_chunk
+from credit_trl.loss.blocks import CPU_HEAD_ROWS, accumulation_dtype, chunk_size, chunks, joined
 from credit_trl.loss.head import LMHead, Projection, matmul_dtype
 from credit_trl.loss.projection import project
 from credit_trl.teacher.causal_lm import head_input
@@ -62,15 +62,6 @@ class Scores:
         return Scores(**{f.name: getattr(self, f.name)[rows] for f in fields(self)})
 
 
-@dataclass
-class TeacherStates:
-    """Hidden states of the teacher, and its head."""
-
-    hidden: Float[Tensor, "N H"]  # under the teacher's prompt
-    contrast_hidden: Float[Tensor, "C N H"]  # under the contrast prompts; C may be 0
-    head: LMHead
-
-
 def score_completions(
     teacher: Teacher,
     contexts: Sequence[TokenContexts],
@@ -83,10 +74,8 @@ def score_completions(
     """Score a generation batch, without gradient. Every process must call it.
 
     Args:
-        teacher: π_ref.
-        contexts: contexts of the local samples.
+        contexts: of the local samples.
         batch: their completions.
-        support: tokens that are scored.
         head_of: a causal LM to its `LMHead`, of the policy's vocabulary.
         batch_tokens: see `token_states`, as `packed`.
 
@@ -95,37 +84,28 @@ def score_completions(
         log-probabilities have the dtype of the teacher's head, fp32 at least.
     """
     support = support.resolved(teacher.vocabulary_size)
+    device = batch.ids.device
     with teacher.active() as model:
-        head = _teacher_head(teacher, model, head_of, batch.ids.device)
+        unwrapped = teacher.unwrapped(model)
+        head = head_of(unwrapped)
+        with teacher.autocast():
+            hidden = head_input(unwrapped, torch.empty(0, dtype=head.weight.dtype, device=device))
+        head = head.gathered(matmul_dtype(hidden)).detached()
+        # More rows than the policy's vocabulary are padding of a larger model of the family.
+        head = head.map(lambda weight: weight.to(device)[: teacher.vocabulary_size])
         dtype = torch.promote_types(head.weight.dtype, torch.float32)
-        trailing = dict.fromkeys((f.name for f in fields(Scores)), ())
-        trailing["support_ids"] = (support.topk,)
-        trailing["teacher_logps"] = trailing["generic_logps"] = (support.topk + (support.tail == "bucket"),)
-        stored = {
-            name: batch.ids.new_zeros(*batch.ids.shape, *sizes, dtype=torch.int32 if name == "support_ids" else dtype)
-            for name, sizes in trailing.items()
-        }
-        for samples, positions, hidden, contrast_hidden in token_states(
-            teacher, model, contexts, batch, batch_tokens, packed
-        ):
+        buckets = (support.topk + (support.tail == "bucket"),)
+        trailing = {"teacher_logps": buckets, "generic_logps": buckets}  # dimensions after (B, T)
+        names = [f.name for f in fields(Scores)]
+        stored = {name: batch.ids.new_zeros(*batch.ids.shape, *trailing.get(name, ()), dtype=dtype) for name in names}
+        stored["support_ids"] = batch.ids.new_zeros(*batch.ids.shape, support.topk, dtype=torch.int32)
+        states = token_states(teacher, model, contexts, batch, batch_tokens, packed)
+        for samples, positions, hidden, contrast_hidden in states:
             at = (samples, positions)
-            part = score_tokens(TeacherStates(hidden, contrast_hidden, head), batch.ids[at], support)
+            part = score_tokens(hidden, contrast_hidden, head, batch.ids[at], support)
             for name, values in stored.items():
                 values[at] = getattr(part, name).to(values.dtype)
     return stored
-
-
-def _teacher_head(
-    teacher: Teacher, model: nn.Module, head_of: Callable[[nn.Module], LMHead], device: torch.device
-) -> LMHead:
-    """The teacher's head, gathered once, in the dtype of its products, on the device of the batch."""
-    unwrapped = teacher.unwrapped(model)
-    head = head_of(unwrapped)
-    with teacher.autocast():
-        hidden = head_input(unwrapped, torch.empty(0, dtype=head.weight.dtype, device=device))
-    head = head.gathered(matmul_dtype(hidden)).detached()
-    # More rows than the policy's vocabulary are padding of a larger model of the family.
-    return head.map(lambda weight: weight.to(device)[: teacher.vocabulary_size])
 
 
 def stored_scores(inputs: dict[str, Tensor], pick: Callable[[Tensor], Tensor]) -> Scores:
@@ -136,15 +116,21 @@ def stored_scores(inputs: dict[str, Tensor], pick: Callable[[Tensor], Tensor]) -
 
 
 @torch.no_grad()
-def score_tokens(states: TeacherStates, token_ids: Int[Tensor, " N"], support: SupportConfig) -> Scores:
+def score_tokens(
+    hidden: Float[Tensor, "N H"],
+    contrast_hidden: Float[Tensor, "C N H"],
+    head: LMHead,
+    token_ids: Int[Tensor, " N"],
+    support: SupportConfig,
+) -> Scores:
     """Score N sampled tokens under the teacher's prompt and C contrast prompts (lines 4 to 6 of Algorithm 1).
 
     Args:
-        states: hidden states of the teacher at the positions that predict the tokens; masked positions are not among
-            them. C = 0 gives Ĝ = 0. A sharded head is gathered once.
+        hidden: hidden states of the teacher at the positions that predict the tokens; masked positions are not among
+            them.
+        contrast_hidden: the same under the contrast prompts. C = 0 gives Ĝ = 0.
+        head: the teacher's; a sharded head is gathered once.
         token_ids: (N,), the sampled tokens y_t.
-        support: `"teacher_topk"` or `"sampled"`. With `"renormalize"` the contrasts are projected on the K columns and
-            the sampled token only.
 
     Returns:
         Scores in fp32, or fp64 for fp64 hidden states, without gradient.
@@ -152,74 +138,58 @@ def score_tokens(states: TeacherStates, token_ids: Int[Tensor, " N"], support: S
     Raises:
         ValueError: K exceeds the vocabulary.
     """
-    support = support.resolved(states.head.vocabulary_size)
-    states = replace(states, head=states.head.gathered().detached().for_products(states.hidden))
-    tokens = token_ids.unsqueeze(-1)
-    n = len(token_ids)
-    dtype = accumulation_dtype(states.hidden.dtype)
-    size = chunk_size(n, states.head.vocabulary_size * dtype.itemsize, states.hidden.device)
-    buffer = states.hidden.new_empty((min(size, n), states.head.vocabulary_size), dtype=dtype)
+    support = support.resolved(head.vocabulary_size)
+    head = head.gathered().detached().for_products(hidden)
+    size = chunk_size(hidden, head.vocabulary_size)
+    if support.tail == "renormalize":
+        size = min(size, chunk_size(hidden, (support.topk + 1) * hidden.shape[-1], CPU_HEAD_ROWS))
+    buffer = hidden.new_empty((min(size, len(hidden)), head.vocabulary_size), dtype=accumulation_dtype(hidden.dtype))
     parts = []
-    for rows in chunks(n, size):
+    for rows in chunks(len(hidden), size):
         out = buffer[: rows.stop - rows.start]
-        chosen = {"ids": tokens[rows]} if support.kind == "sampled" else {"topk": support.topk}
-        teacher = project(states.head, states.hidden[rows], out, tokens[rows], **chosen)
-        logps = _buckets(teacher, support.tail == "bucket")
+        tokens = token_ids[rows].unsqueeze(-1)
+        chosen = {"ids": tokens} if support.kind == "sampled" else {"topk": support.topk}
+        teacher = project(head, hidden[rows], out, tokens, **chosen)
+        logps = _buckets(teacher, support)
         token_logps = teacher.token_logps
         if support.tail == "renormalize":
             logits = torch.cat([teacher.columns, teacher.token_logits], dim=-1)
-            _, token_logps = condition(logits, (teacher.ids == tokens[rows]).any(dim=-1))
-        none = (torch.zeros_like(logps), torch.zeros_like(token_logps))
-        parts.append(Scores(teacher.ids, logps, none[0], token_logps, none[1], teacher.entropy))
-    scores = Scores(*(torch.cat([getattr(part, f.name) for part in parts]) for f in fields(Scores)))
-    if len(states.contrast_hidden):
-        # The buffer of the teacher's logits serves again; a CPU takes narrow blocks of more rows.
-        out = None if buffer.device.type == "cpu" else buffer
-        generic = _generic_scores(states, scores.support_ids, tokens, support, out)
-        scores.generic_logps, scores.generic_token_logps = generic
-    return scores
+            _, token_logps = condition(logits, (teacher.ids == tokens).any(dim=-1))
+        generic = (torch.zeros_like(logps), torch.zeros_like(token_logps))
+        if len(contrast_hidden):
+            generic = _generic_scores(head, contrast_hidden[:, rows], teacher.ids, tokens, support, out)
+        parts.append(Scores(teacher.ids, logps, generic[0], token_logps, generic[1], teacher.entropy))
+    return joined(parts)
 
 
 def _generic_scores(
-    states: TeacherStates,
-    ids: Int[Tensor, "N K"],
-    tokens: Int[Tensor, "N 1"],
+    head: LMHead,
+    contrast_hidden: Float[Tensor, "C n H"],
+    ids: Int[Tensor, "n K"],
+    tokens: Int[Tensor, "n 1"],
     support: SupportConfig,
-    out: Float[Tensor, "n V"] | None,
-) -> tuple[Float[Tensor, "N B"], Float[Tensor, " N"]]:
-    """Ĝ on the support and at the sampled token; overwrites `out`, a chunk of logits.
+    out: Float[Tensor, "n V"],
+) -> tuple[Float[Tensor, "n B"], Float[Tensor, " n"]]:
+    """Ĝ of one chunk on the support and at the sampled token; overwrites `out`.
 
-    With `"renormalize"` each contrast is conditional on the support, and its rows of the head are gathered once for
-    all C contrasts.
+    With `"renormalize"` each contrast is conditional on the support: it is projected on the K columns and the sampled
+    token only, whose rows of the head are gathered once for all C contrasts.
     """
-    n = len(ids)
     everything = torch.cat([ids, tokens], dim=-1)
     in_support = (ids == tokens).any(dim=-1)
-    dtype = accumulation_dtype(states.hidden.dtype)
-    device = states.hidden.device
-    if support.tail == "renormalize":
-        row_bytes = everything.shape[-1] * states.hidden.shape[-1] * dtype.itemsize
-        size = chunk_size(n, row_bytes, device, CPU_HEAD_ROWS)
-    elif out is None:
-        size = passing_chunk(n, states.head.vocabulary_size * dtype.itemsize, device)
-    else:
-        size = max(len(out), 1)
-    # The last column is the sampled token.
-    generic_logps = states.hidden.new_zeros((n, everything.shape[-1] + (support.tail == "bucket")), dtype=dtype)
-    for rows in chunks(n, size):
-        rows_of_head = states.head.gather_rows(everything[rows]) if support.tail == "renormalize" else None
-        buffer = None if out is None else out[: rows.stop - rows.start]
-        for hidden in states.contrast_hidden[:, rows]:
-            if support.tail == "renormalize":
-                logps, token_logps = condition(
-                    states.head.column_logits(hidden, rows_of_head, everything[rows]), in_support[rows]
-                )
-            else:
-                contrast = project(states.head, hidden, buffer, tokens[rows], ids[rows], None, False, False)
-                logps = _buckets(contrast, support.tail == "bucket")
-                token_logps = contrast.token_logps
-            generic_logps[rows] += torch.cat([logps, token_logps.unsqueeze(-1)], dim=-1) / len(states.contrast_hidden)
-    return generic_logps[:, :-1], generic_logps[:, -1]
+    rows_of_head = head.gather_rows(everything) if support.tail == "renormalize" else None
+    buffer = None if out.device.type == "cpu" else out  # a CPU takes narrow blocks
+    generic = 0.0
+    for hidden in contrast_hidden:
+        if support.tail == "renormalize":
+            logps, token_logps = condition(head.column_logits(hidden, rows_of_head, everything), in_support)
+        else:
+            contrast = project(head, hidden, buffer, tokens, ids, None, False, False)
+            logps = _buckets(contrast, support)
+            token_logps = contrast.token_logps
+        # The last column is the sampled token.
+        generic = generic + torch.cat([logps, token_logps.unsqueeze(-1)], dim=-1) / len(contrast_hidden)
+    return generic[:, :-1], generic[:, -1]
 
 
 def condition(
@@ -235,6 +205,6 @@ def condition(
     return support - normalizer.unsqueeze(-1), token - wider
 
 
-def _buckets(projection: Projection, has_tail: bool) -> Float[Tensor, "n B"]:
+def _buckets(projection: Projection, support: SupportConfig) -> Float[Tensor, "n B"]:
     logps = projection.logps
-    return objective.add_tail_bucket(logps, projection.log_outside) if has_tail else logps
+    return objective.add_tail_bucket(logps, projection.log_outside) if support.tail == "bucket" else logps

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, is_dataclass, replace
-from typing import Literal, TypeVar
+from dataclasses import dataclass, field, fields
+from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -13,8 +12,6 @@ from torch import Tensor
 
 from credit_trl.loss.scores import SupportConfig
 from credit_trl.objective import Form
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -46,19 +43,10 @@ class LossTokens:
     # What the vLLM engine reported, NaN where nothing, if the policy that sampled is the present one; None for no
     # correction.
     engine_logps: Float[Tensor, " N"] | None = None
-    # Of the student over the vocabulary, where a loss within the support needs them.
-    normalizer: Float[Tensor, " N"] | None = None
-    entropy: Float[Tensor, " N"] | None = None
 
     def __getitem__(self, rows: slice) -> LossTokens:
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         return LossTokens(**{name: None if x is None else x[rows] for name, x in values.items()})
-
-    def to(self, dtype: torch.dtype) -> LossTokens:
-        """The tokens with weights, λ and log-probabilities in a dtype."""
-        old_logps = None if self.old_logps is None else self.old_logps.to(dtype)
-        weights = self.weights.to(dtype)
-        return replace(self, weights=weights, contrastive_coef=self.contrastive_coef.to(dtype), old_logps=old_logps)
 
     def ratio(self, logps: Float[Tensor, " N"], config: LossConfig) -> Float[Tensor, " N"]:
         """Factor of each token's loss: importance ratio and correction for the engine, from log π_θ."""
@@ -117,22 +105,3 @@ class MicroBatchLoss:
     read: int  # tokens of the student's forward pass, with padding
     valid: int  # the same without padding
     engine_logps: Float[Tensor, " N"] | None  # what the engine reported, where the loss uses it
-
-
-def joined(parts: Sequence[T]) -> T:
-    """The loss of some tokens, a `CreditLoss` or `MicroBatchLoss`, from those of its parts.
-
-    Values of tokens are put one after the other, numbers are added.
-    """
-    first = parts[0]
-    values = {}
-    for f in fields(first):
-        of_parts = [getattr(part, f.name) for part in parts]
-        value = of_parts[0]
-        if isinstance(value, Tensor):
-            values[f.name] = torch.cat(of_parts) if value.ndim else torch.stack(of_parts).sum()
-        elif is_dataclass(value):
-            values[f.name] = joined(of_parts)
-        else:
-            values[f.name] = None if value is None else sum(of_parts)
-    return type(first)(**values)

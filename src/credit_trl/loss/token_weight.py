@@ -1,9 +1,7 @@
 """Token weights: a function of the credit that weighs the tokens of the distillation loss or of GRPO's.
 
-The argument `token_weight` of `CreditTrainer` is such a function. It is called once for each generation batch:
-
-    def confident_only(credit: TokenCredit) -> dict[str, Tensor]:
-        return {"distillation": (-credit.entropy).exp()}
+The argument `token_weight` of `CreditTrainer` is such a function, called once for each generation batch;
+CONTRIBUTING.md has an example.
 """
 
 from __future__ import annotations

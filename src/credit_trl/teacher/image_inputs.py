@@ -29,9 +29,7 @@ def image_inputs(
     holds the tower's activations of one prompt, whatever its budget of tokens.
 
     Args:
-        model: the causal LM, perhaps with adapters.
         ids: of each row, without padding.
-        images: of each row.
         encoded: the tower's outputs by the identity of the images, to which new ones are added. Keep it while neither
             images nor weights change.
 

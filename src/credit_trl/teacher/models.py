@@ -22,15 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import TrainerCallback
 
-from credit_trl.teacher.sharding import (
-    copy_full,
-    frozen_copy,
-    full_shape,
-    full_tensor,
-    gathered,
-    is_zero3,
-    reshard,
-)
+from credit_trl.teacher.sharding import copy_full, frozen_copy, full_shape, full_tensor, gathered, is_zero3, reshard
 
 # Name of stored weights: of the adapter beside the trained one (LoRA), and of the file in a checkpoint.
 ADAPTER_NAME = "teacher"
@@ -67,18 +59,14 @@ class Teacher:
             return [self.unwrapped(model)]
 
     def named_weights(self) -> dict[str, Tensor]:
-        """Return the stored weights by name, as they are saved and loaded; a live teacher has none."""
+        """Return the stored weights by the names of the policy's parameters; a live teacher has none."""
         return {}
-
-    def student_name(self, name: str) -> str:
-        """Return the name of the policy's parameter that a stored weight follows."""
-        return name
 
     def pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield (teacher, student) pairs of parameters that may differ."""
         parameters = _parameters(self.student)
         for name, weight in self.named_weights().items():
-            yield weight, parameters[self.student_name(name)]
+            yield weight, parameters[name]
 
     @torch.no_grad()
     def update(self, rate: float) -> None:
@@ -173,13 +161,7 @@ class Teacher:
 
 
 class CopyTeacher(Teacher):
-    """Teacher with a model of its own: with full fine-tuning a second copy of the policy.
-
-    Args:
-        student: the unwrapped policy.
-        accelerator: the trainer's accelerator, or None.
-        model: the model that scores, placed or sharded.
-    """
+    """Teacher with a model of its own, placed or sharded: with full fine-tuning a second copy of the policy."""
 
     def __init__(self, student: nn.Module, accelerator: Accelerator | None, model: nn.Module) -> None:
         super().__init__(student, accelerator)
@@ -252,9 +234,6 @@ class AdapterTeacher(Teacher):
         for parameter, requires_grad in trainable.items():
             parameter.requires_grad_(requires_grad)
 
-    def student_name(self, name: str) -> str:
-        return name.replace(f".{ADAPTER_NAME}", f".{self.trained}")
-
     def named_weights(self) -> dict[str, Tensor]:
         return self.averages or self._adapter()
 
@@ -275,9 +254,10 @@ class AdapterTeacher(Teacher):
             copy_full(adapter[name], self.averages[name])
 
     def _adapter(self) -> dict[str, Tensor]:
+        """The weights of the frozen adapter, by the names of the trained one's."""
         mark = f".{ADAPTER_NAME}"
-        named = _parameters(self.student).items()
-        return {name: p for name, p in named if name.endswith(mark) or f"{mark}." in name}
+        own = [(name, p) for name, p in _parameters(self.student).items() if f"{mark}." in f"{name}."]
+        return {name.replace(mark, f".{self.trained}"): p for name, p in own}
 
 
 def make_teacher(
@@ -302,23 +282,17 @@ def make_teacher(
         )
     if kind == "live":
         return Teacher(student, accelerator)
-    if is_peft_model(student):
-        _check_trains_adapter_only(student)
-        return AdapterTeacher(student, accelerator)
-    return CopyTeacher(student, accelerator, frozen_copy(student, accelerator, precise=kind == "ema"))
-
-
-def _check_trains_adapter_only(student: nn.Module) -> None:
-    """Check that only the adapter and PEFT's copies for it (`modules_to_save`) are trainable."""
-    config = student.peft_config[student.active_adapter]
-    mark = f".{student.active_adapter}"
-    base = [n for n, p in student.named_parameters() if p.requires_grad and f"{mark}." not in f"{n}."]
+    if config is None:
+        return CopyTeacher(student, accelerator, frozen_copy(student, accelerator, precise=kind == "ema"))
+    # Only the adapter and PEFT's copies for it (`modules_to_save`) may be trainable.
+    mark = f".{student.active_adapter}."
+    base = [name for name, p in student.named_parameters() if p.requires_grad and mark not in f"{name}."]
     if getattr(config, "bias", "none") != "none":
         problem, fix = f"`bias={config.bias!r}` trains biases of the base", 'Set `bias="none"`'
     elif base:
         problem, fix = f"`{base[0]}` of the base is trainable", "Freeze it, add its module to `modules_to_save`"
     else:
-        return
+        return AdapterTeacher(student, accelerator)
     raise ValueError(
         f"{problem}, and the teacher shares the base, so it would change with the student. {fix}, or set "
         "`teacher_model_kind='live'`."

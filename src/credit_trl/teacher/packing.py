@@ -85,46 +85,46 @@ def packed_row(
         and (ΣL,) index in the row of each token of the sequences, one sequence after the other.
     """
     groups = _prefix_groups(sequences) if shares else [([i], 0) for i in range(len(sequences))]
-    pieces: list[tuple[list[int], int | None, int]] = []  # tokens, parent, position of the first token
+    pieces: list[tuple[int, int | None]] = []  # tokens, parent
     own: list[list[int]] = [[] for _ in sequences]  # pieces of each sequence
     for group, common in groups:
         parent = len(pieces) if common else None
         if common:
-            pieces.append((sequences[group[0]][:common], None, 0))
+            pieces.append((common, None))
         for i in group:
-            rest = sequences[i][common:]
             own[i] = [] if parent is None else [parent]
-            if rest:
+            if len(sequences[i]) > common:
                 own[i].append(len(pieces))
-                pieces.append((rest, parent, common))
-    ids, parents, starts = zip(*pieces, strict=True)
-    lengths = list(map(len, ids))
-    positions = [torch.arange(start, start + length) for start, length in zip(starts, lengths, strict=True)]
+                pieces.append((len(sequences[i]) - common, parent))
+    lengths, parents = map(list, zip(*pieces, strict=True))
     of_piece = torch.arange(sum(lengths)).split(lengths)
     indices = torch.cat([of_piece[piece] for of_sequence in own for piece in of_sequence])
-    return torch.tensor(list(itertools.chain(*ids))), torch.cat(positions), RowLayout(lengths, list(parents)), indices
+    ids = torch.empty(sum(lengths), dtype=torch.long)
+    ids[indices] = torch.tensor(list(itertools.chain(*sequences)))
+    positions = torch.empty_like(ids)
+    positions[indices] = torch.cat([torch.arange(len(sequence)) for sequence in sequences])
+    return ids, positions, RowLayout(lengths, parents), indices
 
 
 def _prefix_groups(sequences: Sequence[list[int]]) -> list[tuple[list[int], int]]:
     """Groups of sequences, as indices, and the length of the prefix that each shares; 0 for a single sequence."""
     order = sorted(range(len(sequences)), key=sequences.__getitem__)
     sharing = PrefixSharing()
-    sharing.add(0)
     for one, other in itertools.pairwise(order):
         sharing.add(common_length(sequences[one], sequences[other]))
     return [(order[start:end], common) for start, end, common in sharing.groups()]
 
 
 class PrefixSharing:
-    """Shared prefixes of sequences that are added in the order of their tokens.
+    """Shared prefixes of a first sequence and of those that are added after it, in the order of their tokens.
 
     Groups are consecutive, and chosen by dynamic programming to save the most tokens.
     """
 
     def __init__(self) -> None:
-        self._lengths: list[int] = []  # of what each sequence has in common with the one before
-        self._saved = [0]  # tokens that the first n sequences save at most
-        self._last = [(0, 0)]  # start and common length of the last group then
+        self._lengths = [0]  # of what each sequence has in common with the one before
+        self._saved = [0, 0]  # tokens that the first n sequences save at most
+        self._last = [(0, 0), (0, 0)]  # start and common length of the last group then
 
     def add(self, common: int) -> int:
         """Add a sequence with so many tokens in common with the one before; return the tokens that all save."""
@@ -174,14 +174,9 @@ def packed_sdpa(
     are short pieces on a CPU, and a sliding window that is shorter than the sequence.
 
     Args:
-        module: the attention layer.
-        query, key, value: (B, heads, L, D).
+        query, key, value: (B, heads, L, D); the output is (B, L, heads, D).
         attention_mask: ignored where the row is packed.
         row_layout: layout of the row (B is 1); None where the rows are not packed.
-        kwargs: of transformers' implementation.
-
-    Returns:
-        (output (B, L, heads, D), None).
     """
     if row_layout is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
@@ -339,7 +334,6 @@ def model_inputs(
 
     Args:
         model: reads them; `enable_packing` was called for it, if `packed`.
-        sequences: ids of each, at least one.
         packed: one row that holds them one after the other; else rows that are padded on the right, whose padding a
             causal model needs no mask for.
         shares: read a common prefix once in a packed row where the model can, see `packed_row`.

@@ -43,12 +43,12 @@ class _Sequence:
     sample: int
     context: int  # 0 for the teacher's prompt, k for the k-th contrast prompt
     prompt: list[int]  # ids
-    completion: int  # length
+    completion: list[int]  # ids
     columns: list[int] | None = None  # see `TokenContexts.insert_at`; None without such columns
     images: PromptImages | None = None
 
     def __len__(self) -> int:
-        return len(self.prompt) + self.completion
+        return len(self.prompt) + len(self.completion)
 
     @property
     def opening(self) -> list[int]:
@@ -61,14 +61,13 @@ class _Sequence:
             return columns + len(self.prompt)
         return columns + torch.searchsorted(torch.tensor(self.columns), columns.contiguous(), right=True)
 
-    def ids(self, completions: list[list[int]]) -> list[int]:
-        """Ids of the whole sequence, from those of every sample's completion."""
-        completion = completions[self.sample][: self.completion]
+    def ids(self) -> list[int]:
+        """Ids of the whole sequence."""
+        ids = self.prompt + self.completion
         if self.columns is None:
-            return self.prompt + completion
-        columns = [*self.columns, *range(self.completion)]  # a token of the prompt comes first in its column
-        order = sorted(range(len(columns)), key=columns.__getitem__)
-        return [(self.prompt + completion)[i] for i in order]
+            return ids
+        columns = [*self.columns, *range(len(self.completion))]  # a token of the prompt comes first in its column
+        return [ids[i] for i in sorted(range(len(ids)), key=columns.__getitem__)]
 
 
 @torch.no_grad()
@@ -102,14 +101,13 @@ def token_states(
         for group in _groups(sequences, batch_tokens, packed)
     ]
     # In main memory, so that a pass copies its own to the device at once.
-    completions = batch.ids.tolist()
     loss_mask = batch.loss_mask.cpu()
     device = batch.ids.device
     encoded: dict[int, Any] = {}
 
     def forward(of_pass: list[_Sequence]) -> tuple[Tensor, Tensor]:
         """Hidden states (R, H) of a pass, and the row of each token of the sequences, one after the other."""
-        ids = [sequence.ids(completions) for sequence in of_pass]
+        ids = [sequence.ids() for sequence in of_pass]
         images = [sequence.images for sequence in of_pass]
         inputs, indices = model_inputs(unwrapped, ids, device, packed=packed)
 
@@ -127,16 +125,16 @@ def token_states(
     for group, of_group in groups:
         yield _states_of(group, of_group, forward, loss_mask, device)
     for _ in range(idle):
-        forward([_Sequence(0, 0, [], 1)])
+        forward([_Sequence(0, 0, [], [0])])
 
 
 def _sequences_of(contexts: Sequence[TokenContexts], batch: CompletionBatch) -> dict[int, list[_Sequence]]:
     """The sequences of every sample that has a teacher and scored tokens."""
-    lengths = batch.lengths()
+    completions = [ids[:length] for ids, length in zip(batch.ids.tolist(), batch.lengths(), strict=True)]
     is_scored = batch.loss_mask.any(dim=1).tolist()
     return {
         i: [
-            _Sequence(i, k, ids, lengths[i], columns, own.images[k] if own.images else None)
+            _Sequence(i, k, ids, completions[i], columns, own.images[k] if own.images else None)
             for k, (ids, columns) in enumerate(own.sequences())
         ]
         for i, own in enumerate(contexts)
@@ -154,8 +152,8 @@ def _states_of(
     """One group's part of `token_states`. Tokens of one sample are contiguous."""
     samples = torch.tensor(group)
     rows, columns = loss_mask[samples].nonzero(as_tuple=True)
-    ends = torch.bincount(rows, minlength=len(group)).cumsum(0).tolist()
-    span = {sample: slice(start, end) for sample, start, end in zip(group, [0, *ends], ends, strict=False)}
+    sizes = torch.bincount(rows, minlength=len(group)).tolist()
+    places = dict(zip(group, torch.arange(len(rows)).split(sizes), strict=True))  # of each sample's tokens
     count = 1 + max(sequence.context for of_pass in of_group for sequence in of_pass)
     kept: Tensor | None = None
     for of_pass in of_group:
@@ -166,9 +164,9 @@ def _states_of(
         read: list[Tensor] = []
         written: list[Tensor] = []
         for sequence, first in zip(of_pass, firsts, strict=False):
-            tokens = span[sequence.sample]
-            read.append(first + sequence.positions(columns[tokens]) - 1)
-            written.append(sequence.context * len(rows) + torch.arange(tokens.start, tokens.stop))
+            own = places[sequence.sample]
+            read.append(first + sequence.positions(columns[own]) - 1)
+            written.append(sequence.context * len(rows) + own)
         at = to_device(torch.stack([torch.cat(written), indices[torch.cat(read)]]), device)
         kept[at[0]] = hidden[at[1]]
     states = kept.view(count, len(rows), -1)
@@ -205,14 +203,13 @@ def passes(
     for sequence in sorted(sequences, key=lambda own: own.prompt if packed else [len(own)]):
         tokens = real + len(sequence) if packed else (len(batch) + 1) * len(sequence)
         padding = tokens - real - len(sequence)
-        if shares:
-            tokens -= sharing.add(common_length(batch[-1].opening, sequence.opening) if batch else 0)
+        if shares and batch:
+            tokens -= sharing.add(common_length(batch[-1].opening, sequence.opening))
         if batch and (tokens > batch_tokens or padding > PADDING_SHARE * batch_tokens):
             yield batch
             batch = []
             real = 0
             sharing = PrefixSharing()
-            sharing.add(0)
         batch.append(sequence)
         real += len(sequence)
     if batch:
@@ -265,7 +262,6 @@ def policy_states(
     Args:
         model: the unwrapped policy.
         sequences: the micro-batch; each prompt has at least one token.
-        packed: read one packed row, see `packing.enable_packing`.
         router_loss: also compute the load-balancing loss of a mixture of experts.
 
     Returns:

@@ -107,8 +107,7 @@ class CreditMapCallback(OptionalCallback):
         batch = trainer._generation_batch
         config = with_contrasts(trainer.args)
         own = trainer.context_builder
-        images = own.is_multimodal, own.reader
-        builder = ContextBuilder(own.tokenizer, config, trainer.eos_token_ids, own.render, *images)
+        builder = ContextBuilder(own.tokenizer, config, trainer.eos_token_ids, own.render, own.reader)
         contexts = build_contexts(batch, builder)
         return [self._rollout(step, i, own, builder) for i, own in enumerate(contexts) if own.teacher is not None]
 

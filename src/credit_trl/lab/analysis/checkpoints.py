@@ -97,7 +97,7 @@ class Checkpoint:
 
     def context_builder(self, config: CreditConfig) -> ContextBuilder:
         """Builder of the teacher's and the contrast prompts of this checkpoint."""
-        render = chat_renderer(self.tokenizer, options=self.chat_template_kwargs)
+        render = chat_renderer(self.tokenizer, **self.chat_template_kwargs)
         return ContextBuilder(self.tokenizer, config, self.end_ids(), render)
 
     def encode(self, prompt: Prompt) -> list[int]:
