@@ -132,9 +132,6 @@ def test_malformed_row_raises_with_file_row_and_field(write_jsonl, row, field):
         livecodebench.build("test", path)
 
 
-# ---- the verifier, in a real sandbox ----
-
-
 @pytest.fixture(scope="module")
 def sandbox() -> Iterator[Sandbox]:
     """A sandbox for the programs of this file, unprotected if necessary, as all are harmless."""
@@ -273,9 +270,6 @@ def test_sleeping_rollouts_leave_others_their_time(sandbox):
         verdicts = livecodebench.reward([asleep] * 3 + [awake] * 6, [long] * 3 + [short] * 6, sandbox=sandbox)
     assert [verdict.reward for verdict in verdicts[3:]] == [1.0] * 6
     assert [verdict.reward for verdict in verdicts[:3]] == [None] * 3
-
-
-# ---- the verifier, with a sandbox that returns given outcomes ----
 
 
 class RecordingSandbox:
