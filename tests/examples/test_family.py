@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from credit_trl import CreditTrainer, Verdict
+from credit_trl import Verdict
 from credit_trl.contexts.builder import ContextBuilder
 from credit_trl.loss import TokenCredit
 from credit_trl.teacher.models import make_teacher
@@ -100,28 +100,14 @@ METHODS = {
 
 
 @pytest.fixture
-def make_trainer(make_model, make_config, tokenizer, dataset):
+def make_trainer(make_model, make_trainer):
     def make(token_weight, verifier=answers_verdicts, dtype=torch.float64, **options):
-        trainer = CreditTrainer(
-            make_model(dtype=dtype),
-            verifier,
-            make_config(**options),
-            dataset,
-            processing_class=tokenizer,
-            token_weight=token_weight,
-        )
+        trainer = make_trainer(verifier, model=make_model(dtype=dtype), token_weight=token_weight, **options)
         if trainer.teacher is not None:
             move(trainer.teacher.model.parameters(), scale=0.02)
         return trainer
 
     return make
-
-
-def samples(inputs):
-    """(prompt ids, completion ids) of each sample, without padding."""
-    for i in range(len(inputs["prompt_ids"])):
-        prompt = inputs["prompt_ids"][i][inputs["prompt_mask"][i].bool()].tolist()
-        yield prompt, inputs["completion_ids"][i][inputs["completion_mask"][i].bool()].tolist()
 
 
 def naive_sample(name, advantage, is_success, p, own, g, tokens):
