@@ -26,7 +26,6 @@ CHAT_TEMPLATE = (
 TABLES = tables_of(__file__)
 # Options of a run on a CPU that writes nothing, and of one short step, for scripts and blocks of the documentation.
 QUIET, SMALL = TABLES["quiet"], TABLES["quiet"] | TABLES["small"]
-SHARED_DATA = Path(__file__).parents[2] / "shared" / "data"
 
 
 def declared_entry_points(group: str) -> list[EntryPoint]:

@@ -116,9 +116,6 @@ heads = st.fixed_dictionaries(
 )
 
 
-# -------------------------------------------------------------------------------------- through the two entry points
-
-
 @kernels
 @pytest.mark.parametrize(("support", "tail", "alpha"), PATHS)
 @given(shape=shapes, options=heads, chunk_size=st.integers(1, 5), seed=st.integers(0, 2**16), data=st.data())
@@ -218,9 +215,6 @@ def test_a_training_step_equals_the_torch_path(make_trainer, rows, monkeypatch):
             assert logs[1][key] == pytest.approx(value, rel=1e-5, abs=1e-6, nan_ok=True), key
     for mine, theirs in zip(weights[1], weights[0], strict=True):
         assert_close(mine, theirs, rtol=0, atol=1e-4)  # Adam's first step: 1e-3 in the gradient's direction
-
-
-# ---------------------------------------------------------------------------------------------- the kernels themselves
 
 
 @kernels
@@ -430,9 +424,6 @@ def test_the_compiled_kernels_read_and_write_each_entry_once(capability, tmp_pat
     assert found["bias"] == {"ld": row + 2 * entries, "st": row + sums}
     assert found["bf16"] == {"ld": row + of_row, "st": 2 * entries}
     assert found["fp32"] == {"ld": row + of_row, "st": row}
-
-
-# -------------------------------------------------------------------------------------------------------- the choice
 
 
 def test_triton_without_the_package_is_refused(monkeypatch):

@@ -41,9 +41,24 @@ def printed(notebook) -> str:
     return "\n".join(texts)
 
 
-def test_paths_in_outputs_are_relative_to_the_run_folder():
-    source = "from pathlib import Path\nprint(Path.cwd() / 'run', Path.cwd())\nPath.cwd() / 'run'"
-    text = printed(execute(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source)])))
+@pytest.fixture(scope="module")
+def first_notebook():
+    """The first notebook after a run with a few steps, and a last cell that prints paths."""
+    notebook = read("01_quickstart")
+    (index,) = (i for i, cell in enumerate(notebook.cells) if "switch" in cell.metadata.get("tags", []))
+    few = (
+        "SETTINGS |= {'max_steps': 2, 'per_device_train_batch_size': 16, 'warmup_steps': 0}\n"
+        "SETTINGS |= {'lr_scheduler_type': 'constant', 'lr_scheduler_kwargs': None}\n"
+        "EVALUATION |= {'eval_steps': 2, 'k': 1, 'max_prompts': 24}"
+    )
+    paths = "from pathlib import Path\nprint(Path.cwd() / 'run', Path.cwd())\nPath.cwd() / 'run'"
+    notebook.cells.insert(index + 1, nbformat.v4.new_code_cell(few))
+    notebook.cells.append(nbformat.v4.new_code_cell(paths))
+    return execute(notebook)
+
+
+def test_paths_in_outputs_are_relative_to_the_run_folder(first_notebook):
+    text = printed(first_notebook)
     assert "run ." in text
     assert "/tmp" not in text
     assert "PosixPath('run')" in text
@@ -95,20 +110,14 @@ def test_notebook_opens_with_what_is_seen_and_ends_with_the_trained_model(name):
     assert re.search(r"^  after +'", printed(notebook), re.M)
 
 
-def test_first_notebook_runs_with_a_few_steps():
-    notebook = read("01_quickstart")
-    (index,) = (i for i, cell in enumerate(notebook.cells) if "switch" in cell.metadata.get("tags", []))
-    source = (
-        "SETTINGS |= {'max_steps': 2, 'per_device_train_batch_size': 16, 'warmup_steps': 0}\n"
-        "SETTINGS |= {'lr_scheduler_type': 'constant', 'lr_scheduler_kwargs': None}\n"
-        "EVALUATION |= {'eval_steps': 2, 'k': 1, 'max_prompts': 24}"
-    )
-    notebook.cells.insert(index + 1, nbformat.v4.new_code_cell(source))
-    text = printed(execute(notebook))
+def test_first_notebook_runs_with_a_few_steps(first_notebook):
+    text = printed(first_notebook)
     assert "2 steps in" in text
     assert re.search(r"^unknown +0\.\d+ -> 0\.\d+", text, flags=re.MULTILINE)
-    assert shown(notebook, "image/png") == 1  # curves
-    assert shown(notebook, "text/html") >= 1  # the page of maps; that of the run where its entry point is installed
+    assert shown(first_notebook, "image/png") == 1  # curves
+    assert (
+        shown(first_notebook, "text/html") >= 1
+    )  # the page of maps; that of the run where its entry point is installed
 
 
 def check_quickstart(text: str) -> None:

@@ -89,9 +89,6 @@ def test_unmappable_responses_are_refused(checkpoint, respond, config):
         map_response(checkpoint, respond("Paris"), config)
 
 
-# ------------------------------------------------------------------------------------------------------------ storage
-
-
 @quick
 @given(
     tokens=st.lists(st.text(min_size=1, max_size=5), min_size=1, max_size=6),
@@ -131,9 +128,6 @@ def test_other_files_are_refused(tmp_path, text):
     (tmp_path / "maps.json").write_text(text)
     with pytest.raises(ValueError, match="holds no token maps"):
         read_maps(tmp_path / "maps.json")
-
-
-# ------------------------------------------------------------------------------------------------------------ summary
 
 
 def test_summary_shares_and_means_equal_those_of_the_tokens():

@@ -64,9 +64,6 @@ def arms(paths: list[Path]) -> dict[str, list[Any]]:
     return arms_of([load_run(path) for path in paths])
 
 
-# ---------------------------------------------------------------------------------------------------------- the arms
-
-
 def test_arms_are_named_by_every_option_that_differs(tmp_path, scores):
     options = [{}, {"distillation_topk": 5}, {"contrastive_coef": 0.0, "logging_steps": 7}]
     paths = [make_run(tmp_path / f"r{i}", scores[i], seed=i, **own) for i, own in enumerate(options)]
@@ -82,9 +79,6 @@ def test_arms_are_named_by_every_option_that_differs(tmp_path, scores):
     assert {"model", "reward_funcs", "rows"} < set(differing_options([load_run(path) for path in paths]))
     twin = make_run(tmp_path / "again", scores[4])
     assert list(arms([paths[0], twin])) == ["r0", "r0 (again)"]
-
-
-# ---------------------------------------------------------------------------------------------------- the comparison
 
 
 def test_differences_are_paired_by_prompt_and_seed(tmp_path, scores):
@@ -160,9 +154,6 @@ def test_training_table_has_the_columns_of_table_2(tmp_path, scores):
     assert training_table(arms([tmp_path / "grpo"]))[0]["ratio"] == 1.0
 
 
-# ---------------------------------------------------------------------------------------------------------- the files
-
-
 def test_directories_without_a_run_are_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match="holds no run"):
         write_report([tmp_path])
@@ -183,9 +174,6 @@ def test_markdown_escapes_hostile_names(tmp_path, scores):
     paths = [make_run(tmp_path / f"r{i}", scores[i], run_text=text) for i, text in enumerate(("a|<b>\x1b[2J", "c"))]
     text = write_report(paths, tmp_path / "x.html").with_suffix(".md").read_text()
     assert "a\\|&lt;b>⟨U+001B⟩[2J" in text
-
-
-# ---------------------------------------------------------------------------------------------------------- the page
 
 
 @pytest.mark.parametrize(("scheme", "width"), [("light", 1400), ("dark", 390)])
@@ -319,9 +307,6 @@ def test_content_security_policy_blocks_injected_scripts(open_page, tmp_path):
     page.wait_for_timeout(100)
     assert page.evaluate("window.pwned") is None
     page.complaints.clear()
-
-
-# ------------------------------------------------------------------------------------------------------- the callback
 
 
 def reward(completions, **kwargs):
