@@ -346,58 +346,7 @@ def test_torch_moves_no_row_beside_the_triton_kernels(place, bf16_products):
     assert documented(f"student, {place}")[1] == by_torch + by_kernels
 
 
-_COMPILE = r"""
-import json, re, subprocess, sys
-from pathlib import Path
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from credit_trl.loss import triton_rows
-
-registers, spills = [], []
-
-def measure(cubin):
-    Path("kernel.cubin").write_bytes(cubin)
-    command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", "kernel.cubin"]
-    used = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    registers.extend(map(int, re.findall(r"REG:(\d+)", used)))
-    spills.extend(map(int, re.findall(r"(?:STACK|LOCAL):(\d+)", used)))
-
-def moved(kernel, pointers, numbers, constants):
-    signature = {name: "constexpr" for name in kernel.arg_names} | pointers | numbers
-    # A launch specializes on a vocabulary size that 16 divides.
-    aligned = [*pointers, *(name for name, kind in numbers.items() if kind == "i32")]
-    source = ASTSource(
-        kernel,
-        signature,
-        {(kernel.arg_names.index(name),): value for name, value in constants.items()},
-        {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned},
-    )
-    compiled = triton.compile(source, GPUTarget("cuda", int(sys.argv[1]), 32), {"num_warps": triton_rows.WARPS})
-    measure(compiled.asm["cubin"])
-    assert "bf16" not in pointers.get("grads", "") or "cvt.rn.bf16" in compiled.asm["ptx"]  # rounded, not truncated
-    found = {"ld": 0, "st": 0}
-    for kind, several, bits in re.findall(r"(ld|st)\.global(?:\.v(\d))?\.b(\d+)", compiled.asm["ptx"]):
-        found[kind] += int(several or 1) * int(bits) // 8
-    return found
-
-rows = {"logits": "*fp32", "maxima": "*fp32", "sums": "*fp32"}
-numbers = {"row_stride": "i32", "width": "i32", "inner": "fp32", "outer": "fp32"}
-results = {}
-for name in ("plain", "scaled", "bias", "softcap"):
-    own = {} if name != "bias" else {"bias": "*bf16"}
-    constants = {"blank": -1e15, "finishes": name != "plain", "has_bias": name == "bias", "keeps": name != "plain"}
-    constants |= {"softcaps": name == "softcap", "wants_entropy": True, "block": triton_rows.BLOCK}
-    constants |= {} if own else {"bias": None}
-    results[name] = moved(triton_rows._finish_and_fold, {**rows, **own, "weighted": "*fp32"}, numbers, constants)
-rows = {"logits": "*fp32", "log_normalizers": "*fp32", "factors": "*fp32"}
-numbers = {"logits_stride": "i32", "grads_stride": "i32", "width": "i32", "inner": "fp32"}
-for dtype in ("bf16", "fp32"):
-    constants = {"softcaps": True, "block": triton_rows.BLOCK}
-    results[dtype] = moved(triton_rows._write_gradients, rows | {"grads": f"*{dtype}"}, numbers, constants)
-results |= {"registers": registers, "spills": spills}
-print(json.dumps({"per_thread": triton_rows.BLOCK // (32 * triton_rows.WARPS), **results}))
-"""
+COMPILE = (Path(__file__).parent / "cases" / "compile_kernels.txt").read_text()
 
 
 @pytest.mark.skipif(not INSTALLED, reason="needs the package triton: `make test-slow` has an environment for it")
@@ -409,7 +358,7 @@ def test_the_compiled_kernels_read_and_write_each_entry_once(capability, tmp_pat
     """
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
     environment.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, "-c", _COMPILE, str(capability)]
+    command = [sys.executable, "-c", COMPILE, str(capability)]
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])

@@ -14,6 +14,7 @@ from credit_trl.lab.analysis.tokenmap import TokenMap
 from credit_trl.lab.analysis.tokenmap_json import read_maps
 from credit_trl.lab.analysis.vocabulary_logps import next_token_logps
 from credit_trl.teacher.models import Teacher
+from tables import tables_of
 
 
 def verdicts(completions, answer, **kwargs) -> list[Verdict]:
@@ -47,16 +48,7 @@ def of_this_step(maps: list[TokenMap]) -> list[TokenMap]:
     return [m for m in maps if m.response.identifier.startswith(m.checkpoint.replace("-", " ") + ",")]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"contrastive_form": "guide", "contrastive_coef": 1.5, "distillation_topk": 6},
-        {"contrastive_count": 3, "contrastive_source": "dataset"},
-        {"distillation_tail": "renormalize", "distillation_topk": 6, "contrastive_form": "guide"},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("options", tables_of(__file__)["options"], ids=str)
 def test_maps_show_the_credit_of_the_loss(train, options):
     support = {"distillation_support": "teacher_topk"} if options else {}
     trainer = train({"every": 2, "rollouts": 8}, **support | options)
