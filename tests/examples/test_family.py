@@ -177,14 +177,6 @@ def test_weights_of_one_are_grpo_bit_for_bit(make_trainer, loss_type):
     assert not all(torch.equal(weighted[name], theirs[name]) for name in theirs)
 
 
-@pytest.mark.slow
-def test_weights_train_over_micro_batches_and_iterations(make_trainer):
-    options = {"per_device_train_batch_size": 4, "steps_per_generation": 2, "num_iterations": 2, "max_steps": 4}
-    trainer = make_trainer(method("srpo", "route"), dtype=torch.float32, distillation_weight=0.5, **options)
-    trainer.train()
-    assert all(row["grad_norm"] > 0 for row in trainer.state.log_history if "grad_norm" in row)
-
-
 def test_wrong_contexts_are_of_failed_siblings_with_the_parts_of_z(make_trainer, tokenizer):
     def verdicts(completions, **kwargs):
         return [Verdict(float(i % 4 == 0), f"wrong number {i}") for i in range(len(completions))]

@@ -162,15 +162,6 @@ def test_proposition_3_expected_surrogate_is_at_least_pcmi(seed, population, cou
     torch.testing.assert_close(expected - bound, pmi.jensen_gap(pool), **EXACT)
 
 
-def test_appendix_c_gap_of_a_lagged_teacher():
-    joint, other = random_joint(11), random_joint(12)
-    x, z, y = response_of(joint, 1)
-    found = report(joint, x, z, y, 0.3, lagged=other)
-    gaps = [other.next_logps(x, y[:t]) - joint.next_logps(x, y[:t]) for t in range(len(y))]
-    assert found.gap == pytest.approx(sum(g[v].item() for g, v in zip(gaps, y, strict=True)), abs=1e-10)
-    assert report(joint, x, z, y, 0.3).gap == pytest.approx(0.0, abs=1e-10)  # without lag
-
-
 def test_pmi_of_a_trainers_contexts_is_refused():
     """Their contrast prompts contain z: π(y|x'_k,z) would replace π(y|x'_k), and the contrastive parts would be 0."""
     joint = random_joint(3)

@@ -2,6 +2,7 @@
 
 import html
 import json
+import math
 import os
 import re
 import subprocess
@@ -26,7 +27,10 @@ from credit_trl.lab.report.comparison import compare_arms, curves, training_tabl
 from credit_trl.lab.report.runs import arms_of, differing_options, load_run
 from credit_trl.training.run_directory import append_lines, write_json
 from lab.drawn import HOSTILE, drawn_map
+from tables import tables_of
 from tiny import declared_entry_points
+
+TABLES = tables_of(__file__)
 
 
 def make_run(folder: Path, scores: np.ndarray, *, seed: int = 0, text: str = "hello", **options: Any) -> Path:
@@ -294,16 +298,7 @@ def test_content_security_policy_blocks_injected_scripts(open_page, tmp_path):
     write_token_maps([drawn_map(["a"])], tmp_path / "maps.html")
     page = open_page(tmp_path / "maps.html")
     with page.expect_console_message(lambda message: "Content Security Policy" in message.text):
-        page.evaluate(
-            """() => {
-                const script = document.createElement('script');
-                script.textContent = 'window.pwned = 1';
-                document.body.append(script);
-                const image = document.createElement('div');
-                image.innerHTML = '<img src=x onerror="window.pwned = 2">';
-                document.body.append(image);
-            }"""
-        )
+        page.evaluate(TABLES["injection"])
     page.wait_for_timeout(100)
     assert page.evaluate("window.pwned") is None
     page.complaints.clear()
@@ -330,6 +325,8 @@ def test_a_run_saves_rollouts_and_maps_and_prints_the_link_last(run_callbacks, m
         assert row["feedback"] == "Count again."
         assert "Count again." in row["teacher_prompt"]
         assert row["completion"][0]["role"] == "assistant"
+        assert math.isfinite(row["s_mean"])
+    assert any(row["s_mean"] != 0.0 for row in tables[0])
     [(frame, options)] = shown  # in a notebook
     assert html.unescape(re.search('srcdoc="([^"]*)"', frame)[1]) == page.read_text("utf-8")
     assert options == {"raw": True, "display_id": "credit-report-0", "update": False}
@@ -344,13 +341,7 @@ def test_a_plain_script_writes_its_page_without_a_warning_of_dependencies(tmp_pa
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: credit-trl\nVersion: 0\n")
     for entry in declared_entry_points("credit_trl.callbacks"):
         (metadata / "entry_points.txt").write_text(f"[{entry.group}]\n{entry.name} = {entry.value}\n")
-    (tmp_path / "train.py").write_text(
-        "from credit_trl import CreditConfig, CreditTrainer, Verdict\n"
-        "from credit_trl.tasks.quickstart import build, reward\n"
-        "from tiny import SMALL\n"
-        "config = CreditConfig('run', **SMALL | {'save_strategy': 'steps', 'save_steps': 1})\n"
-        "CreditTrainer('quickstart', reward, config, build('train')).train()\n"
-    )
+    (tmp_path / "train.py").write_text(TABLES["script"])
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path / "site"), *sys.path])}
     command = [sys.executable, "train.py"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
