@@ -44,7 +44,6 @@ RATCHETS = {
     "src": 19_430,
     "core": 9_000,
     "tests": 20_000,
-    "examples, benchmarks and notebooks": 5_500,
 }
 MAX_OPTIONS = 34  # of `CreditConfig` beyond `GRPOConfig`
 MAX_PROSE_BYTES = 115_000  # README and docs

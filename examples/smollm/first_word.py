@@ -30,6 +30,7 @@ from typing import Any
 import pandas as pd
 import torch
 from datasets import Dataset
+from scipy import stats
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
 
 from credit_trl import CreditTrainer, Verdict, objective
@@ -298,7 +299,7 @@ def branch_of(logps: CreditLogps, word: int) -> dict[str, float]:
 
 
 def run_study(args: argparse.Namespace, load: Any) -> None:
-    """Append the rows of the arms and seeds that the table does not have, with the versions that made them."""
+    """Append the rows of the arms and seeds that the table does not have, with their versions, and print the means."""
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
     commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
     made_by = {"version": version("credit-trl"), "commit": commit, "torch": version("torch"), "trl": version("trl")}
@@ -311,6 +312,33 @@ def run_study(args: argparse.Namespace, load: Any) -> None:
         found = train(*load(), arm, seed, args.every, max_steps=args.steps, output_dir=str(folder))
         rows = pd.DataFrame([{"arm": arm, "seed": seed} | row | made_by for row in found.table], columns=COLUMNS)
         rows.to_csv(args.csv, mode="a", header=not args.csv.exists(), index=False)
+    print(study_table(pd.read_csv(args.csv), args.steps))
+
+
+def study_table(rows: pd.DataFrame, step: int, baseline: str = "SDPO") -> str:
+    """Markdown of the measurements at a step: means over seeds ± the half of Student's 95 % interval.
+
+    The last two columns are the differences from the baseline on the same seeds.
+    """
+    compared = ("probability", "accuracy")
+    lines = [f"| | seeds | {' | '.join((*MEASURED, *(f'{name}, minus {baseline}' for name in compared)))} |"]
+    lines.append("| --- |" + " ---: |" * (1 + len(MEASURED) + len(compared)))
+    base = rows[(rows["step"] == 0) & (rows["arm"] == rows["arm"].iloc[0])]
+    rows = rows[rows["step"] == step].set_index("seed")
+    reference = rows[rows["arm"] == baseline]
+    for arm, own in [("base", base), *rows.groupby("arm", sort=False)]:
+        cells = [mean_text(own[name]) for name in MEASURED]
+        others = [] if arm in ("base", baseline) else [(own[name] - reference[name]).dropna() for name in compared]
+        lines.append(f"| {arm} | {len(own)} | {' | '.join([*cells, *map(mean_text, others)])} |")
+    return "\n".join(lines)
+
+
+def mean_text(values: pd.Series) -> str:
+    """Mean with the half of its interval, if there are two different values or more."""
+    mean = f"{values.mean():.3f}"
+    if values.nunique() < 2:
+        return mean
+    return f"{mean} ± {stats.t.ppf(0.975, len(values) - 1) * values.sem():.3f}"
 
 
 def demonstrate(args: argparse.Namespace, load: Any) -> Path:

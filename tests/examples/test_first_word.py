@@ -4,6 +4,7 @@ import csv
 import sys
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from scipy.stats import gmean
@@ -52,6 +53,19 @@ def test_study_appends_rows_once(first_word, monkeypatch, tmp_path):
     assert [(row["arm"], row["step"]) for row in rows] == [(a, s) for a in ("GRPO", "CREDIT λ=0.1") for s in "012"]
     assert all(float(row["kl"]) == pytest.approx(0.0, abs=1e-6) for row in rows if row["step"] == "0")
     assert all(row["commit"] and row["trl"] for row in rows)
+
+
+def test_study_is_shown_by_means_over_seeds_and_paired_differences(first_word):
+    rows = [{"arm": "SDPO", "seed": seed, "step": 0, "probability": 0.1} for seed in (1, 2, 3)]
+    for seed, own, other in ((1, 0.2, 0.1), (2, 0.5, 0.3), (3, 0.8, 0.5)):
+        rows.append({"arm": "SDPO", "seed": seed, "step": 20, "probability": other})
+        rows.append({"arm": "GRPO", "seed": seed, "step": 20, "probability": own})
+    frame = pd.DataFrame(rows).assign(accuracy=0.0, transfer=0.0, length=5.0, kl=0.0)
+    *_, base, sdpo, grpo = first_word.study_table(frame, 20).splitlines()
+    assert base.startswith("| base | 3 | 0.100 |")
+    assert sdpo.startswith("| SDPO | 3 | 0.300 ± 0.497 |")  # 4.303 × 0.2 / √3
+    assert grpo.startswith("| GRPO | 3 | 0.500 ± 0.745 |")
+    assert grpo.endswith("| 0.200 ± 0.248 | 0.000 |")
 
 
 def test_predictions_name_every_arm_with_a_teacher(first_word, monkeypatch, tmp_path, capsys):

@@ -65,16 +65,16 @@ def first_log(output: Path) -> dict:
 def test_sciknoweval_trains_and_evaluates(run, tiny_model, tmp_path, capsys):
     train, test = (science_rows(tmp_path / f"physics-{split}.jsonl", 4) for split in ("train", "test"))
     options = {"task": "sciknoweval:physics", "dataset_path": train, "eval_dataset_path": test, **EVALUATED}
-    output = run("sciknoweval", model_name_or_path=tiny_model, **options)
+    output = run("train_task", model_name_or_path=tiny_model, **options)
     assert (output / "final" / "model.safetensors").is_file()
     steps = re.findall(r"^step +(\d+)  avg@1", capsys.readouterr().out, flags=re.MULTILINE)
     assert steps == ["0", "1"]  # before the first and after the last step
 
 
-def test_toolalpaca_trains_maps_and_evaluates(run, tiny_model, tmp_path, capsys):
+def test_toolalpaca_trains_and_evaluates(run, tiny_model, tmp_path, capsys):
     rows = {"dataset_path": tool_rows(tmp_path / "train.jsonl", 4)}
     rows["eval_dataset_path"] = tool_rows(tmp_path / "test.jsonl", 2)
-    output = run("toolalpaca", model_name_or_path=tiny_model, **rows, avg_at_k=2)
+    output = run("train_task", model_name_or_path=tiny_model, task="toolalpaca", **rows, avg_at_k=2)
     assert (output / "final" / "model.safetensors").is_file()
     assert "avg@2" in capsys.readouterr().out
 
@@ -87,7 +87,7 @@ def test_livecodebench_runs_programs_in_the_sandbox(run, tiny_model):
     except SandboxError as error:
         pytest.skip(f"no sandbox is available on this machine: {error}")
     options = {"task": "livecodebench:examples", "generation_batch_size": 4, "max_train_rows": 2, **EVALUATED}
-    log = first_log(run("livecodebench", model_name_or_path=tiny_model, **options))
+    log = first_log(run("train_task", model_name_or_path=tiny_model, **options))
     assert log["reward"] == 0.0  # random tokens are no program
     assert log["credit/frac_with_feedback"] == 1.0  # the feedback reports it
 
@@ -116,14 +116,3 @@ def test_multi_turn_tools_gives_feedback_for_wrong_turns(run, tiny_model):
     verdict = shop.get_reward()
     assert (verdict.reward, verdict.feedback) == (1.0, None)
     assert verdict.turn_feedback == {1: "Ask for: pear.", 3: "Pay now.", 4: "Pay 10, not 9."}
-
-
-def test_credit_dpo_at_lambda_0_prints_the_margin_of_trl(monkeypatch, tmp_path, capsys):
-    line = f"--output_dir {tmp_path} --use_cpu True --bf16 False --max_steps 2 --disable_tqdm True"
-    monkeypatch.setattr(sys, "argv", ["credit_dpo.py", *line.split()])
-    runpy.run_path(str(EXAMPLES / "credit_dpo.py"), run_name="__main__")
-    printed = capsys.readouterr().out
-    (logged,) = re.findall(r"own margin on the test pairs: (-?[\d.]+)", printed)
-    margins = {float(c): float(m) for c, m in re.findall(r"λ ([\d.]+): .*mean margin (-?[\d.]+)", printed)}
-    assert margins[0.0] == pytest.approx(float(logged), abs=2e-4)
-    assert len(set(margins.values())) == len(margins) == 3
