@@ -43,7 +43,6 @@ AIR = 0.97  # share of a budget that may be used, so that an addition does not f
 RATCHETS = {
     "src": 19_430,
     "core": 9_000,
-    "tests": 20_000,
 }
 MAX_OPTIONS = 34  # of `CreditConfig` beyond `GRPOConfig`
 MAX_PROSE_BYTES = 115_000  # README and docs
