@@ -167,6 +167,7 @@ def test_siblings_share_a_draw_which_is_uniform_for_each_sample():
         assert chisquare(list(counts.values())).pvalue > 0.01
     first_of_group, alone = (draw(name, batch_of(own, (), 0, 4), 8, 3, seed=4) for name in ("batch", PER_SAMPLE))
     assert first_of_group == alone
+    assert len({tuple(draw(PER_SAMPLE, batch_of(own, (), 0, 4), n, 3, seed=4)) for n in range(8, 12)}) == 4
 
 
 def test_prompts_that_the_own_group_reads_are_no_contrast():
