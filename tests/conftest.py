@@ -1,5 +1,6 @@
 """Fixtures for every test; what scripts need too is in `tiny.py`."""
 
+import contextlib
 import gc
 import inspect
 import os
@@ -13,7 +14,6 @@ from types import SimpleNamespace
 
 import pytest
 from datasets import Dataset
-from hypothesis import settings
 from transformers import PreTrainedTokenizerFast
 from trl import GRPOTrainer
 from trl.chat_template_utils import add_response_schema
@@ -23,9 +23,12 @@ from credit_trl import CreditConfig, CreditTrainer
 from families import build_family
 from tiny import QUIET, build_model, build_tokenizer, declared_entry_points, length_verdicts
 
-# A busy machine is no reason to fail: how long an example takes is not what the tests state.
-settings.register_profile("patient", deadline=None)
-settings.load_profile("patient")
+with contextlib.suppress(ImportError):  # the environment of the vLLM engine has no hypothesis
+    from hypothesis import settings
+
+    # A busy machine is no reason to fail: how long an example takes is not what the tests state.
+    settings.register_profile("patient", deadline=None)
+    settings.load_profile("patient")
 
 OPTIONAL_PROGRAMS = {"bwrap": "the bubblewrap sandbox", "chromium": "pages in a browser"}
 
