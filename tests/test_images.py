@@ -521,18 +521,16 @@ class FakeEngine:
         return lambda *own, **named: None
 
 
+@pytest.mark.usefixtures("no_engine")
 @pytest.mark.parametrize("mode", ["colocate", "server"])
 def test_an_engine_gets_the_images_of_each_prompt(make_batch, monkeypatch, mode):
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.setenv(name, "0")  # TRL sets them; monkeypatch restores them
-        monkeypatch.delenv(name)
     engine = FakeEngine()
     fakes = {
         "LLM": lambda **options: engine,
         "VLLMClient": lambda *own, **options: engine,
         "SamplingParams": SimpleNamespace,
     }
-    fakes |= {"is_vllm_available": lambda: True, "VLLMGeneration.sync_weights": lambda self: None}
+    fakes["VLLMGeneration.sync_weights"] = lambda self: None
     for name, fake in fakes.items():
         monkeypatch.setattr(f"trl.generation.vllm_generation.{name}", fake, raising=False)
     monkeypatch.setattr("credit_trl.rollout.vllm.WatchedClient.adopt", lambda client, patience: client)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from scipy.stats import gmean
 
+from tables import tables_of
 from tiny import save_model
 
 SMALL = {"per_device_train_batch_size": 4, "num_generations": 2, "max_completion_length": 8}
@@ -19,18 +20,7 @@ def first_word(smollm):
     return smollm("first_word")
 
 
-@pytest.mark.parametrize(
-    ("text", "constraint", "reward", "feedback"),
-    [
-        ("There is a dog in my garden.", "first", 1.0, "keeps every rule"),
-        ('The sentence is "There is a dog here".', "first", 0.0, "does not begin"),
-        ("There is a cat in my garden.", "first", 0.0, "does not contain"),
-        ("There is a dog.", "first", 0.0, "fewer than five"),
-        ("My dog is over there.", "last", 1.0, "keeps every rule"),
-        ("my dog sleeps all day", "lower", 1.0, "keeps every rule"),
-        ("My dog sleeps all day", "lower", 0.0, "upper case"),
-    ],
-)
+@pytest.mark.parametrize(("text", "constraint", "reward", "feedback"), tables_of(__file__)["verdicts"])
 def test_verdict_names_the_broken_rule(first_word, text, constraint, reward, feedback):
     verdict = first_word.verify(text, "There", "dog", constraint)
     assert verdict.reward == reward
