@@ -1,5 +1,6 @@
 """Fixtures for every test; what scripts need too is in `tiny.py`."""
 
+import contextlib
 import gc
 import inspect
 import os
@@ -21,6 +22,13 @@ from trl.generation import vllm_generation
 from credit_trl import CreditConfig, CreditTrainer
 from families import build_family
 from tiny import QUIET, build_model, build_tokenizer, declared_entry_points, length_verdicts
+
+with contextlib.suppress(ImportError):  # the environment of the vLLM engine has no hypothesis
+    from hypothesis import settings
+
+    # A busy machine is no reason to fail: how long an example takes is not what the tests state.
+    settings.register_profile("patient", deadline=None)
+    settings.load_profile("patient")
 
 OPTIONAL_PROGRAMS = {"bwrap": "the bubblewrap sandbox", "chromium": "pages in a browser"}
 
@@ -101,7 +109,7 @@ def make_trainer(make_model, make_config, tokenizer, dataset):
     """A function that builds a trainer on `dataset`; other arguments are the trainer's, or those of `make_config`."""
 
     def make(reward_funcs=length_verdicts, rows=None, eval_rows=None, **options) -> CreditTrainer:
-        names = inspect.signature(GRPOTrainer).parameters.keys() & options.keys()
+        names = {*inspect.signature(GRPOTrainer).parameters, "token_weight"} & options.keys()
         given = {"processing_class": tokenizer} | {name: options.pop(name) for name in names}
         model = given.pop("model", None) or make_model()
         return CreditTrainer(model, reward_funcs, make_config(**options), rows or dataset, eval_rows, **given)

@@ -41,9 +41,8 @@ LINE_BUDGETS: dict[str, tuple[list[str], int]] = {
 AIR = 0.97  # share of a budget that may be used, so that an addition does not fail at once
 # Rooms that use more yet -> lines that they must not exceed until they do not. Only lower these.
 RATCHETS = {
-    "src": 19_264,
-    "core": 8_834,
-    "tests": 20_000,
+    "src": 19_095,
+    "core": 8_666,
 }
 MAX_OPTIONS = 34  # of `CreditConfig` beyond `GRPOConfig`
 MAX_PROSE_BYTES = 115_000  # README and docs
@@ -52,23 +51,8 @@ MAX_WALRUSES = 30
 MAX_OVERRIDES = 18  # of methods of TRL's trainer
 MIN_READERS = 3  # functions that name a dataclass of the stages
 
-# Part of the package -> what it may import besides itself: a part, or one module of it.
 STAGES = ("rollout", "contexts", "teacher", "loss")
-SHARED = {"objective", "config"}
-CORE = {"objective": set(), "config": {"objective"}}
-CORE |= {stage: {*SHARED, *STAGES[:number]} for number, stage in enumerate(STAGES)}
-CORE["training"] = {*SHARED, *STAGES}
-CORE["trainer"] = {*SHARED, *STAGES, "training"}
-MAY_IMPORT = CORE | {
-    "testing": {*CORE, "tasks"},  # checks of extensions, which no other module imports
-    "sandbox": set(),
-    "tasks": {"sandbox", "rollout.verdict", "rollout.deadline", "rollout.in_process", "rollout.thinking"},
-    "evaluation": {*SHARED, "contexts.images", "contexts.prompts", "tasks", "rollout", "teacher", "training"},
-    "lab": {*CORE, "tasks", "sandbox", "evaluation"},
-    "cli": {*CORE, "tasks", "sandbox", "evaluation", "lab"},
-    "__init__": {*CORE, "evaluation", "tasks", "sandbox"},
-    "__main__": {"cli"},
-}
+MAY_IMPORT = {name: set(targets) for name, targets in TABLES["may_import"].items()}
 
 
 @cache
@@ -233,7 +217,7 @@ def test_contrastive_coef_has_at_most_three_holders():
     holders = [
         f"{module}:{node.name}"
         for module, tree in sources().items()
-        if part(module) in CORE
+        if part(module) in CORE_PARTS
         for node in ast.walk(tree)
         if isinstance(node, ast.ClassDef)
         for line in node.body
@@ -271,7 +255,7 @@ def test_core_does_not_reach_tasks_through_other_modules():
     report(
         f"credit_trl.{module} reaches {', '.join(sorted(reached))}"
         for module in sources()
-        if part(module) in CORE and (reached := {m for m in reachable(module) if part(m) == "tasks"})
+        if part(module) in CORE_PARTS and (reached := {m for m in reachable(module) if part(m) == "tasks"})
     )
 
 

@@ -33,7 +33,7 @@ from credit_trl.lab.report.callback import ReportCallback
 from credit_trl.rollout.batch import content_key, prompt_key
 from credit_trl.tasks.registry import Task
 from credit_trl.teacher.models import make_teacher
-from credit_trl.training import check_images
+from credit_trl.training import check_prompts
 from dense import buckets, divergence, gradients, move
 from tables import tables_of
 from tiny import QUIET, build_model
@@ -413,7 +413,7 @@ def test_what_cannot_train_is_refused_before_the_loss(make_config, monkeypatch, 
         monkeypatch.setattr(type(processor), "__call__", with_another)
     own = processor.tokenizer if options.pop("tokenizer", False) else processor
     if options.pop("sharded", False):
-        monkeypatch.setattr(check_images, "is_zero3", lambda accelerator: True)
+        monkeypatch.setattr(check_prompts, "is_zero3", lambda accelerator: True)
     dataset = Dataset.from_list(given)
     at_batch = streams or "contrastive_source" in options
     if streams:
@@ -521,18 +521,16 @@ class FakeEngine:
         return lambda *own, **named: None
 
 
+@pytest.mark.usefixtures("no_engine")
 @pytest.mark.parametrize("mode", ["colocate", "server"])
 def test_an_engine_gets_the_images_of_each_prompt(make_batch, monkeypatch, mode):
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.setenv(name, "0")  # TRL sets them; monkeypatch restores them
-        monkeypatch.delenv(name)
     engine = FakeEngine()
     fakes = {
         "LLM": lambda **options: engine,
         "VLLMClient": lambda *own, **options: engine,
         "SamplingParams": SimpleNamespace,
     }
-    fakes |= {"is_vllm_available": lambda: True, "VLLMGeneration.sync_weights": lambda self: None}
+    fakes["VLLMGeneration.sync_weights"] = lambda self: None
     for name, fake in fakes.items():
         monkeypatch.setattr(f"trl.generation.vllm_generation.{name}", fake, raising=False)
     monkeypatch.setattr("credit_trl.rollout.vllm.WatchedClient.adopt", lambda client, patience: client)

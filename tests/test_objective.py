@@ -36,6 +36,16 @@ def test_the_advantage_is_eq_8_and_at_zero_lambda_the_reward(shape, seed, count,
     assert torch.equal(reward, teacher - student)
 
 
+@given(shapes, seeds)
+def test_expected_reward_is_minus_and_plus_a_kl(shape, seed):
+    g = torch.Generator().manual_seed(seed)
+    teacher, student = logps(g, *shape), logps(g, *shape)
+    reward = objective.self_distillation_reward(teacher, student)
+    f, p = teacher.exp().numpy(), student.exp().numpy()
+    assert_close((p * reward.numpy()).sum(-1), -rel_entr(p, f).sum(-1), rtol=1e-9, atol=1e-12)
+    assert_close((f * reward.numpy()).sum(-1), rel_entr(f, p).sum(-1), rtol=1e-9, atol=1e-12)
+
+
 @given(shapes, seeds, counts)
 def test_input_specific_and_input_generic_add_up_to_the_teacher(shape, seed, count):
     g = torch.Generator().manual_seed(seed)

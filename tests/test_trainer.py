@@ -49,16 +49,12 @@ def static(dataset):
     return dataset.map(lambda row: {"privileged_context": f"Static for {row['answer']}."})
 
 
-def rollouts_of(completion):
-    """A `rollout_func` that completes prompt i with `completion(i, prompt)`."""
-
-    def rollouts(prompts, trainer):
-        tokenizer = trainer.processing_class
-        encoded = [tokenizer.apply_chat_template(p, add_generation_prompt=True, return_dict=False) for p in prompts]
-        completed = [tokenizer(completion(i, prompt))["input_ids"] for i, prompt in enumerate(prompts)]
-        return {"prompt_ids": encoded, "completion_ids": completed, "logprobs": None}
-
-    return rollouts
+def equally_long(prompts, trainer):
+    """Completions of one length, the digits 0 to 3 before the question."""
+    tokenizer = trainer.processing_class
+    encoded = [tokenizer.apply_chat_template(p, add_generation_prompt=True, return_dict=False) for p in prompts]
+    completed = [tokenizer(f"{i % 4}{prompt[-1]['content']}")["input_ids"] for i, prompt in enumerate(prompts)]
+    return {"prompt_ids": encoded, "completion_ids": completed, "logprobs": None}
 
 
 def test_a_static_column_precedes_the_feedback(train, dataset):
@@ -214,9 +210,8 @@ def test_bf16_mixed_precision_trains_with_fp32_scores(train, make_model):
 @pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo"])
 def test_two_micro_batches_give_the_step_of_one(train, loss_type):
     """Completions of one length, so that no reduction depends on which samples share a micro-batch."""
-    rollouts = rollouts_of(lambda i, prompt: f"{i % 4}{prompt[-1]['content']}")
     whole, parts = (
-        train(loss_type=loss_type, rollout_func=rollouts, **batches).model.state_dict()
+        train(loss_type=loss_type, rollout_func=equally_long, **batches).model.state_dict()
         for batches in ({}, {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2})
     )
     for name, weight in whole.items():

@@ -6,6 +6,7 @@ import tomllib
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+from collections.abc import Sequence
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
@@ -26,7 +27,6 @@ CHAT_TEMPLATE = (
 TABLES = tables_of(__file__)
 # Options of a run on a CPU that writes nothing, and of one short step, for scripts and blocks of the documentation.
 QUIET, SMALL = TABLES["quiet"], TABLES["quiet"] | TABLES["small"]
-SHARED_DATA = Path(__file__).parents[2] / "shared" / "data"
 
 
 def declared_entry_points(group: str) -> list[EntryPoint]:
@@ -35,14 +35,16 @@ def declared_entry_points(group: str) -> list[EntryPoint]:
     return [EntryPoint(name, value, group) for name, value in project["entry-points"][group].items()]
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level: one token a byte, and ChatML's special tokens."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+def build_tokenizer(
+    merges: Sequence[tuple[str, str]] = (), special: Sequence[str] = ("<|im_start|>",)
+) -> PreTrainedTokenizerFast:
+    """Byte-level: one token a byte and for each of `merges`, and ChatML's special tokens."""
+    alphabet = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *map("".join, merges)]
+    backend = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=list(merges)))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    special = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "extra_special_tokens": ["<|im_start|>"]}
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **special)
+    ends = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **ends, extra_special_tokens=list(special))
     tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.padding_side = "left"
     return tokenizer

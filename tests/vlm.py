@@ -8,38 +8,20 @@ import numpy as np
 import torch
 import transformers
 from PIL import Image
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedModel
 
 from credit_trl import Verdict
 from tables import tables_of
+from tiny import build_tokenizer
 
 TABLES = tables_of(__file__)
 FAMILIES = TABLES["families"]
 SPECIAL = (
-    *"<|im_start|> <|vision_start|> <|vision_end|> <|image_pad|> <|video_pad|> <image> <boi> <eoi> <soft>".split(),
-    *"<fake_token_around_image> <global-img> <end_of_utterance>".split(),
+    *TABLES["special"].split(),
     *(f"<row_{row}_col_{column}>" for row in range(1, 4) for column in range(1, 4)),
 )
-TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['content'] is string %}{{ m['content'] }}{% else %}"
-    "{% for c in m['content'] %}{% if c['type'] == 'image' %}PLACEHOLDER{% else %}{{ c['text'] }}{% endif %}"
-    "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 SIZES = ((24, 16), (16, 24), (32, 32), (24, 24))
-
-
-def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level; two line breaks are one token, as in real vocabularies."""
-    characters = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "ĊĊ"]
-    backend = Tokenizer(models.BPE(vocab={own: i for i, own in enumerate(characters)}, merges=[("Ċ", "Ċ")]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    ends = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **ends, extra_special_tokens=list(SPECIAL))
-    tokenizer.padding_side = "left"
-    return tokenizer
 
 
 def build_vlm(
@@ -47,8 +29,9 @@ def build_vlm(
 ) -> tuple[PreTrainedModel, Any]:
     """The random model of a family, to which images matter, and its processor, with other parts where given."""
     given = TABLES["engine" if processor_parts else "families"][family]
-    tokenizer = build_tokenizer()
-    tokenizer.chat_template = TEMPLATE.replace("PLACEHOLDER", given["placeholder"])
+    # Two line breaks are one token, as in real vocabularies.
+    tokenizer = build_tokenizer(merges=[("Ċ", "Ċ")], special=SPECIAL)
+    tokenizer.chat_template = TABLES["template"].replace("PLACEHOLDER", given["placeholder"])
     if family == "Gemma3":
         for name, token in (("boi", "<boi>"), ("eoi", "<eoi>"), ("image", "<soft>")):
             setattr(tokenizer, f"{name}_token", token)

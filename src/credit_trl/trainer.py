@@ -44,17 +44,13 @@ from credit_trl.teacher.external import build_teacher
 from credit_trl.teacher.models import TeacherUpdate
 from credit_trl.teacher.packing import cannot_pack
 from credit_trl.training import checks, micro_batches, reporting
-from credit_trl.training.alarms import Alarms
-from credit_trl.training.check_images import (
-    check_image_options,
-    check_image_rows,
-    check_rollout_images,
-)
+from credit_trl.training.alarms import FLAT_REWARD_BATCHES, Alarms
 from credit_trl.training.check_model import check_logits, check_model
+from credit_trl.training.check_prompts import check_first_prompts, check_image_options, check_rollout_images
 from credit_trl.training.check_run import check_run
 from credit_trl.training.checkpoints import ResumableTrainer
 from credit_trl.training.metrics import TokenMetrics, context_metrics, drop_undefined, teacher_success_weights
-from credit_trl.training.run_data import describe_data
+from credit_trl.training.run_directory import describe_data
 from credit_trl.training.step import CreditStep
 from credit_trl.training.weights import WeightChange, reduce_gradients_in_fp32
 
@@ -135,7 +131,6 @@ class CreditTrainer(ResumableTrainer):
         self._verdicts = VerdictLog(VerifierPolicy(args.on_verifier_error, args.verifier_timeout))
         self.clock = reporting.StageClock(counts=lambda: self.model.training)
         self.credit_step: CreditStep | None = None
-        has_environments = kwargs.get("environment_factory") is not None
         datasets = checks.named_datasets(train_dataset, eval_dataset)
         checks.check_datasets(
             args, datasets, reward_funcs, kwargs.get("environment_factory"), kwargs.get("rollout_func")
@@ -156,29 +151,18 @@ class CreditTrainer(ResumableTrainer):
             for position, func in enumerate(self.reward_funcs)
         ]
         distills = args.distillation_weight > 0.0 or token_weight is not None
-        self.context_builder = self._build_context_builder(distills)
-        self._init_reports()
-        self.run_log.facts["data"] = describe_data(reward_funcs or [], args.reward_weights)
-        self.run_log.rows = {"train": train_dataset, "test": eval_dataset}
-        checks.check_ends(self._tokenizer, self.eos_token_ids, self.alarms)
-        if not has_environments and kwargs.get("rollout_func") is None:
-            encode = None if self._is_vlm else self.context_builder.student_text
-            checks.check_prompts(
-                args,
-                datasets,
-                lambda prompt: (encode and encode(prompt), self._tokenize_prompts([prompt])[0][0]),
-                self.eos_token_ids,
-                self.alarms,
-            )
-        if distills:
-            self._init_credit(token_weight, datasets)
-        reporting.add_run_callbacks(self)
-
-    def _build_context_builder(self, distills: bool) -> ContextBuilder:
         options = {"chat_template": self.chat_template} | self.chat_template_kwargs
         render = chat_renderer(self.processing_class, self._is_vlm, **options)
         reader = ImageReader(self.processing_class) if self._is_vlm and distills else None
-        return ContextBuilder(self._tokenizer, self.args, self.eos_token_ids, render, reader)
+        self.context_builder = ContextBuilder(self._tokenizer, args, self.eos_token_ids, render, reader)
+        self._init_reports()
+        self.run_log.facts["data"] = describe_data(reward_funcs or [], args.reward_weights)
+        self.run_log.rows = {"train": train_dataset, "test": eval_dataset}
+        checks.check_ends(self)
+        check_first_prompts(self, datasets, distills=distills)
+        if distills:
+            self._init_credit(token_weight)
+        reporting.add_run_callbacks(self)
 
     def _init_reports(self) -> None:
         self._eval_batches = 0
@@ -189,12 +173,8 @@ class CreditTrainer(ResumableTrainer):
         self.add_callback(WeightChange(self.alarms, self.model))
         self.num_completions_to_print = 0  # of TRL's table, see `print_completions`
 
-    def _init_credit(self, token_weight: TokenWeight | None, datasets: dict[str, Any]) -> None:
+    def _init_credit(self, token_weight: TokenWeight | None) -> None:
         args = self.args
-        is_plain = self.environment_factories is None and self.rollout_func is None
-        tokenize = self._tokenize_prompts if is_plain else None
-        check_image_rows(datasets, self.context_builder, self.accelerator, tokenize, self.tools or None)
-        checks.check_machine(self.accelerator)
         reduce_gradients_in_fp32(self.accelerator)
         self.teacher = build_teacher(args, self.model, self.accelerator, self._tokenizer)
         check_model(self.model, self.accelerator)
@@ -208,6 +188,7 @@ class CreditTrainer(ResumableTrainer):
             gather=gather_object,
             reduce=self._sum_over_processes,
             token_weight=token_weight,
+            router_loss=self.aux_loss_enabled,
         )
         self.alarms.raise_if(reason is not None, "not_packed", reason=reason)
         if self.use_vllm and self.context_builder.reader is not None:  # as TRL does without vLLM
@@ -282,7 +263,12 @@ class CreditTrainer(ResumableTrainer):
         if self.args.on_verifier_error == "skip":
             share = mask_skipped_rewards(rewards_per_func, self._verdicts.has_failed, self.accelerator)
             self._log_values({"credit/frac_verifier_skipped": share})
-        index, dataset = self._stream_position()
+        if self.model.training:
+            index = self._step // (self.args.steps_per_generation * self.num_iterations)
+        else:
+            self._eval_batches += 1
+            index = EVALUATION_INDEX + self._eval_batches
+        is_train = self.model.training or not isinstance(self.eval_dataset, Dataset)
         self._rollouts = GenerationBatch(
             rows=inputs,
             prompts=prompts,
@@ -293,18 +279,10 @@ class CreditTrainer(ResumableTrainer):
             first=self.accelerator.process_index * len(prompts),
             group_size=self.num_generations if self.model.training else self.num_generations_eval,
             index=index,
-            dataset=dataset,
+            dataset=self.train_dataset if is_train else self.eval_dataset,
             tools=self._sample_tools(len(prompts)),
         )
         return rewards_per_func
-
-    def _stream_position(self) -> tuple[int, Any]:
-        """Index of this generation batch, and the dataset that it belongs to."""
-        if self.model.training:
-            return self._step // (self.args.steps_per_generation * self.num_iterations), self.train_dataset
-        self._eval_batches += 1
-        has_rows = isinstance(self.eval_dataset, Dataset)
-        return EVALUATION_INDEX + self._eval_batches, self.eval_dataset if has_rows else self.train_dataset
 
     def _sample_tools(self, count: int) -> list[list[Any] | None]:
         """Tools that the chat template lists for each local sample; empty without any."""
@@ -325,9 +303,9 @@ class CreditTrainer(ResumableTrainer):
         self._generation_batch = batch
         metrics = self._metrics[self._mode]
         if self.model.training:
-            marks = self._tokenizer, self.context_builder.render, self.eos_token_ids
-            checks.check_truncated(metrics["completions/clipped_ratio"][-1], *marks, self.alarms)
-            self.alarms.check_rewards(metrics["frac_reward_zero_std"][-1] == 1.0, metrics["reward"][-1])
+            checks.check_truncated(self, metrics["completions/clipped_ratio"][-1])
+            is_flat = metrics["frac_reward_zero_std"][-1] == 1.0  # in every group
+            self.alarms.raise_if(is_flat, "flat_reward", FLAT_REWARD_BATCHES, mean=metrics["reward"][-1])
         if "importance_sampling_ratio" in output:  # TRL's, of which it logs the other moments
             ratio = output["importance_sampling_ratio"].expand_as(output["completion_mask"])
             median = self.accelerator.gather(ratio[loss_mask(output)].median())

@@ -14,6 +14,8 @@ import step
 import update_phase
 from measure import Results, Sample, Trial, in_turns, none_if_out_of_memory
 
+from tables import tables_of
+
 
 class InProcess:
     """A `Trial` in this process. As in a child process, errors of `build` are raised by the first `ask`."""
@@ -31,20 +33,7 @@ class InProcess:
         pass
 
 
-TINY = update_phase.SHAPES["Qwen3-0.6B"].with_(
-    vocabulary=300,
-    hidden=16,
-    layers=1,
-    heads=2,
-    key_value_heads=1,
-    head_dim=8,
-    intermediate=16,
-    prompt=4,
-    teacher_prompt=6,
-    topk=5,
-    dtype="float32",
-    device="cpu",
-)
+TINY = update_phase.SHAPES["Qwen3-0.6B"].with_(**tables_of(__file__)["tiny"])
 
 
 def test_out_of_memory_is_none_and_other_errors_are_raised():

@@ -17,7 +17,6 @@ from tables import tables_of
 
 TABLES = tables_of(__file__)
 
-ROOT = Path(__file__).parents[2]
 ON_CPU = ["--use_cpu", "true", "--bf16", "false", "--gradient_accumulation_steps", "4"]
 
 

@@ -154,9 +154,6 @@ def test_templates_of_known_models_take_a_message_in_the_middle(builder, tokeniz
     assert opening
 
 
-# ---------------------------------------------------------------------------------------------- within the trainer
-
-
 class Counter:
     """An environment with one tool and feedback on each turn that calls it."""
 

@@ -7,9 +7,7 @@ import torch
 from peft import LoraConfig
 from torch import nn
 
-from credit_trl import CreditTrainer
 from device.imagined import Imagined, imagined_gpu, place
-from tiny import length_verdicts
 
 CASES = {
     "padded": {"distillation_support": "sampled"},
@@ -24,18 +22,12 @@ SLOW = {
 
 
 @pytest.fixture
-def make_trainer(make_model, make_config, tokenizer, dataset):
+def make_trainer(make_trainer):
     def make(lora=False, **options):
         given = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_steps": 2}
         given |= {"optim": "adamw_torch", "num_iterations": 2, "distillation_kernels": "torch"}
-        return CreditTrainer(
-            make_model(),
-            length_verdicts,
-            make_config(**given | options),
-            dataset,
-            processing_class=tokenizer,
-            peft_config=LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False) if lora else None,
-        )
+        adapter = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False) if lora else None
+        return make_trainer(peft_config=adapter, **given | options)
 
     return make
 

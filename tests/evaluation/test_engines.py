@@ -72,18 +72,6 @@ def test_generate_ids_inverts_the_filtered_distribution(engine, filters):
     assert [len(ids) for ids in endless] == [6, 6, 6]
 
 
-def test_temperature_zero_is_greedy(engine, tokenizer):
-    responses = draw(engine, SamplingConfig(0.0, max_completion_length=5), count=4)
-    ids = engine.tokenizer.apply_chat_template(
-        [{"role": "user", "content": "2+2="}], add_generation_prompt=True, return_dict=False
-    )
-    for _ in range(5):
-        with torch.no_grad():
-            ids = [*ids, engine.model(torch.tensor([ids])).logits[0, -1].argmax().item()]
-    expected = tokenizer.decode(ids[-5:], skip_special_tokens=True)
-    assert responses[0].text == responses[2].text == expected
-
-
 def test_sampling_keeps_random_state_and_training_mode(engine):
     torch.manual_seed(3)
     expected = torch.rand(4)

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from credit_trl.evaluation import bootstrap_ci, paired_bootstrap, pass_at_k
+from credit_trl.evaluation import bootstrap_ci, paired_bootstrap, pass_at_k, statistics
 from credit_trl.evaluation.statistics import holm
+from tables import tables_of
 
 ALPHA = 0.05
 
@@ -142,19 +143,7 @@ def test_holm_adjusts_in_steps():
     assert holm([]) == []
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: pass_at_k([3], 4, 5), "pass@5"),
-        (lambda: pass_at_k([3], 4, 0), "pass@0"),
-        (lambda: paired_bootstrap([0.1, 0.2], [0.1, 0.2, 0.3]), "same prompts"),
-        (lambda: paired_bootstrap([0.1], [0.2]), "two prompts"),
-        (lambda: paired_bootstrap(np.zeros((2, 3)), np.zeros((3, 3)), paired_seeds=True), "paired_seeds"),
-        (lambda: bootstrap_ci([]), "per_prompt_scores"),
-        (lambda: bootstrap_ci([0.1, math.nan]), "per_prompt_scores"),
-        (lambda: bootstrap_ci([[0.1, 0.2]]), "per_prompt_scores"),
-    ],
-)
-def test_invalid_scores_are_named(call, message):
+@pytest.mark.parametrize(("function", "arguments", "options", "message"), tables_of(__file__)["invalid"])
+def test_invalid_scores_are_named(function, arguments, options, message):
     with pytest.raises(ValueError, match=message):
-        call()
+        getattr(statistics, function)(*arguments, **options)

@@ -5,21 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_scripts import SMALL
 from trl.experimental.sdpo import SDPOTrainer
 
 from credit_trl import CreditConfig, CreditTrainer
 from dense import move
-from tiny import build_tokenizer, save_model
+from tiny import SMALL, build_tokenizer, save_model
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "credit_in_one_file.py"
-OPTIONS = SMALL | {
-    "report_to": "none",
-    "loss_type": "grpo",
-    "learning_rate": 1e-2,
-    "max_steps": 3,
-    "save_strategy": "no",
-}
+OPTIONS = SMALL | {"loss_type": "grpo", "learning_rate": 1e-2, "max_steps": 3}
 
 
 @pytest.fixture

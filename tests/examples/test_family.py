@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from credit_trl import CreditTrainer, Verdict
+from credit_trl import Verdict
 from credit_trl.contexts.builder import ContextBuilder
 from credit_trl.loss import TokenCredit
 from credit_trl.teacher.models import make_teacher
@@ -100,28 +100,14 @@ METHODS = {
 
 
 @pytest.fixture
-def make_trainer(make_model, make_config, tokenizer, dataset):
+def make_trainer(make_model, make_trainer):
     def make(token_weight, verifier=answers_verdicts, dtype=torch.float64, **options):
-        trainer = CreditTrainer(
-            make_model(dtype=dtype),
-            verifier,
-            make_config(**options),
-            dataset,
-            processing_class=tokenizer,
-            token_weight=token_weight,
-        )
+        trainer = make_trainer(verifier, model=make_model(dtype=dtype), token_weight=token_weight, **options)
         if trainer.teacher is not None:
             move(trainer.teacher.model.parameters(), scale=0.02)
         return trainer
 
     return make
-
-
-def samples(inputs):
-    """(prompt ids, completion ids) of each sample, without padding."""
-    for i in range(len(inputs["prompt_ids"])):
-        prompt = inputs["prompt_ids"][i][inputs["prompt_mask"][i].bool()].tolist()
-        yield prompt, inputs["completion_ids"][i][inputs["completion_mask"][i].bool()].tolist()
 
 
 def naive_sample(name, advantage, is_success, p, own, g, tokens):
@@ -189,14 +175,6 @@ def test_weights_of_one_are_grpo_bit_for_bit(make_trainer, loss_type):
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     weighted = trained(method("rlsd", "ratio_weight"))
     assert not all(torch.equal(weighted[name], theirs[name]) for name in theirs)
-
-
-@pytest.mark.slow
-def test_weights_train_over_micro_batches_and_iterations(make_trainer):
-    options = {"per_device_train_batch_size": 4, "steps_per_generation": 2, "num_iterations": 2, "max_steps": 4}
-    trainer = make_trainer(method("srpo", "route"), dtype=torch.float32, distillation_weight=0.5, **options)
-    trainer.train()
-    assert all(row["grad_norm"] > 0 for row in trainer.state.log_history if "grad_norm" in row)
 
 
 def test_wrong_contexts_are_of_failed_siblings_with_the_parts_of_z(make_trainer, tokenizer):

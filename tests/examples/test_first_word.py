@@ -9,6 +9,7 @@ import pytest
 import torch
 from scipy.stats import gmean
 
+from tables import tables_of
 from tiny import save_model
 
 SMALL = {"per_device_train_batch_size": 4, "num_generations": 2, "max_completion_length": 8}
@@ -19,18 +20,7 @@ def first_word(smollm):
     return smollm("first_word")
 
 
-@pytest.mark.parametrize(
-    ("text", "constraint", "reward", "feedback"),
-    [
-        ("There is a dog in my garden.", "first", 1.0, "keeps every rule"),
-        ('The sentence is "There is a dog here".', "first", 0.0, "does not begin"),
-        ("There is a cat in my garden.", "first", 0.0, "does not contain"),
-        ("There is a dog.", "first", 0.0, "fewer than five"),
-        ("My dog is over there.", "last", 1.0, "keeps every rule"),
-        ("my dog sleeps all day", "lower", 1.0, "keeps every rule"),
-        ("My dog sleeps all day", "lower", 0.0, "upper case"),
-    ],
-)
+@pytest.mark.parametrize(("text", "constraint", "reward", "feedback"), tables_of(__file__)["verdicts"])
 def test_verdict_names_the_broken_rule(first_word, text, constraint, reward, feedback):
     verdict = first_word.verify(text, "There", "dog", constraint)
     assert verdict.reward == reward
@@ -66,11 +56,10 @@ def test_study_appends_rows_once(first_word, monkeypatch, tmp_path):
 
 
 def test_study_is_shown_by_means_over_seeds_and_paired_differences(first_word):
-    rows = [{"arm": "SDPO", "seed": seed, "step": 0, "probability": 0.1} for seed in (1, 2, 3)]
-    for seed, own, other in ((1, 0.2, 0.1), (2, 0.5, 0.3), (3, 0.8, 0.5)):
-        rows.append({"arm": "SDPO", "seed": seed, "step": 20, "probability": other})
-        rows.append({"arm": "GRPO", "seed": seed, "step": 20, "probability": own})
-    frame = pd.DataFrame(rows).assign(accuracy=0.0, transfer=0.0, length=5.0, kl=0.0)
+    values = {("SDPO", 0): (0.1, 0.1, 0.1), ("SDPO", 20): (0.1, 0.3, 0.5), ("GRPO", 20): (0.2, 0.5, 0.8)}
+    rows = [(arm, step, seed, p) for (arm, step), own in values.items() for seed, p in enumerate(own)]
+    frame = pd.DataFrame(rows, columns=["arm", "step", "seed", "probability"])
+    frame = frame.assign(accuracy=0.0, transfer=0.0, length=5.0, kl=0.0)
     *_, base, sdpo, grpo = first_word.study_table(frame, 20).splitlines()
     assert base.startswith("| base | 3 | 0.100 |")
     assert sdpo.startswith("| SDPO | 3 | 0.300 ± 0.497 |")  # 4.303 × 0.2 / √3

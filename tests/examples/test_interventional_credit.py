@@ -13,20 +13,12 @@ import torch
 
 from credit_trl.lab.analysis import interventional as iv
 from credit_trl.lab.analysis.compatibility import ChoiceQuestion, Record
+from tables import tables_of
 from tiny import save_model
 
+TABLES = tables_of(__file__)
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SMALL = "--questions 8 --steps 2 --prompts 3 --positions 1 --candidates 2 --samples 2".split()
-TASK_MODULE = """
-from datasets import Dataset
-from credit_trl.tasks import Task
-
-def build(split, path=None):
-    prompt = [{"role": "user", "content": "Which?\\n\\nA: 1\\nB: 2\\nC: 3\\nD: 4"}]
-    return Dataset.from_list([{"prompt": prompt, "answer": letter, "id": letter, "task": "t"} for letter in "ABCD"])
-
-TASK = Task("four_letters:TASK", build, None, None)
-"""
 
 
 def call(monkeypatch, name: str, *options: str) -> None:
@@ -46,7 +38,7 @@ def test_student_that_fails_the_gate_is_not_measured(monkeypatch, tmp_path, caps
 
 
 def test_compatibility_writes_table_and_records(monkeypatch, tmp_path, capsys):
-    (tmp_path / "four_letters.py").write_text(TASK_MODULE, encoding="utf-8")
+    (tmp_path / "four_letters.py").write_text(TABLES["task"], encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     model = save_model(tmp_path / "model")
     options = ["--model", model, "--task", "four_letters:TASK", "--per_letter", "1", "--output_dir", str(tmp_path)]
@@ -61,17 +53,7 @@ def compatibility() -> SimpleNamespace:
     return SimpleNamespace(**runpy.run_path(str(EXAMPLES / "compatibility.py")))
 
 
-@pytest.mark.parametrize(
-    ("text", "letters"),
-    [
-        ("Which?\n\nA: yes\nB: no\nC: both\nD: none\nPlease reason.", "ABCD"),
-        ("Which?\n(A) yes\n(B) no", "AB"),
-        ("Which?\nA. yes\nB. no\nC. C is a letter\nE. skipped", "ABC"),
-        ("No options here. A colon: none", ""),
-        ("E. coli was grown. Which?\nA: yes\nB: no\nC: both\nD: none", "ABCD"),
-        ("As in\nA: x\nB: y\nC: z\nnow: which?\nA: yes\nB: no", "AB"),
-    ],
-)
+@pytest.mark.parametrize(("text", "letters"), TABLES["letters"])
 def test_option_letters_are_read_from_the_prompt(compatibility, text, letters):
     assert "".join(compatibility.option_letters(text)) == letters
 

@@ -44,9 +44,10 @@ def test_page_prints_means_and_paired_differences(study, monkeypatch, capsys):
     assert f"| {100 * (rates['CREDIT λ=0.1'] - rates['SDPO']).mean():.1f} [" in line
 
 
-def test_runner_appends_rows_once_with_the_branch_of_the_base(study, tmp_path):
+def test_runner_appends_rows_once_with_the_branch_of_the_base(study, tmp_path, monkeypatch):
     torch.set_num_threads(1)
     run = study("run")
+    monkeypatch.setitem(run.EVALUATION, "k", 1)
     world = study("worlds").WORLDS["weak"]
     shutil.copytree(SHIPPED, tmp_path / "bases" / "weak-seed0")
     small = {"max_steps": 1, "per_device_train_batch_size": 8}
@@ -69,8 +70,9 @@ def test_runner_appends_rows_once_with_the_branch_of_the_base(study, tmp_path):
     assert trained["commit"]
 
 
-def test_measured_rows_are_predicted_before_training(study, tmp_path):
+def test_measured_rows_are_predicted_before_training(study, tmp_path, monkeypatch):
     run = study("run")
+    monkeypatch.setitem(run.EVALUATION, "k", 1)
     world = study("worlds").WORLDS["weak"]
     shutil.copytree(SHIPPED, tmp_path / "bases" / "weak-seed300")
     assert run.run_arm(world, 300, "SDPO", {"max_steps": 60}, tmp_path, tmp_path, measure_only=True)

@@ -11,6 +11,7 @@ import pytest
 from transformers.trainer_utils import get_last_checkpoint
 
 from credit_trl.training.preemption import REQUEUE
+from credit_trl.training.run_directory import run_lock
 from faults import launching
 from faults.faulty_run import FAULTS, STEPS, Fault
 
@@ -62,6 +63,18 @@ def test_sigterm_loses_no_step(context, uninterrupted, tmp_path, variant, proces
     assert codes == [0] * processes, launching.log(tmp_path)
     kind = "lora" if "lora" in variant else ""
     assert launching.result(tmp_path) == uninterrupted(kind, processes)
+
+
+def test_error_of_one_process_ends_all(context, tmp_path):
+    """A full disk while the main process writes, and a folder that another trainer uses."""
+    fault = Fault("checkpoint, half the optimizer", 2, kind="disk")
+    assert launching.launch(context, tmp_path, "", fault, processes=2) == [1]
+    with run_lock(tmp_path):
+        assert launching.launch(context, tmp_path, processes=2) == [1, 1]
+    for rank in range(2):
+        text = (tmp_path / f"log_{rank}.txt").read_text()
+        assert "Step 2 could not be saved" in text
+        assert "is used by another trainer" in text
 
 
 def check_last_checkpoint(folder: Path, fault: Fault) -> None:

@@ -115,9 +115,6 @@ heads = st.fixed_dictionaries(
 )
 
 
-# -------------------------------------------------------------------------------------- through the two entry points
-
-
 @kernels
 @pytest.mark.parametrize(("support", "tail", "alpha"), PATHS)
 @given(shape=shapes, options=heads, chunk_size=st.integers(1, 5), seed=st.integers(0, 2**16), data=st.data())
@@ -217,9 +214,6 @@ def test_a_training_step_equals_the_torch_path(make_trainer, rows, monkeypatch):
             assert logs[1][key] == pytest.approx(value, rel=1e-5, abs=1e-6, nan_ok=True), key
     for mine, theirs in zip(weights[1], weights[0], strict=True):
         assert_close(mine, theirs, rtol=0, atol=1e-4)  # Adam's first step: 1e-3 in the gradient's direction
-
-
-# ---------------------------------------------------------------------------------------------- the kernels themselves
 
 
 @kernels
@@ -351,58 +345,7 @@ def test_torch_moves_no_row_beside_the_triton_kernels(place, bf16_products):
     assert documented(f"student, {place}")[1] == by_torch + by_kernels
 
 
-_COMPILE = r"""
-import json, re, subprocess, sys
-from pathlib import Path
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from credit_trl.loss import triton_rows
-
-registers, spills = [], []
-
-def measure(cubin):
-    Path("kernel.cubin").write_bytes(cubin)
-    command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", "kernel.cubin"]
-    used = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    registers.extend(map(int, re.findall(r"REG:(\d+)", used)))
-    spills.extend(map(int, re.findall(r"(?:STACK|LOCAL):(\d+)", used)))
-
-def moved(kernel, pointers, numbers, constants):
-    signature = {name: "constexpr" for name in kernel.arg_names} | pointers | numbers
-    # A launch specializes on a vocabulary size that 16 divides.
-    aligned = [*pointers, *(name for name, kind in numbers.items() if kind == "i32")]
-    source = ASTSource(
-        kernel,
-        signature,
-        {(kernel.arg_names.index(name),): value for name, value in constants.items()},
-        {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned},
-    )
-    compiled = triton.compile(source, GPUTarget("cuda", int(sys.argv[1]), 32), {"num_warps": triton_rows.WARPS})
-    measure(compiled.asm["cubin"])
-    assert "bf16" not in pointers.get("grads", "") or "cvt.rn.bf16" in compiled.asm["ptx"]  # rounded, not truncated
-    found = {"ld": 0, "st": 0}
-    for kind, several, bits in re.findall(r"(ld|st)\.global(?:\.v(\d))?\.b(\d+)", compiled.asm["ptx"]):
-        found[kind] += int(several or 1) * int(bits) // 8
-    return found
-
-rows = {"logits": "*fp32", "maxima": "*fp32", "sums": "*fp32"}
-numbers = {"row_stride": "i32", "width": "i32", "inner": "fp32", "outer": "fp32"}
-results = {}
-for name in ("plain", "scaled", "bias", "softcap"):
-    own = {} if name != "bias" else {"bias": "*bf16"}
-    constants = {"blank": -1e15, "finishes": name != "plain", "has_bias": name == "bias", "keeps": name != "plain"}
-    constants |= {"softcaps": name == "softcap", "wants_entropy": True, "block": triton_rows.BLOCK}
-    constants |= {} if own else {"bias": None}
-    results[name] = moved(triton_rows._finish_and_fold, {**rows, **own, "weighted": "*fp32"}, numbers, constants)
-rows = {"logits": "*fp32", "log_normalizers": "*fp32", "factors": "*fp32"}
-numbers = {"logits_stride": "i32", "grads_stride": "i32", "width": "i32", "inner": "fp32"}
-for dtype in ("bf16", "fp32"):
-    constants = {"softcaps": True, "block": triton_rows.BLOCK}
-    results[dtype] = moved(triton_rows._write_gradients, rows | {"grads": f"*{dtype}"}, numbers, constants)
-results |= {"registers": registers, "spills": spills}
-print(json.dumps({"per_thread": triton_rows.BLOCK // (32 * triton_rows.WARPS), **results}))
-"""
+COMPILE = (Path(__file__).parent / "cases" / "compile_kernels.txt").read_text()
 
 
 @pytest.mark.skipif(not INSTALLED, reason="needs the package triton: `make test-slow` has an environment for it")
@@ -414,7 +357,7 @@ def test_the_compiled_kernels_read_and_write_each_entry_once(capability, tmp_pat
     """
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
     environment.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, "-c", _COMPILE, str(capability)]
+    command = [sys.executable, "-c", COMPILE, str(capability)]
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
@@ -429,9 +372,6 @@ def test_the_compiled_kernels_read_and_write_each_entry_once(capability, tmp_pat
     assert found["bias"] == {"ld": row + 2 * entries, "st": row + sums}
     assert found["bf16"] == {"ld": row + of_row, "st": 2 * entries}
     assert found["fp32"] == {"ld": row + of_row, "st": row}
-
-
-# -------------------------------------------------------------------------------------------------------- the choice
 
 
 def test_triton_without_the_package_is_refused(monkeypatch):

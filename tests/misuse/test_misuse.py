@@ -1,6 +1,5 @@
 """Mistakes are one clear error, or warning, with the value and the remedy; the table is `mistakes.yaml`."""
 
-import json
 import re
 import warnings
 from pathlib import Path
@@ -12,13 +11,11 @@ import yaml
 from datasets import Dataset, DatasetDict
 from peft import AdaLoraConfig, PromptTuningConfig
 
-from credit_trl import CreditTrainer, Verdict, cli
-from credit_trl.cli import training
+from credit_trl import CreditTrainer, Verdict
 from credit_trl.training.alarms import CreditWarning
 from tiny import build_model, build_tokenizer, length_verdicts
 
 TABLE = yaml.safe_load(Path(__file__).with_name("mistakes.yaml").read_text("utf-8"))
-OWN_MODULE = "def exact(completions, answer, **columns):\n    return [1.0 for _ in completions]\n"
 
 
 def questions(prompt=None, **columns) -> Dataset:
@@ -147,45 +144,3 @@ def test_first_step_warns(build, row):
             trainer.train()
     texts = [str(one.message) for one in caught if one.category is CreditWarning]
     assert any(all(part in text for part in row["says"]) for text in texts), texts
-
-
-@pytest.fixture
-def folder(tmp_path, monkeypatch) -> Path:
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in questions()))
-    (tmp_path / "rows.txt").write_text("1+1=\n")
-    (tmp_path / "own_functions.py").write_text(OWN_MODULE)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    return tmp_path
-
-
-def run(command, line: list[str], capsys) -> str:
-    """The error output of a command that fails."""
-    try:
-        code = command(line)
-    except SystemExit as ended:  # by a parser
-        code = ended.code
-    printed = capsys.readouterr().err
-    assert code in (1, 2)
-    assert "Traceback" not in printed
-    return printed
-
-
-@pytest.mark.usefixtures("folder")
-@rows("command")
-def test_command_line_is_refused_in_one_line(capsys, row):
-    assert_says(row, run(cli.main, row["line"].split(), capsys))
-
-
-@rows("file")
-def test_options_file_is_refused_in_one_line(folder, capsys, row):
-    (folder / "run.yaml").write_text(row["text"])
-    assert_says(row, run(cli.main, ["credit", "--config", "run.yaml"], capsys))
-
-
-@pytest.mark.usefixtures("folder")
-@rows("train")
-def test_training_process_refuses_its_arguments_in_one_line(capsys, row):
-    on_cpu = "--use_cpu true --bf16 false --max_steps 1 --per_device_train_batch_size 4 --num_generations 2".split()
-    own = [*row.get("model", ["--model_name_or_path", "quickstart"]), "--output_dir", "run"]
-    assert_says(row, run(training.run, [*row["line"].split(), *own, *on_cpu], capsys))

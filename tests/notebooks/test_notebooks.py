@@ -9,8 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from tables import tables_of
+
 nbformat = pytest.importorskip("nbformat", reason="needs nbclient: pip install 'credit-trl[dev]'")
 
+TABLES = tables_of(__file__)
 FOLDER = Path(__file__).parents[2] / "notebooks"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.ipynb"))
 
@@ -41,9 +44,24 @@ def printed(notebook) -> str:
     return "\n".join(texts)
 
 
-def test_paths_in_outputs_are_relative_to_the_run_folder():
-    source = "from pathlib import Path\nprint(Path.cwd() / 'run', Path.cwd())\nPath.cwd() / 'run'"
-    text = printed(execute(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source)])))
+@pytest.fixture(scope="module")
+def first_notebook():
+    """The first notebook after a run with a few steps, and a last cell that prints paths."""
+    notebook = read("01_quickstart")
+    (index,) = (i for i, cell in enumerate(notebook.cells) if "switch" in cell.metadata.get("tags", []))
+    few = (
+        "SETTINGS |= {'max_steps': 2, 'per_device_train_batch_size': 16, 'warmup_steps': 0}\n"
+        "SETTINGS |= {'lr_scheduler_type': 'constant', 'lr_scheduler_kwargs': None}\n"
+        "EVALUATION |= {'eval_steps': 2, 'k': 1, 'max_prompts': 24}"
+    )
+    paths = "from pathlib import Path\nprint(Path.cwd() / 'run', Path.cwd())\nPath.cwd() / 'run'"
+    notebook.cells.insert(index + 1, nbformat.v4.new_code_cell(few))
+    notebook.cells.append(nbformat.v4.new_code_cell(paths))
+    return execute(notebook)
+
+
+def test_paths_in_outputs_are_relative_to_the_run_folder(first_notebook):
+    text = printed(first_notebook)
     assert "run ." in text
     assert "/tmp" not in text
     assert "PosixPath('run')" in text
@@ -95,62 +113,25 @@ def test_notebook_opens_with_what_is_seen_and_ends_with_the_trained_model(name):
     assert re.search(r"^  after +'", printed(notebook), re.M)
 
 
-def test_first_notebook_runs_with_a_few_steps():
-    notebook = read("01_quickstart")
-    (index,) = (i for i, cell in enumerate(notebook.cells) if "switch" in cell.metadata.get("tags", []))
-    source = (
-        "SETTINGS |= {'max_steps': 2, 'per_device_train_batch_size': 16, 'warmup_steps': 0}\n"
-        "SETTINGS |= {'lr_scheduler_type': 'constant', 'lr_scheduler_kwargs': None}\n"
-        "EVALUATION |= {'eval_steps': 2, 'k': 1, 'max_prompts': 24}"
-    )
-    notebook.cells.insert(index + 1, nbformat.v4.new_code_cell(source))
-    text = printed(execute(notebook))
+def test_first_notebook_runs_with_a_few_steps(first_notebook):
+    text = printed(first_notebook)
     assert "2 steps in" in text
     assert re.search(r"^unknown +0\.\d+ -> 0\.\d+", text, flags=re.MULTILINE)
-    assert shown(notebook, "image/png") == 1  # curves
-    assert shown(notebook, "text/html") >= 1  # the page of maps; that of the run where its entry point is installed
-
-
-def check_quickstart(text: str) -> None:
-    before, after = map(float, re.search(r"^unknown +(\S+) -> (\S+)", text, re.M).groups())
-    assert after > before + 0.2
-
-
-def check_own_verifier(text: str) -> None:
-    before, after = (float(re.search(rf"^{when} +avg@4 (\S+)", text, re.M)[1]) for when in ("before", "after"))
-    assert after > before + 0.2
-    assert "`contrastive_coef` must be in [0, 1]" in text
-    assert "Model saved to" in text
-    assert "without_images ['What colour is this?']" in text
-
-
-def check_see_the_credit(text: str) -> None:
-    assert "Σ Ŝ_t" in text
-    assert re.search(r"^'\S+' .*-?\d+\.\d\d", text, re.M)
-
-
-def check_ablate(text: str) -> None:
-    assert "12 runs" in text
-    assert re.search(r"no-feedback +without teacher +[1-9]", text)
-
-
-def check_moving_over(text: str) -> None:
-    assert "largest difference between the two runs' weights: 0.0" in text
-    losses = dict(re.findall(r"^(TRL's SDPOTrainer|CreditTrainer, λ = 0) +loss (\S+)", text, re.M))
-    ours, theirs = float(losses["CreditTrainer, λ = 0"]), float(losses["TRL's SDPOTrainer"])
-    assert ours == pytest.approx(theirs, rel=0.2)  # of the first step, with other rollouts
-
-
-CHECKS = {
-    "01_quickstart": check_quickstart,
-    "02_your_own_verifier": check_own_verifier,
-    "03_see_the_credit": check_see_the_credit,
-    "04_ablate": check_ablate,
-    "05_from_sdpo_or_grpo": check_moving_over,
-}
+    assert shown(first_notebook, "image/png") == 1  # curves
+    assert (
+        shown(first_notebook, "text/html") >= 1
+    )  # the page of maps; that of the run where its entry point is installed
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_notebook_shows_the_expected_results(name):
-    CHECKS[name](printed(execute(read(name))))
+    text = printed(execute(read(name)))
+    expected = TABLES["results"][name]
+    assert [part for part in expected.get("says", ()) if not re.search(part, text, re.M)] == []
+    if "rises" in expected:
+        before, after = map(float, re.search(expected["rises"], text, re.M | re.S).groups())
+        assert after > before + 0.2
+    if "equal" in expected:
+        one, other = (float(re.search(pattern, text, re.M)[1]) for pattern in expected["equal"])
+        assert one == pytest.approx(other, rel=0.2)

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 import stubborn
-import torch
 
-from credit_trl import Verdict, in_process
+from credit_trl import in_process
 from credit_trl.cli.data import import_function
 from credit_trl.rollout.verdict import FAILED, VerdictLog, VerifierPolicy, VerifierTimeout
 from tables import tables_of
@@ -130,11 +129,7 @@ def test_function_of_the_main_script_is_refused(tmp_path):
 
 
 def test_module_that_fails_to_import_is_an_error_of_each_call(tmp_path, monkeypatch):
-    (tmp_path / "fickle_verifier.py").write_text(
-        "import sys\nfrom credit_trl import in_process\n"
-        "if 'pytest' not in sys.modules: raise ImportError('no judge here')\n"
-        "@in_process\ndef check(completions): ...\n"
-    )
+    (tmp_path / "fickle_verifier.py").write_text(TABLES["fickle"])
     monkeypatch.syspath_prepend(str(tmp_path))
     import fickle_verifier
 
@@ -154,18 +149,3 @@ def test_process_of_a_killed_trainer_ends_at_the_deadline_or_at_once(deed, secon
     ended = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=False, timeout=30)
     assert ended.returncode == -9, ended.stderr
     assert all(map(has_ended, ended.stdout.split()))
-
-
-def test_run_goes_on_by_on_verifier_error(make_trainer):
-    """A response that hangs the verifier in one step of three costs that step, and no more."""
-    deeds = iter(["fine", "regular expression", "fine"])
-
-    def rewards(completions, **columns):
-        return [Verdict(reward, "Count.") for reward in stubborn.does([next(deeds)]) * len(completions)]
-
-    stubborn.does(["fine"])
-    trainer = make_trainer(rewards, max_steps=3, on_verifier_error="skip", verifier_timeout=2.0)
-    trainer.train()
-    logged = [row for row in trainer.state.log_history if "loss" in row]
-    assert [row["credit/frac_verifier_skipped"] for row in logged] == [0.0, 1.0, 0.0]
-    assert all(torch.isfinite(p).all() for p in trainer.model.parameters())

@@ -127,8 +127,6 @@ def test_importance_ratio_scales_distillation_per_token(tokenizer, make_config, 
     torch.testing.assert_close(loss, (ratio * losses * mask / divisors[loss_type]).sum(), rtol=1e-12, atol=1e-12)
 
 
-# ------------------------------------------------------------------ a server
-
 PATIENCE = 0.6
 CHOICE = {"prompt_token_ids": [1], "token_ids": [2, 3], "logprobs": None}
 
@@ -238,9 +236,6 @@ def test_refused_weight_update_ends_blocked_broadcast(server, client, monkeypatc
     finally:
         finished.set()
     assert "failed at /update_weights" in message
-
-
-# ------------------------------------------------------------------ an engine with noise, in the trainer
 
 
 LENGTH, NOISE = 128, 0.08  # as .02 nats a token over 2,048 tokens: the ratio of a completion spreads by .9 nats

@@ -32,6 +32,7 @@ def start_as_ordinary_user(patch: pytest.MonkeyPatch) -> None:
 
 def open_tier(name: str, workers: int = 2):
     """The sandbox of a tier, or a skip with the reason why this machine has none."""
+    import credit_trl
     from credit_trl.sandbox import SandboxError, open_sandbox
     from credit_trl.sandbox.interpreter import readable_by_others
 
@@ -43,7 +44,9 @@ def open_tier(name: str, workers: int = 2):
             pytest.skip(str(error).splitlines()[1])
     if os.geteuid() != 0:
         pytest.skip("not root: the tier itself already runs as an ordinary user")
-    if not os.path.exists(_SYSTEM_PYTHON) or not readable_by_others(_package()):
+    if not os.path.exists(_SYSTEM_PYTHON) or not readable_by_others(
+        os.path.dirname(os.path.abspath(credit_trl.__file__))
+    ):
         pytest.skip(f"an ordinary user cannot read {_SYSTEM_PYTHON} or the package")
     with pytest.MonkeyPatch.context() as patch:
         start_as_ordinary_user(patch)
@@ -51,12 +54,6 @@ def open_tier(name: str, workers: int = 2):
             return open_sandbox(tier, workers=workers)
         except SandboxError as error:
             pytest.skip(str(error).splitlines()[1])
-
-
-def _package() -> str:
-    import credit_trl
-
-    return os.path.dirname(os.path.abspath(credit_trl.__file__))
 
 
 @pytest.fixture(scope="module", params=PROTECTED)

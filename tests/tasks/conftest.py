@@ -3,11 +3,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
-
-# A busy machine is no reason to fail: how long an example takes is not what these tests state.
-settings.register_profile("patient", deadline=None)
-settings.load_profile("patient")
 
 SHARED_DATA = Path(__file__).parents[2] / ".." / "shared" / "data"
 

@@ -1,7 +1,7 @@
 import re
 import subprocess
 import sys
-import textwrap
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -49,17 +49,8 @@ def bare(source: str) -> str:
 
 
 def test_prelude_has_names_that_the_benchmark_imports():
-    source = """
-        def f(xs: List[int], memo: Optional[Dict] = None) -> int:
-            return sum(accumulate(xs))
-        heap = []
-        heappush(heap, (inf, deque([1])))
-        print(f([1, 2]), Counter("aab"), gcd(4, 6), math.gcd(4, 6), bisect_left([1, 3], 2), defaultdict(int)[0])
-        print(reduce(operator.add, [1, 2]), lru_cache(None)(abs)(-1), ascii_lowercase[:3], datetime.date(2025, 2, 1))
-        print(pow(2, 3, 5), sys.getrecursionlimit(), mean([1, 3]), loads("[1]"), json.dumps([1]), deepcopy([1]))
-        exit()
-    """
-    lines = bare(textwrap.dedent(source)).split("\n")
+    source = (Path(__file__).parent / "cases" / "imports.txt").read_text()
+    lines = bare(source).split("\n")
     assert lines[0] == "4 Counter({'a': 2, 'b': 1}) 2 2 1 0"
     assert lines[1] == "3 1 abc 2025-02-01"
     assert lines[2] == "3 50000 2 [1] [1] [1]"

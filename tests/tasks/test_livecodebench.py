@@ -24,23 +24,11 @@ TABLES = tables_of(__file__)
 
 def hub_row(number: int = 0, private: int = 6, **changes) -> dict:
     cases = [{"input": f"{place}\n", "output": f"{2 * place}\n", "testtype": "stdin"} for place in range(private)]
-    row = {
-        "question_content": f"Problem {number}: double a number.",
-        "question_id": f"q{number}",
-        "contest_date": "2025-02-01T00:00:00",
-        "starter_code": "",
-        "private_test_cases": json.dumps(cases),
-        "metadata": "{}",
-    }
-    return row | changes
+    row = {"question_content": f"Problem {number}: double a number.", "question_id": f"q{number}"}
+    return TABLES["hub_row"] | row | {"private_test_cases": json.dumps(cases)} | changes
 
 
-STARTER = "class Solution:\n    def turn(self, xs: List[int], s: str) -> List[int]:\n        "
-FUNCTIONAL = {
-    "starter_code": STARTER,
-    "private_test_cases": json.dumps([{"input": '[1,2]\n"x"', "output": "[2,1]", "testtype": "functional"}] * 2),
-    "metadata": '{"func_name": "turn"}',
-}
+FUNCTIONAL = TABLES["functional"]
 
 
 def inputs_of(row: dict) -> list[str]:
@@ -51,7 +39,7 @@ def test_problems_become_conversations_with_tests(write_jsonl):
     rows = livecodebench.build("test", write_jsonl([hub_row(0, private=2), hub_row(1, **FUNCTIONAL)]))
     contents = [turn["content"] for (turn,) in rows["prompt"]]
     assert "Problem 0: double a number.\n\nThe program reads its input from standard input" in contents[0]
-    assert f"```python\n{STARTER.rstrip()}\n```" in contents[1]
+    assert f"```python\n{FUNCTIONAL['starter_code'].rstrip()}\n```" in contents[1]
     assert rows["answer"][:] == [
         stdin_answer(("0\n", "0\n"), ("1\n", "2\n")),
         functional_answer("turn", *[('[1,2]\n"x"', "[2,1]")] * 2),
@@ -130,9 +118,6 @@ def test_malformed_row_raises_with_file_row_and_field(write_jsonl, row, field):
     path = write_jsonl([hub_row(0), hub_row(1) | row], "problems.jsonl")
     with pytest.raises(ValueError, match=rf"problems\.jsonl, row 2, field '{field}'"):
         livecodebench.build("test", path)
-
-
-# ---- the verifier, in a real sandbox ----
 
 
 @pytest.fixture(scope="module")
@@ -273,9 +258,6 @@ def test_sleeping_rollouts_leave_others_their_time(sandbox):
         verdicts = livecodebench.reward([asleep] * 3 + [awake] * 6, [long] * 3 + [short] * 6, sandbox=sandbox)
     assert [verdict.reward for verdict in verdicts[3:]] == [1.0] * 6
     assert [verdict.reward for verdict in verdicts[:3]] == [None] * 3
-
-
-# ---- the verifier, with a sandbox that returns given outcomes ----
 
 
 class RecordingSandbox:

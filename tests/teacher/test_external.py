@@ -10,18 +10,12 @@ from trl import DistillationConfig, DistillationTrainer
 
 import rounding
 from test_trainer_parity import assert_close, loss_and_gradients, prepared
-from tiny import QUIET
+from tiny import QUIET, save_model
 
 
 @pytest.fixture
-def save_teacher(make_model, tokenizer, tmp_path):
-    def save(name="teacher", tokens=tokenizer, **options):
-        path = tmp_path / name
-        make_model(**{"seed": 5, "hidden_size": 48, **options}).save_pretrained(path)
-        tokens.save_pretrained(path)
-        return str(path)
-
-    return save
+def save_teacher(tmp_path):
+    return lambda name="teacher", **options: save_model(tmp_path / name, **{"seed": 5, "hidden_size": 48, **options})
 
 
 @pytest.fixture
@@ -110,7 +104,7 @@ def test_padded_vocabulary_beside_an_unpadded_one_trains(
     assert math.isfinite(trainer.state.log_history[0]["loss"])
 
 
-def test_another_vocabulary_is_an_error_with_the_first_differing_id(make_trainer, save_teacher, tmp_path):
+def test_another_vocabulary_is_an_error_with_the_first_differing_id(make_trainer, save_teacher):
     path = Path(save_teacher()) / "tokenizer.json"
     saved = json.loads(path.read_text())
     vocab = saved["model"]["vocab"]

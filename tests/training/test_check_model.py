@@ -111,7 +111,7 @@ def test_wrong_soft_cap_is_detected(make_family, accelerator, monkeypatch, value
         check_model.check_logits(model, accelerator)
 
 
-def test_masked_logits_are_detected(make_model, accelerator, monkeypatch):
+def test_masked_logits_are_detected(make_model, accelerator):
     model = make_model()
 
     def masked(module, args, logits):

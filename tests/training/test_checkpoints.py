@@ -41,7 +41,7 @@ def full_disk(*args, **kwargs):
 
 @pytest.mark.parametrize(("owner", "name"), TABLES["writers"].values(), ids=TABLES["writers"])
 def test_full_disk_keeps_previous_checkpoint(make_trainer, tmp_path, monkeypatch, owner, name):
-    trainer, owner = make_trainer(), resolve_name(owner)
+    trainer, owner = make_trainer(max_steps=2), resolve_name(owner)
     original = getattr(owner, name)
 
     def fail_at_two(*args, **kwargs):
@@ -54,8 +54,8 @@ def test_full_disk_keeps_previous_checkpoint(make_trainer, tmp_path, monkeypatch
         trainer.train()
     assert names(tmp_path / "run") == ["checkpoint-1"]  # the incomplete second one is removed
     monkeypatch.undo()
-    make_trainer().train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-1"))
-    assert names(tmp_path / "run") == ["checkpoint-3"]
+    make_trainer(max_steps=2).train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-1"))
+    assert names(tmp_path / "run") == ["checkpoint-2"]
 
 
 def test_first_failed_checkpoint_reports_none_exists(make_trainer, monkeypatch):

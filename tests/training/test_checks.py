@@ -3,12 +3,11 @@
 from types import SimpleNamespace
 
 import pytest
-import torch
 from datasets import IterableDataset
 from trl import GRPOTrainer
 
 from credit_trl import Verdict
-from credit_trl.training.checks import check_machine
+from credit_trl.training.weights import reduce_gradients_in_fp32
 
 
 @pytest.fixture
@@ -69,10 +68,9 @@ def test_images_from_tools_are_refused(make_trainer, monkeypatch):
 
 
 def test_fsdp_version_1_is_refused():
-    plugin = SimpleNamespace(fsdp_version=2)
-    state = SimpleNamespace(fsdp_plugin=plugin)
-    accelerator = SimpleNamespace(distributed_type="FSDP", state=state, device=torch.device("cpu"))
-    check_machine(accelerator)
+    plugin = SimpleNamespace(fsdp_version=2, mixed_precision_policy=None)
+    accelerator = SimpleNamespace(distributed_type="FSDP", state=SimpleNamespace(fsdp_plugin=plugin))
+    reduce_gradients_in_fp32(accelerator)
     plugin.fsdp_version = 1
     with pytest.raises(ValueError, match="set `fsdp_version: 2`"):
-        check_machine(accelerator)
+        reduce_gradients_in_fp32(accelerator)

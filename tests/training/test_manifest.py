@@ -4,27 +4,25 @@ import shutil
 from pathlib import Path
 
 import pytest
-from datasets import Dataset
 
-from credit_trl import CreditConfig, CreditTrainer
 from credit_trl.training.checkpoints import checkpoint_to_resume, find_damage, hash_files, write_manifest
-from tiny import QUIET, build_model, build_tokenizer, length_verdicts
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory) -> Path:
-    """A run directory with checkpoints of steps 1 and 2, the last one inside a generation batch."""
-    folder = tmp_path_factory.mktemp("run")
-    tokenizer = build_tokenizer()
-    rows = Dataset.from_list(
-        [{"prompt": [{"role": "user", "content": f"{i}+1="}], "answer": str(i + 1)} for i in range(8)]
-    )
-    sizes = {"per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 4}
-    saving = {"save_strategy": "steps", "save_steps": 1}
-    config = CreditConfig(str(folder), **{**QUIET, **sizes, **saving}, steps_per_generation=2, max_steps=3)
-    CreditTrainer(build_model(tokenizer), length_verdicts, config, rows, processing_class=tokenizer).train()
-    shutil.rmtree(folder / "checkpoint-2")
-    return folder
+def runs() -> list[Path]:
+    """The run directory, once it is made."""
+    return []
+
+
+@pytest.fixture
+def run(make_trainer, tmp_path_factory, runs) -> Path:
+    """A run directory with checkpoints of steps 1 and 3, the last one inside a generation batch."""
+    if not runs:
+        runs.append(tmp_path_factory.mktemp("run"))
+        options = {"per_device_train_batch_size": 4, "steps_per_generation": 2, "max_steps": 3}
+        make_trainer(output_dir=str(runs[0]), save_strategy="steps", save_steps=1, **options).train()
+        shutil.rmtree(runs[0] / "checkpoint-2")
+    return runs[0]
 
 
 FILES = """

@@ -71,15 +71,14 @@ def test_resumed_run_equals_uninterrupted_run_bitwise(train, tmp_path, lora, sto
     assert any(not torch.equal(value, resumed.begun[name]) for name, value in weights(whole).items())
 
 
-@pytest.mark.parametrize("stop", [4, 6, 8])  # in the first epoch, at its end, in the second
 @pytest.mark.parametrize(("rows", "accumulation"), [(12, 1), (11, 1), (12, 2)])  # 11: an epoch leaves a row unread
-def test_resumed_run_goes_on_at_its_place_in_a_stream(train, dataset, tmp_path, stop, rows, accumulation):
+def test_resumed_run_goes_on_at_its_place_in_a_stream(train, dataset, tmp_path, rows, accumulation):
     stream = dataset.select(range(rows)).to_iterable_dataset()
     options = TABLES["stream"] | {"gradient_accumulation_steps": accumulation}
     whole = train(rows=stream, **options)
-    resumed = train(rows=stream, resume=str(tmp_path / f"checkpoint-{stop}"), **options)
     assert whole.state.epoch > 1
-    assert_same_weights(resumed, whole)
+    for stop in (8, 6, 4):  # in the second epoch, at the end of the first, inside it
+        assert_same_weights(train(rows=stream, resume=str(tmp_path / f"checkpoint-{stop}"), **options), whole)
 
 
 @pytest.mark.parametrize("last", [2, 6])  # inside an epoch and at its end

@@ -9,20 +9,13 @@ import pytest
 from trl import GRPOTrainer
 from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration
-from trl.trainer.utils import RepeatSampler
 
 from credit_trl import CreditTrainer
 from credit_trl.rollout.vllm import PolicyGeneration, WatchedClient
 from credit_trl.training import trl_compat
-from credit_trl.training.checkpoints import EpochRepeatSampler
 from credit_trl.training.trl_compat import HOOKS, TESTED_TRL, check_trl
 
-OURS = {
-    GRPOTrainer: CreditTrainer,
-    RepeatSampler: EpochRepeatSampler,
-    VLLMGeneration: PolicyGeneration,
-    VLLMClient: WatchedClient,
-}
+OURS = {GRPOTrainer: CreditTrainer, VLLMGeneration: PolicyGeneration, VLLMClient: WatchedClient}
 
 
 @pytest.fixture(autouse=True)

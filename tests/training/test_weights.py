@@ -63,10 +63,16 @@ FAULTS = {
 }
 
 
+@pytest.fixture(scope="module")
+def undisturbed() -> list[torch.Tensor]:
+    """Weights after three steps without a fault, once they are known."""
+    return []
+
+
 @pytest.mark.parametrize("fault", FAULTS)
-def test_nonfinite_step_ends_the_run_before_the_optimizer(make_trainer, tmp_path, fault):
+def test_nonfinite_step_ends_the_run_before_the_optimizer(make_trainer, tmp_path, undisturbed, fault):
     happen, source = FAULTS[fault]
-    trainer = make_trainer()
+    trainer = make_trainer(max_steps=3)
     trainer.add_callback(At(2, lambda: happen(trainer)))
     with pytest.raises(NonFiniteError) as ended:
         trainer.train()
@@ -74,12 +80,13 @@ def test_nonfinite_step_ends_the_run_before_the_optimizer(make_trainer, tmp_path
     assert source in str(ended.value)
     assert f"The last checkpoint is {tmp_path / 'run' / 'checkpoint-2'}." in str(ended.value)
     assert nonfinite_weight(trainer.model, {}) is None
-    resumed = make_trainer()
+    resumed = make_trainer(max_steps=3)
     resumed.train("latest")
-    whole = make_trainer(output_dir=str(tmp_path / "whole"))
-    whole.train()
-    for ours, theirs in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
-        assert torch.equal(ours, theirs)
+    if not undisturbed:
+        whole = make_trainer(max_steps=3, output_dir=str(tmp_path / "whole"), save_strategy="no")
+        whole.train()
+        undisturbed.extend(whole.model.parameters())
+    assert all(map(torch.equal, resumed.model.parameters(), undisturbed))
 
 
 @pytest.mark.parametrize("fault", ["NaN in a gradient", "NaN loss with a finite gradient"])

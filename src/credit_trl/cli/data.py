@@ -12,7 +12,7 @@ from trl import ScriptArguments, get_dataset
 from credit_trl.cli.errors import suggest
 from credit_trl.sandbox import choose_sandbox
 from credit_trl.tasks.registry import import_named, load_task, task_of_data
-from credit_trl.training.run_data import describe_data, describe_rows
+from credit_trl.training.run_directory import describe_data, describe_rows
 
 if TYPE_CHECKING:
     from trl import DatasetMixtureConfig

@@ -25,8 +25,7 @@ from credit_trl.tasks import quickstart
 from credit_trl.tasks.registry import load_task
 from credit_trl.teacher.models import Teacher
 from credit_trl.trainer import CreditTrainer
-from credit_trl.training.run_data import describe_data
-from credit_trl.training.run_directory import EVALUATIONS_FOLDER, RESULT_FILE, read_json
+from credit_trl.training.run_directory import EVALUATIONS_FOLDER, RESULT_FILE, describe_data, read_json
 
 CUE_GROUPS = ("known", "unknown", "holdout")  # of cues
 CLASSES = ("cue", "topic", "tool", "city")  # of tokens, besides "generic"

@@ -11,8 +11,7 @@ from typing import Any
 from credit_trl.cli.data import import_function
 from credit_trl.tasks.registry import load_task, task_of_data
 from credit_trl.tasks.task import Task
-from credit_trl.training.run_data import describe_function
-from credit_trl.training.run_directory import RUN_FILE, read_json
+from credit_trl.training.run_directory import RUN_FILE, describe_function, read_json
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:

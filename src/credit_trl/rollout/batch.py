@@ -54,38 +54,27 @@ def content_key(value: Any) -> str:
 
 @dataclass(frozen=True)
 class GenerationBatch:
-    """Prompts, completions, rewards and feedback of one generation batch.
+    """Prompts, completions, rewards and feedback of one generation batch."""
 
-    Args:
-        rows: local dataset rows.
-        prompts: local prompts, as an environment may have completed them.
-        completion_ids: local sampled ids.
-        rewards: global, weighted sums over the reward functions; NaN where none applied.
-        verdict_feedback: local, `Verdict.feedback` of the reward functions, joined.
-        first: global index of the first local sample.
-        turn_feedback: local, `Verdict.turn_feedback` by turn index.
-        turn_starts: local, the first column of each turn of the completion; empty until `with_turns`.
-        missing_turns: local turn indices with feedback that no turn has; of completions without any turn, none.
-        group_size: rollouts of a row; groups are contiguous in the global batch.
-        index: ordinal of the generation batch in the data stream, which keys the draws of contrasts. The n-th batch
-            of an evaluation has `EVALUATION_INDEX + n`, n from 1.
-        dataset: what `contrastive_source="dataset"` draws from: a `Dataset` or a mapping with the column `prompt`;
-            None, or a stream, has no rows to draw.
-        tools: local, the tools that the chat template lists for each sample; empty where no sample has any.
-    """
-
-    rows: list[dict[str, Any]]
-    prompts: list[Prompt]
-    completion_ids: list[list[int]]
-    rewards: list[float]
-    verdict_feedback: list[str | None]
-    first: int
-    turn_feedback: list[dict[int, str]] = field(default_factory=list)
+    rows: list[dict[str, Any]]  # local dataset rows
+    prompts: list[Prompt]  # local, as an environment may have completed them
+    completion_ids: list[list[int]]  # local sampled ids
+    rewards: list[float]  # global, weighted sums over the reward functions; NaN where none applied
+    verdict_feedback: list[str | None]  # local, `Verdict.feedback` of the reward functions, joined
+    first: int  # global index of the first local sample
+    turn_feedback: list[dict[int, str]] = field(default_factory=list)  # local, `Verdict.turn_feedback` by turn index
+    # Local, the first column of each turn of the completion; empty until `with_turns`.
     turn_starts: list[list[int]] = field(default_factory=list)
+    # Local turn indices with feedback that no turn has; of completions without any turn, none.
     missing_turns: list[int] = field(default_factory=list)
-    group_size: int = 1
+    group_size: int = 1  # rollouts of a row; groups are contiguous in the global batch
+    # Ordinal of the generation batch in the data stream, which keys the draws of contrasts. The n-th batch of an
+    # evaluation has `EVALUATION_INDEX + n`, n from 1.
     index: int = 0
+    # What `contrastive_source="dataset"` draws from: a `Dataset` or a mapping with the column `prompt`; None, or a
+    # stream, has no rows to draw.
     dataset: Any = None
+    # Local, the tools that the chat template lists for each sample; empty where no sample has any.
     tools: list[list[Any] | None] = field(default_factory=list)
 
     def with_turns(self, mask: Bool[Tensor, "B T"]) -> GenerationBatch:

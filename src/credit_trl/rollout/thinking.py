@@ -102,14 +102,8 @@ def mark_thinking(
     """Completions of one turn in TRL's form whose text tells thinking from answer.
 
     Marks that are special tokens, which TRL's decoding drops, are kept. A completion that ends inside the thinking
-    that its prompt opened begins with the opening mark.
-
-    Args:
-        completions: texts, or conversations; those of more than one message are returned as they are.
-        completion_ids: sampled ids.
-        tokenizer: decodes them.
-        prompt_of: renders the prompt of a completion, by its index.
-        marks: see `thinking_marks`.
+    that its prompt opened begins with the opening mark; `prompt_of` renders the prompt of a completion, by its index.
+    Conversations of more than one message are returned as they are.
     """
     plain = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
     marked = list(completions)

@@ -13,11 +13,12 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
 
@@ -143,38 +144,20 @@ def merged_weights(model: PeftModel) -> Iterator[tuple[str, Tensor]]:
     """
     adapter = model.active_adapter
     wrappers = rf"^base_model\.model\.|\.base_layer(?=\.)|\.token_adapter(?=\.)|\.modules_to_save\.{adapter}(?=\.)"
-    for name, parameter in list(model.named_parameters()):
+    for name, weight in list(model.named_parameters()):
         base_name = re.sub(wrappers, "", name)
         if any(part in base_name for part in (model.prefix, *_NOT_IN_BASE)):
             continue
-        path, base_layer, _ = name.partition(".base_layer.")
-        with _merged(model.get_submodule(path), adapter) if base_layer else nullcontext():
-            weight = model.get_parameter(name) if base_layer else parameter
-            yield base_name, weight.full_tensor() if isinstance(weight, DTensor) else weight.data
-
-
-@contextmanager
-def _merged(wrapper: BaseTunerLayer, adapter: str) -> Iterator[None]:
-    """Merge an adapter into copies of the base weights of a tuner layer, and of those inside it.
-
-    A module with several adapted parameters has nested layers around one base.
-    """
-    layers = [module for module in wrapper.modules() if isinstance(module, BaseTunerLayer)]
-    bases = [layer.get_base_layer() for layer in layers]
-    originals = [(base, *named, named[1].data) for base in bases for named in base.named_parameters(recurse=False)]
-    for _, _, parameter, data in originals:
-        parameter.data = data.clone()
-    for layer in layers:  # without PEFT's `safe_merge`, which rounds the adapter's product before the sum
-        layer.merge(adapter_names=[adapter])
-    try:
-        yield
-    finally:
-        for layer in layers:
-            if layer.merged:
-                layer.unmerge()
-        for base, name, parameter, data in originals:  # quantized layers have replaced the parameter
-            parameter.data = data
-            base.register_parameter(name, parameter)
+        path, base_layer, own_name = name.partition(".base_layer.")
+        if base_layer:
+            wrapper = copy.deepcopy(model.get_submodule(path))
+            # A module with several adapted parameters has nested layers around one base. PEFT's `safe_merge` would
+            # round the adapter's product before the sum.
+            for layer in wrapper.modules():
+                if isinstance(layer, BaseTunerLayer):
+                    layer.merge(adapter_names=[adapter])
+            weight = wrapper.get_parameter(f"base_layer.{own_name}")
+        yield base_name, weight.full_tensor() if isinstance(weight, DTensor) else weight.data
 
 
 class VLLMServerError(ConnectionError):

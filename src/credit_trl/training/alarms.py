@@ -133,11 +133,9 @@ class Alarms:
             warnings.warn_explicit(message, CreditWarning, "credit_trl", 0)  # no source line in the output
 
     def check_contexts(self, share: dict[str, float], frac_skipped: float = 0.0) -> None:
-        """Warn where no sample has a teacher, none has a contrast prompt, or all feedback is dropped.
+        """Warn by `context_metrics` where no sample has a teacher, none a contrast prompt, or all feedback is dropped.
 
-        Args:
-            share: result of `context_metrics`.
-            frac_skipped: share of the samples whose verifier failed, which explains a batch without teacher.
+        `frac_skipped` is the share of samples whose verifier failed, which explains a batch without teacher.
         """
         no_teacher = share["credit/frac_without_teacher"]
         no_contrast = share["credit/frac_without_contrast"]
@@ -146,17 +144,10 @@ class Alarms:
         self.raise_if(no_contrast > 0.0 and math.isclose(no_contrast + no_teacher, 1.0), "no_contrast")
         self.raise_if(dropped > 0.0 and share["credit/frac_with_feedback"] == 0.0, "feedback_dropped")
 
-    def check_rewards(self, all_groups_flat: bool, mean: float) -> None:
-        """Warn where the rewards of every group are equal in several generation batches in a row; `mean` is theirs."""
-        self.raise_if(all_groups_flat, "flat_reward", FLAT_REWARD_BATCHES, mean=mean)
-
     def check_log(self, metrics: Mapping[str, Sequence[float]], logs: Mapping[str, float], vocabulary: int) -> None:
         """Warn about what is about to be logged: the engine, the teacher, its support, the credit and the gradient.
 
-        Args:
-            metrics: values since the last log by name, of which the last counts.
-            logs: `loss` and, in training, `grad_norm`, the norm of the last step.
-            vocabulary: size of the teacher's.
+        The last of the `metrics` since the last log counts. `logs` has `loss` and, in training, `grad_norm`.
         """
         latest = {name: values[-1] for name, values in metrics.items() if values}
         difference = latest.get("sampling/sampling_logp_difference/mean", 0.0)

@@ -17,7 +17,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,7 +39,7 @@ from credit_trl.teacher.models import Teacher
 from credit_trl.teacher.sharding import full_tensor
 from credit_trl.training.alarms import Alarms
 from credit_trl.training.checks import check_enough_rows
-from credit_trl.training.run_directory import read_json, remove_scratch_files, run_lock, write_atomically
+from credit_trl.training.run_directory import read_json, remove_scratch_files, run_lock, sync, write_atomically
 from credit_trl.training.trl_compat import check_trl
 from credit_trl.training.weights import NonFiniteError, guarded, nonfinite_weight, source_of
 
@@ -71,8 +71,7 @@ class CheckpointError(RuntimeError):
 def stored_options(args: CreditConfig, model: nn.Module) -> dict[str, Any]:
     """Options that a checkpoint stores, and a run that resumes from it must have: objective and adapter, as JSON.
 
-    Args:
-        model: the unwrapped policy.
+    `model` is the unwrapped policy.
     """
     options = {name: getattr(args, name) for name in _OBJECTIVE}
     adapter = model.peft_config[model.active_adapter].to_dict() if is_peft_model(model) else {}
@@ -80,24 +79,17 @@ def stored_options(args: CreditConfig, model: nn.Module) -> dict[str, Any]:
     return json.loads(json.dumps(options, default=sorted))
 
 
-class EpochRepeatSampler(RepeatSampler):
-    """TRL's `RepeatSampler` in the same order, which can start in any epoch.
-
-    TRL draws one permutation per epoch from a single generator. `set_epoch`, which the trainer calls, advances the
-    generator to the start of an epoch, so that a resumed run gets the permutation of an uninterrupted run.
-    """
-
-    epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __iter__(self) -> Iterator[int]:
-        if self.shuffle and self.seed is not None:
-            self.generator.manual_seed(self.seed)
-            for _ in range(self.epoch):
-                torch.randperm(self.num_samples, generator=self.generator)
-        yield from super().__iter__()
+@contextmanager
+def raised_on_all() -> Iterator[None]:
+    """Raise an error of the block on every process. All processes must enter the block."""
+    own = None
+    try:
+        yield
+    except Exception as error:
+        own = error
+    for error in gather_object([own]):
+        if error is not None:
+            raise error
 
 
 class ResumableTrainer(GRPOTrainer):
@@ -108,6 +100,7 @@ class ResumableTrainer(GRPOTrainer):
 
     alarms: Alarms
     teacher: Teacher | None = None
+    _sampler: RepeatSampler  # of the training rows, unless they are a stream
     _save_dir: str | None = None  # while a checkpoint is written
     _losses_are_finite: Tensor | None = None  # of the micro-batches since the last optimizer step, on this process
 
@@ -134,24 +127,24 @@ class ResumableTrainer(GRPOTrainer):
             RunLockedError: another trainer uses `output_dir`.
         """
         output_dir = Path(self.args.output_dir)
-        with run_lock(output_dir) if self.is_world_process_zero() else nullcontext():
-            if self.is_world_process_zero():
-                remove_scratch_files(output_dir)
-            if resume_from_checkpoint:
-                resume_from_checkpoint = self._resolve(resume_from_checkpoint)
-            if isinstance(resume_from_checkpoint, str):
-                self._check_options(Path(resume_from_checkpoint), resume_changes)
+        found: list[str | None] = [None]
+        with ExitStack() as held:
+            with raised_on_all():
+                if self.is_world_process_zero():
+                    held.enter_context(run_lock(output_dir))
+                    remove_scratch_files(output_dir)
+                    if resume_from_checkpoint:
+                        requested = LATEST if resume_from_checkpoint is True else str(resume_from_checkpoint)
+                        found[0] = checkpoint_to_resume(requested, output_dir)  # reads all of its files
+            broadcast_object_list(found)
+            if self.args.should_save:
+                shutil.rmtree(output_dir / UNFINISHED, ignore_errors=True)  # of a killed run
+            if found[0] is not None:
+                self._check_options(Path(found[0]), resume_changes)
             self._step = 0
             self._buffered_inputs = None  # of an earlier call
-            return super().train(resume_from_checkpoint, *args, **kwargs)
-
-    def _resolve(self, requested: str | bool) -> str | bool:
-        """Find the checkpoint on the main process, which reads all of its files, for every process."""
-        found: list[str | None] = [None]
-        if self.is_world_process_zero():
-            found[0] = checkpoint_to_resume(LATEST if requested is True else str(requested), self.args.output_dir)
-        broadcast_object_list(found)
-        return found[0] or requested is True  # which transformers refuses
+            resumed = found[0] or resume_from_checkpoint is True  # transformers refuses True without a checkpoint
+            return super().train(resumed, *args, **kwargs)
 
     def _check_options(self, checkpoint: Path, resume_changes: str) -> None:
         """Compare the options of a checkpoint with those of this run before anything is loaded."""
@@ -223,33 +216,62 @@ class ResumableTrainer(GRPOTrainer):
         Raises:
             NonFiniteError: on every process, where a weight of policy or teacher is not finite. Nothing is saved.
         """
-        weight = nonfinite_weight(self.model, self._teacher_weights())
-        if any(gather_object([weight is not None])):
-            what = weight or "weights of another process"
-            raise NonFiniteError(f"The {what} is not finite, so nothing is saved. {self._last_checkpoint()}")
+        with raised_on_all():
+            weight = nonfinite_weight(self.model, self._teacher_weights())
+            if weight is not None:
+                raise NonFiniteError(f"The {weight} is not finite, so nothing is saved. {self._last_checkpoint()}")
         super().save_model(output_dir, _internal_call)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Let TRL write into another folder, which then gets its manifest and its name.
+
+        Raises:
+            CheckpointError: on every process, where one could not write; the message names the last checkpoint.
+        """
         output_dir = Path(self._get_output_dir(trial))
         finished = output_dir / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        with self._saving(finished) as unfinished:
-            super()._save_checkpoint(model, trial)
-            if self.teacher is not None:
-                self.teacher.save(unfinished, self.args.should_save)
-            self._save_progress(unfinished)
-            if self.state.best_model_checkpoint == str(unfinished):
-                self.state.best_model_checkpoint = str(finished)
+        unfinished = output_dir / UNFINISHED / finished.name
+        self._save_dir = str(unfinished.parent)
+        try:
+            with self._saving(output_dir):
+                super()._save_checkpoint(model, trial)
+                if self.teacher is not None:
+                    self.teacher.save(unfinished, self.args.should_save)
+                self._save_progress(unfinished)
+                if self.state.best_model_checkpoint == str(unfinished):
+                    self.state.best_model_checkpoint = str(finished)
+                    if self.args.should_save:
+                        self.state.save_to_json(str(unfinished / TRAINER_STATE_NAME))
+            with self._saving(output_dir):
                 if self.args.should_save:
-                    self.state.save_to_json(str(unfinished / TRAINER_STATE_NAME))
+                    finish(unfinished, finished)
+        finally:
+            self._save_dir = None
+            shutil.rmtree(unfinished.parent, ignore_errors=True)
         if self.args.should_save:
+            best = self.state.best_model_checkpoint
+            limit = self.args.save_total_limit
             rotate_checkpoints(
-                output_dir=str(output_dir),
-                save_total_limit=self.args.save_total_limit,
-                best_model_checkpoint=self.state.best_model_checkpoint,
-                use_mtime=True,
+                output_dir=str(output_dir), save_total_limit=limit, best_model_checkpoint=best, use_mtime=True
             )
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(finished))
+
+    @contextmanager
+    def _saving(self, output_dir: Path) -> Iterator[None]:
+        """A part of saving, which ends when all processes have done it. Its errors are raised on all of them."""
+        with raised_on_all():
+            try:
+                yield
+            except NonFiniteError:
+                raise
+            except Exception as error:
+                free = shutil.disk_usage(output_dir).free / 2**30
+                raise CheckpointError(
+                    f"Step {self.state.global_step} could not be saved ({type(error).__name__}: {error}); {free:.2f} "
+                    f"GiB are free in {output_dir}. {self._last_checkpoint()} Make space, or set `output_dir` to "
+                    "another disk, and resume."
+                ) from error
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Push as transformers does, once the checkpoint has its final name."""
@@ -268,39 +290,6 @@ class ResumableTrainer(GRPOTrainer):
 
     def _get_output_dir(self, trial: Any) -> str:
         return self._save_dir or super()._get_output_dir(trial)
-
-    @contextmanager
-    def _saving(self, finished: Path) -> Iterator[Path]:
-        """Make TRL write into another folder, which then gets its manifest and its name. Every process must call it.
-
-        Raises:
-            CheckpointError: a file could not be written; the message names the checkpoint to resume from.
-        """
-        folder = finished.parent / UNFINISHED
-        unfinished = folder / finished.name
-        self._save_dir = str(folder)
-        try:
-            if self.args.should_save:
-                shutil.rmtree(folder, ignore_errors=True)
-                unfinished.mkdir(parents=True)
-            self.accelerator.wait_for_everyone()
-            yield unfinished
-            self.accelerator.wait_for_everyone()
-            if self.args.should_save:
-                finish(unfinished, finished)
-            self.accelerator.wait_for_everyone()
-        except NonFiniteError:
-            raise
-        except Exception as error:
-            free = shutil.disk_usage(finished.parent).free / 2**30
-            raise CheckpointError(
-                f"Step {self.state.global_step} could not be saved ({type(error).__name__}: {error}); {free:.2f} GiB "
-                f"are free in {finished.parent}. {self._last_checkpoint()} Make space, or set `output_dir` to another "
-                "disk, and resume."
-            ) from error
-        finally:
-            self._save_dir = None
-            shutil.rmtree(folder, ignore_errors=True)
 
     # ------------------------------------------------------------------ reading
 
@@ -346,31 +335,31 @@ class ResumableTrainer(GRPOTrainer):
                 f"{words.format(**self._layout)}. Resume with the number of processes and the batch sizes that saved "
                 "it, or from a checkpoint at a generation boundary."
             )
-        device = self.accelerator.device
-        # The device may be "cpu:0", but CPU tensors are on "cpu".
-        location = torch.device("cpu") if device.type == "cpu" else device
         path = checkpoint / f"rollouts_{self.accelerator.process_index}.pt"
-        self._buffered_inputs = torch.load(path, map_location=location, weights_only=True)
+        self._buffered_inputs = torch.load(path, map_location=self.accelerator.device.type, weights_only=True)
         self._step = state["step"]
 
-    def _get_train_sampler(self, dataset: Dataset | None = None) -> EpochRepeatSampler:
+    def _get_train_sampler(self, dataset: Dataset | None = None) -> RepeatSampler:
         check_enough_rows(self.args, self.train_dataset if dataset is None else dataset)
-        sampler = EpochRepeatSampler.__new__(EpochRepeatSampler)
-        vars(sampler).update(vars(super()._get_train_sampler(dataset)))
-        return sampler
+        self._sampler = super()._get_train_sampler(dataset)
+        return self._sampler
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         """Skip what the run that is resumed has done.
 
-        After the last step of a run transformers would do one more, and of a stream, whose length it does not know, it
-        would skip all batches in the first epoch.
+        After the last step of a run transformers would do one more. TRL's sampler draws the permutations of all epochs
+        from one generator, so those of finished epochs are drawn first. Of a stream, whose length it does not know,
+        transformers would skip all batches in the first epoch.
         """
         if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
             return
         checkpoint = kwargs.get("resume_from_checkpoint")
-        is_stream = isinstance(self.train_dataset, IterableDataset) and not self.args.ignore_data_skip
-        if checkpoint is not None and is_stream:
+        is_stream = isinstance(self.train_dataset, IterableDataset)
+        if checkpoint is not None and not is_stream and kwargs["epoch"] == kwargs["epochs_trained"]:
+            for _ in range(kwargs["epoch"] if self._sampler.shuffle else 0):
+                torch.randperm(self._sampler.num_samples, generator=self._sampler.generator)
+        if checkpoint is not None and is_stream and not self.args.ignore_data_skip:
             # For transformers an epoch of a stream has `max_steps` steps; where it ends earlier, a new one begins.
             epoch = read_json(Path(checkpoint) / TRAINER_STATE_NAME)["epoch"]
             if kwargs["epoch"] < int(epoch):
@@ -456,9 +445,9 @@ def _digest(path: Path) -> str:
 
 
 def sync_to_disk(folder: Path) -> None:
-    """Wait until all files below a folder are on disk. A full disk may only raise an error here."""
+    """Wait until all files below a folder are on disk."""
     for path in [*folder.rglob("*"), folder]:
-        _sync(path)
+        sync(path)
 
 
 def finish(unfinished: Path, finished: Path) -> None:
@@ -467,15 +456,7 @@ def finish(unfinished: Path, finished: Path) -> None:
         hashes = thread.submit(hash_files, unfinished)
         sync_to_disk(unfinished)
     write_manifest(unfinished, hashes.result())
-    _sync(unfinished)
+    sync(unfinished)
     shutil.rmtree(finished, ignore_errors=True)
     os.rename(unfinished, finished)
-    _sync(finished.parent)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync(finished.parent)

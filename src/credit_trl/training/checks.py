@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from accelerate import Accelerator
 from datasets import Dataset
 from torch import nn
 from transformers import AutoConfig
@@ -15,16 +14,7 @@ from trl.trainer.utils import get_callable_name
 
 from credit_trl.config import CreditConfig
 from credit_trl.contexts.contrast import find_source, source_columns
-from credit_trl.contexts.prompts import Render, images_of, user_text
 from credit_trl.rollout.verdict import parameters_of
-from credit_trl.training.alarms import Alarms
-
-
-def check_machine(accelerator: Accelerator) -> None:
-    """Refuse FSDP of version 1."""
-    is_fsdp = accelerator.distributed_type == "FSDP"
-    if is_fsdp and accelerator.state.fsdp_plugin.fsdp_version != 2:
-        raise ValueError("FSDP version 1 is not supported: set `fsdp_version: 2` in the accelerate configuration.")
 
 
 def check_teacher(args: CreditConfig) -> None:
@@ -49,12 +39,9 @@ def named_datasets(train_dataset: Any, eval_dataset: Any) -> dict[str, Any]:
 def check_datasets(
     args: CreditConfig, datasets: dict[str, Any], reward_funcs: Any, environment_factory: Any, rollout_func: Any
 ) -> None:
-    """Check that the datasets have the columns that the configuration and the reward functions need.
+    """Check that the `named_datasets` have the columns that the configuration and the reward functions need.
 
     With a `rollout_func`, reward functions are not checked, because TRL also passes the fields that it returns.
-
-    Args:
-        datasets: of `named_datasets`.
 
     Raises:
         ValueError: a dataset has no column `prompt` or none for a parameter of a reward function, has a
@@ -103,65 +90,29 @@ def check_datasets(
         )
 
 
-def check_prompts(
-    args: CreditConfig,
-    datasets: dict[str, Any],
-    encode: Callable[[Any], tuple[str | None, list[int]]],
-    eos_token_ids: Collection[int],
-    alarms: Alarms,
-) -> None:
-    """Check the first prompt of each dataset; streams are not read. Warn where it ends in an EOS id.
-
-    Args:
-        encode: prompt to its text, None for a multimodal model, and to its token ids, as the rollout encodes it.
-
-    Raises:
-        ValueError: a prompt cannot be encoded, the chat template does not take its content parts or, with a
-            distillation loss, it has no user turn.
-    """
-    for name, dataset in datasets.items():
-        if not isinstance(dataset, Dataset) or not len(dataset) or "prompt" not in dataset.column_names:
-            continue
-        prompt = dataset.select_columns("prompt")[0]["prompt"]
-        if args.distillation_weight > 0.0:
-            user_text(prompt)
-        if images_of(prompt):
-            continue
-        text, ids = encode(prompt)
-        parts = [] if isinstance(prompt, str) else [m["content"] for m in prompt if isinstance(m.get("content"), list)]
-        if text is not None and any(str(part) in text or user_text(prompt).strip() not in text for part in parts):
-            raise ValueError(
-                f"The first prompt of `{name}` has the content {parts[0]}, which the chat template renders as "
-                f"{text[-80:]!r}. Give `content` as a string, or set a `chat_template` that renders parts."
-            )
-        last = ids[-1] if ids else None
-        alarms.raise_if(last in eos_token_ids, "prompt_ends", name=name, last=last)
-
-
-def check_ends(tokenizer: Any, eos_token_ids: Collection[int], alarms: Alarms) -> None:
+def check_ends(trainer: Any) -> None:
     """Warn about an id at which generation ends that is ordinary text, so that completions end inside a sentence."""
+    tokenizer = trainer._tokenizer
     added = tokenizer.added_tokens_decoder
-    ordinary = [tokenizer.decode([i]) for i in eos_token_ids if added and i not in added]
-    alarms.raise_if(bool(ordinary), "ordinary_end", text=next(iter(ordinary), None))
+    ordinary = [tokenizer.decode([i]) for i in trainer.eos_token_ids if added and i not in added]
+    trainer.alarms.raise_if(bool(ordinary), "ordinary_end", text=next(iter(ordinary), None))
 
 
-def check_truncated(
-    share: float, tokenizer: Any, render: Render, eos_token_ids: Collection[int], alarms: Alarms
-) -> None:
+def check_truncated(trainer: Any, share: float) -> None:
     """Warn where more than 90 % of a generation batch did not end, naming an end of turn that is no EOS id."""
     if share <= 0.9:
         return
     turn = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "@"}]
     unknown = ""
     with suppress(Exception):  # no template, or one that takes other turns only
-        after = render(turn, add_generation_prompt=False).rpartition("@")[2].strip()
-        end = tokenizer(after, add_special_tokens=False)["input_ids"][:1]
-        if end and end[0] not in eos_token_ids:
+        after = trainer.context_builder.render(turn, add_generation_prompt=False).rpartition("@")[2].strip()
+        end = trainer._tokenizer(after, add_special_tokens=False)["input_ids"][:1]
+        if end and end[0] not in trainer.eos_token_ids:
             unknown = (
-                f" The chat template ends a turn with {tokenizer.decode(end)!r}, where generation does not end: add "
-                f"its id {end[0]} to the `eos_token_id` of the model's `generation_config`."
+                f" The chat template ends a turn with {trainer._tokenizer.decode(end)!r}, where generation does not "
+                f"end: add its id {end[0]} to the `eos_token_id` of the model's `generation_config`."
             )
-    alarms.raise_if(True, "truncated", share=share, unknown=unknown)
+    trainer.alarms.raise_if(True, "truncated", share=share, unknown=unknown)
 
 
 def check_enough_rows(args: CreditConfig, train_dataset: Any) -> None:

@@ -22,12 +22,10 @@ ACCEPTED = math.log(0.5)
 def context_metrics(
     contexts: Sequence[TokenContexts], wants_contrast: bool, reduce: Callable[[Tensor], Tensor]
 ) -> dict[str, float]:
-    """Shares of samples of the global generation batch, `credit/frac_…`.
+    """Shares of samples of the global generation batch, `credit/frac_…`, from the contexts of the local samples.
 
-    Args:
-        contexts: contexts of the local samples.
-        wants_contrast: λ is not 0: a sample with a teacher and no contrast prompt then counts as without contrast.
-        reduce: sums a vector over processes. Every process calls it once.
+    `reduce` sums a vector over processes; every process calls it once. With `wants_contrast` (λ is not 0) samples with
+    a teacher and no contrast prompt count as without contrast.
     """
     taught = [c for c in contexts if c.teacher is not None]
     counts = {
@@ -109,11 +107,8 @@ class TokenMetrics:
     """Metrics of the credit at the sampled tokens of all micro-batches since the last log.
 
     They are added up on the device, and read once a log. A mean of the micro-batches' means would give tokens of
-    short completions more weight, which share a micro-batch.
-
-    Args:
-        config: of the run.
-        reduce: sums a tensor over processes. Every process calls it once for each log.
+    short completions more weight, which share a micro-batch. `reduce` sums a tensor over processes; every process
+    calls it once for each log.
     """
 
     def __init__(self, config: CreditConfig, reduce: Callable[[Tensor], Tensor]) -> None:
@@ -147,10 +142,8 @@ def teacher_success_weights(
 
     The weights w give Σ_i w_i m_i = mean of m over successes − mean over failures, averaged over mixed groups. A group
     is mixed where it has successes and failures among its samples with a teacher, with loss and with a reward; other
-    samples have weight 0. All weights are NaN where no group is mixed. Every process must call it.
-
-    Args:
-        mask: True on the policy's own tokens.
+    samples have weight 0. All weights are NaN where no group is mixed. `mask` is True on the policy's own tokens.
+    Every process must call it.
     """
     has_loss = mask.any(dim=1).tolist()
     is_scored = gather_object([c.teacher is not None and loss for c, loss in zip(contexts, has_loss, strict=True)])

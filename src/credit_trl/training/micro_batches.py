@@ -44,12 +44,10 @@ def exchanged_count(config: CreditConfig, router_loss: bool) -> int:
 
 
 def evened(batches: Sequence[dict[str, Any]], exchanged: int, packed: bool) -> list[dict[str, Any]]:
-    """Micro-batches of a generation batch, evened and without common padding.
+    """TRL's micro-batches of a generation batch, evened and without common padding.
 
-    Args:
-        batches: TRL's micro-batches, all of the same number of samples.
-        exchanged: see `exchanged_count`.
-        packed: the forward pass reads no padding, so that the totals are evened instead of the longest.
+    `exchanged` is that of `exchanged_count`. With `packed` the forward pass reads no padding, so that the totals are
+    evened instead of the longest.
     """
     result = []
     for start in range(0, len(batches), exchanged):
@@ -62,12 +60,9 @@ def evened(batches: Sequence[dict[str, Any]], exchanged: int, packed: bool) -> l
 
 
 def even_groups(lengths: Sequence[int], count: int, by_total: bool) -> list[list[int]]:
-    """Divide samples into groups of equal size, longest first.
+    """Divide samples of these lengths into `count` groups of equal size, longest first.
 
-    Args:
-        lengths: tokens of each sample; a multiple of `count` samples.
-        by_total: deal the samples out, which evens the totals of the groups; else each group holds samples of similar
-            length.
+    Each group holds samples of similar length or, with `by_total`, the samples are dealt out, which evens the totals.
     """
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     size = len(lengths) // count

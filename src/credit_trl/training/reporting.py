@@ -25,7 +25,6 @@ from credit_trl.teacher.sharding import full_shape
 from credit_trl.training import run_directory as files
 from credit_trl.training.alarms import Alarms
 from credit_trl.training.checkpoints import stored_options
-from credit_trl.training.run_data import store_rows
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +80,7 @@ class RunLog(TrainerCallback):
         folder = Path(args.output_dir)
         model = kwargs["model"]
         path = folder / files.RUN_FILE
-        store_rows(folder, self.facts["data"], self.rows)
+        files.store_rows(folder, self.facts["data"], self.rows)
         options = stored_options(args, model)
         is_resumed = state.global_step > 0 and path.is_file()
         segments = files.read_json(path).get("segments", []) if is_resumed else []
@@ -177,9 +176,8 @@ def add_completion_columns(
     Args:
         logs: the trainer's `_logs`: deques by column.
         output: tensors (B, T) of the generation batch with the stored scores.
-        contexts: contexts of the local samples; None without a distillation loss.
+        contexts: of the local samples; None without a distillation loss.
         decode: token ids to texts with their special tokens.
-        shows_images: as `log_completions` and `log_multimodal` ask for.
     """
     columns: dict[str, list[Any]] = {"feedback": batch.feedback}
     if contexts is not None:

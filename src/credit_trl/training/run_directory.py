@@ -1,4 +1,4 @@
-"""Files of a run directory, and atomic reading and writing of JSON and JSON Lines.
+"""Files of a run directory, atomic reading and writing of JSON and JSON Lines, and the description of a run's data.
 
     run.json                     method, settings and seed of the run
     log.jsonl                    the trainer's logs, one object per line
@@ -7,20 +7,23 @@
     rows/train.parquet           rows that were a `Dataset` object, from which `credit-eval RUN` reads them
 
 A process killed at any moment leaves each file complete, or with an unfinished last line that readers ignore.
-`credit_trl.lab.report` reads only these files, so it works offline and with every `report_to`.
+`credit_trl.lab.report` reads only these files, so it works offline and with every `report_to`. From the description
+in `run.json` `credit_trl.tasks.registry` finds data and verifier again.
 """
 
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import logging
-import math
 import os
 import socket
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +37,7 @@ ROWS_FOLDER = "rows"
 SETTINGS_FILE = "settings.json"
 RESULT_FILE = "result.json"
 LOCK_FILE = ".run_lock"
+MAX_STORED_BYTES = 10**9
 
 
 def write_atomically(path: str | Path, text: str) -> None:
@@ -41,11 +45,18 @@ def write_atomically(path: str | Path, text: str) -> None:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with scratch.open("w", encoding="utf-8", newline="\n") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    scratch.write_text(text, encoding="utf-8", newline="\n")
+    sync(scratch)
     os.replace(scratch, path)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file or folder is on disk. A full disk may only raise an error here."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def remove_scratch_files(folder: Path) -> None:
@@ -72,8 +83,7 @@ def append_lines(path: str | Path, *rows: Mapping[str, Any]) -> None:
     try:
         with path.open("a", encoding="utf-8", newline="\n") as file:
             file.write("".join(map(json_line, rows)))
-            file.flush()
-            os.fsync(file.fileno())
+        sync(path)
     except OSError:
         if path.is_file():
             os.truncate(path, length)  # a full disk may have taken a part
@@ -153,10 +163,73 @@ def keep_up_to(path: str | Path, step: int) -> None:
 
 def without_nan(value: Any) -> Any:
     """Copy a JSON value with None in place of NaN and infinities."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(key): without_nan(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [without_nan(item) for item in value]
-    return value
+    return json.loads(json.dumps(value), parse_constant=lambda name: None)
+
+
+def describe_data(
+    reward_funcs: Sequence[Any] | Any, reward_weights: Sequence[float] | None = None, **places: Any
+) -> dict[str, Any]:
+    """Field `data` of `run.json`: how the rows and reward functions of a run are found again.
+
+    Args:
+        reward_funcs: one reward function or several, as for `GRPOTrainer`; besides the verifier of `task`.
+        reward_weights: their weights, by default 1.
+        **places: `task`, a name for `load_task`; `train` and `test`, `describe_rows` of the training and of the
+            held-out rows, None for `Dataset` objects, which `store_rows` writes; `train_split`, the split that means
+            the training rows.
+    """
+    functions = list(reward_funcs) if isinstance(reward_funcs, list | tuple) else [reward_funcs]
+    return {
+        **{"task": None, "train": None, "test": None, "train_split": "train", **places},
+        "reward_funcs": [describe_function(one) for one in functions],
+        "reward_weights": None if reward_weights is None else list(reward_weights),
+        "folder": os.getcwd(),
+        "versions": {name: version(name) for name in ("credit-trl", "trl", "datasets")},
+    }
+
+
+def describe_rows(
+    path: str | Path | None = None, *, name: str | None = None, streaming: bool = False, **hub: str | None
+) -> dict[str, Any]:
+    """Place of rows: a local file or folder (with the hash of a file), or `name`, `config` and `split` of the hub."""
+    if name is not None and Path(name).is_dir():  # a folder in the hub's form
+        name = str(Path(name).resolve())
+    place = {"path": None, "sha256": None, "name": name, "config": None, "split": None, "streaming": streaming, **hub}
+    if path is not None:
+        file = Path(path).resolve()
+        place["path"] = str(file)
+        if file.is_file():
+            with file.open("rb") as content:
+                place["sha256"] = hashlib.file_digest(content, "sha256").hexdigest()
+    return place
+
+
+def store_rows(folder: Path, data: dict[str, Any], rows: Mapping[str, Any]) -> None:
+    """Write `Dataset` objects that neither task, path nor hub name describes as Parquet into a run directory.
+
+    The `train` and `test` of `data`, the field of `run.json`, are set to the files of the `rows` of these names.
+    Streams, and those above `MAX_STORED_BYTES`, are not written.
+    """
+    import datasets  # deferred: a report needs none
+
+    for name, dataset in rows.items():
+        is_stored = isinstance(dataset, datasets.Dataset) and dataset.data.nbytes <= MAX_STORED_BYTES
+        if data["task"] is None and data[name] is None and is_stored:
+            path = folder / ROWS_FOLDER / f"{name}.parquet"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            shows_bars = not datasets.are_progress_bars_disabled()
+            datasets.disable_progress_bars()
+            dataset.to_parquet(path)
+            if shows_bars:
+                datasets.enable_progress_bars()
+            data[name] = describe_rows(path)
+
+
+def describe_function(function: Any) -> dict[str, Any]:
+    """Import name and file of a reward function; the name is None where no import finds it."""
+    module = getattr(function, "__module__", None)
+    name = getattr(function, "__qualname__", None)
+    is_found = module not in (None, "__main__") and name is not None and "<" not in name
+    file = getattr(sys.modules.get(module or ""), "__file__", None)
+    called = name or type(function).__name__
+    return {"name": f"{module}:{name}" if is_found else None, "called": called, "file": file}

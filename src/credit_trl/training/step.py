@@ -8,6 +8,7 @@ y, verdict   x,z | x',z    hidden      f, Ĝ, R_t, gradient
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -32,18 +33,11 @@ from credit_trl.teacher.passes import chosen_sequences, policy_states
 from credit_trl.teacher.sharding import run_in_wrapped_forward
 
 
+@dataclass(eq=False, repr=False)
 class CreditStep:
     """From a generation batch to the loss of its micro-batches. Every process must call each method.
 
-    Args:
-        config: options of contexts, scores and loss.
-        context_builder: encodes (x, z) and the contrast prompts.
-        teacher: π_ref, which knows the policy.
-        head: function of a causal LM, policy or teacher, that returns its `LMHead` at the rollout's temperature; None
-            for `lm_head` with `config.temperature`.
-        gather: concatenates a list over processes, in the order of their ranks. The default serves one process.
-        reduce: sums a tensor over processes. The default serves one process.
-        token_weight: weighs the tokens of each generation batch, see `loss.token_weight`.
+    The defaults of `gather` and `reduce` serve one process.
 
     Attributes:
         packed: whether the policy reads packed rows; False also where `cannot_pack(policy)`.
@@ -54,28 +48,26 @@ class CreditStep:
             or a token weight would read conditional log-probabilities.
     """
 
-    def __init__(
-        self,
-        config: CreditConfig,
-        context_builder: ContextBuilder,
-        teacher: Teacher,
-        head: Callable[[nn.Module], LMHead] | None = None,
-        gather: Callable[[list], list] = identity,
-        reduce: Callable[[Tensor], Tensor] = identity,
-        token_weight: TokenWeight | None = None,
-    ) -> None:
-        self.config = config
-        self.context_builder = context_builder
-        self.teacher = teacher
-        kernels = choose_kernels(config.distillation_kernels, teacher.device)
-        self.head = head or partial(lm_head, temperature=config.temperature, kernels=kernels)
-        self.gather = gather
-        self.reduce = reduce
-        self.token_weight = token_weight
-        self.processes = len(gather([None]))
+    config: CreditConfig  # options of contexts, scores and loss
+    context_builder: ContextBuilder  # encodes (x, z) and the contrast prompts
+    teacher: Teacher  # π_ref, which knows the policy
+    # From a causal LM, policy or teacher, to its `LMHead` at the rollout's temperature; by default `lm_head`.
+    head: Callable[[nn.Module], LMHead] | None = None
+    gather: Callable[[list], list] = identity  # concatenates a list over processes, in the order of their ranks
+    reduce: Callable[[Tensor], Tensor] = identity  # sums a tensor over processes
+    token_weight: TokenWeight | None = None  # weighs the tokens of each generation batch, see `loss.token_weight`
+    router_loss: bool = False  # whether the load-balancing loss of a mixture of experts is computed
+
+    def __post_init__(self) -> None:
+        config = self.config
+        teacher = self.teacher
+        if self.head is None:
+            kernels = choose_kernels(config.distillation_kernels, teacher.device)
+            self.head = partial(lm_head, temperature=config.temperature, kernels=kernels)
+        self.processes = len(self.gather([None]))
         support = SupportConfig(config.distillation_support, config.distillation_topk, config.distillation_tail)
         self.support = support.resolved(teacher.vocabulary_size)
-        if token_weight is not None and self.support.tail == "renormalize":
+        if self.token_weight is not None and self.support.tail == "renormalize":
             raise ValueError(
                 "`distillation_tail='renormalize'` conditions f and Ĝ on the support, so that a `token_weight` would "
                 "compare them with other log-probabilities. Set `distillation_tail='bucket'`."
@@ -89,8 +81,7 @@ class CreditStep:
             (config.vllm_importance_sampling_clip_min, config.vllm_importance_sampling_clip_max),
         )
         self.engine_role = engine_role(config)
-        self.router_loss = has_router_loss(config, teacher.student)
-        may_have_images = context_builder.reader is not None  # which packed rows do not support
+        may_have_images = self.context_builder.reader is not None  # which packed rows do not support
         can_pack = cannot_pack(teacher.student) is None and not (config.packed is None and may_have_images)
         self.teacher_packed = config.packed
         if config.packed is None:
@@ -181,10 +172,8 @@ class CreditStep:
     def loss(self, model: nn.Module, inputs: dict[str, Any], accumulation: float = 1.0) -> MicroBatchLoss:
         """Loss of one micro-batch, with tokens or without.
 
-        Args:
-            model: the policy as it is wrapped for distributed training.
-            inputs: TRL's micro-batch with the tensors of `prepare`.
-            accumulation: micro-batches of the optimizer step; 1 in evaluation.
+        `model` is the policy as it is wrapped for distributed training, `inputs` TRL's micro-batch with the tensors of
+        `prepare`. `accumulation` counts the micro-batches of the optimizer step; it is 1 in evaluation.
         """
         mask = loss_mask(inputs) & inputs["teacher_mask"][:, None]
         weights = self.loss_shares(model, inputs, accumulation)
@@ -221,16 +210,9 @@ class CreditStep:
     def loss_shares(self, model: nn.Module, inputs: dict[str, Any], accumulation: float) -> Float[Tensor, "B T"]:
         """Share of each token in the loss of a micro-batch, by GRPO's reduction of the same `loss_type`.
 
-        Tokens of samples without a teacher count in the divisors, as in SDPO's code.
-
-        Args:
-            model: the policy; in evaluation a micro-batch is a generation batch.
-            inputs: TRL's micro-batch. `num_items_in_batch`, the tokens of the generation batch on all processes, is by
-                default those of the micro-batch; `importance_sampling_ratio` is optional.
-            accumulation: micro-batches of the optimizer step; 1 in evaluation.
-
-        Returns:
-            The shares in fp32, or fp64 for a policy in fp64.
+        Tokens of samples without a teacher count in the divisors, as in SDPO's code. The shares are fp32, or fp64 for
+        a policy in fp64. Arguments are those of `loss`, of which `importance_sampling_ratio` is optional, and
+        `num_items_in_batch`, the tokens of the generation batch on all processes, by default of the micro-batch.
 
         Raises:
             ValueError: unknown loss type.
@@ -257,20 +239,20 @@ class CreditStep:
     def policy_logps(self, model: nn.Module, inputs: dict[str, Any], size: int | None = None) -> Float[Tensor, "B T"]:
         """Log-probabilities of the completion tokens under the policy; 0 on padding.
 
-        Args:
-            model: the policy as it is wrapped for distributed training.
-            inputs: prompts and completions with their masks, as TRL's micro-batch.
-            size: samples of one pass, which then have similar lengths; None for one pass.
+        `model` is the policy as it is wrapped for distributed training. One pass has at most `size` samples, which are
+        of similar lengths.
         """
-        names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
         lengths = inputs["prompt_mask"].sum(dim=1) + inputs["completion_mask"].sum(dim=1)
         if size is not None and size < len(lengths):
+            names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
             order = lengths.argsort(descending=True, stable=True)
-            parts = [{name: inputs[name][rows] for name in names} for rows in order.split(size)]
-            if "prompt_images" in inputs:
-                for part, rows in zip(parts, order.split(size), strict=True):
+            parts = []
+            for rows in order.split(size):
+                part = {name: inputs[name][rows] for name in names}
+                if "prompt_images" in inputs:
                     part["prompt_images"] = [inputs["prompt_images"][row] for row in rows]
-            return torch.cat([self.policy_logps(model, part) for part in parts])[order.argsort()]
+                parts.append(self.policy_logps(model, part))
+            return torch.cat(parts)[order.argsort()]
         mask = inputs["completion_mask"].bool()
         sequences = chosen_sequences(inputs, mask)
         ids = sequences.pick(inputs["completion_ids"]).unsqueeze(-1)
@@ -298,14 +280,6 @@ def engine_role(config: CreditConfig) -> Literal["correction", "old"] | None:
     if not config.vllm_importance_sampling_correction:
         return None if is_on_policy else "old"
     return "correction" if is_on_policy and config.vllm_importance_sampling_mode.startswith("token") else None
-
-
-def has_router_loss(config: CreditConfig, policy: nn.Module) -> bool:
-    """Whether the policy is a mixture of experts with a load-balancing loss, by default at the model's own weight."""
-    text_config = policy.config.get_text_config()
-    own = getattr(text_config, "router_aux_loss_coef", 0.0)
-    coefficient = own if config.router_aux_loss_coef is None else config.router_aux_loss_coef
-    return hasattr(text_config, "output_router_logits") and coefficient != 0.0
 
 
 def _fidelity(

@@ -11,7 +11,6 @@ from packaging.version import Version
 from trl import GRPOTrainer
 from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration
-from trl.trainer.utils import RepeatSampler
 
 TESTED_TRL = ("1.15", "1.16")
 
@@ -34,7 +33,6 @@ HOOKS: dict[type, dict[str, str | None]] = {
         "save_model": "output_dir _internal_call",  # of transformers
         **dict.fromkeys(("_get_per_token_logps_and_entropies", "_run_epoch", "train")),
     },
-    RepeatSampler: {"__iter__": ""},
     VLLMGeneration: {"_iter_named_params": "", "generate": "prompts images num_generations profiler"},
     VLLMClient: {"_post": "url kwargs", "reset_prefix_cache": "", "update_named_params": "metadata named_params"}
     | dict.fromkeys(["generate"]),

@@ -43,9 +43,7 @@ def guarded(loss: Tensor, inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
 def nonfinite_weight(model: nn.Module, teacher: Mapping[str, Tensor]) -> str | None:
     """The first weight with NaN or an infinity in the parts that this process holds, in words; None without any.
 
-    Args:
-        model: the policy.
-        teacher: the teacher's weights, empty for a live one.
+    `model` is the policy; `teacher` has the teacher's weights, none for a live one.
     """
     for owner, weights in (("policy", dict(model.named_parameters())), ("teacher", teacher)):
         flags = {name: _local_part(weight).isfinite().all() for name, weight in weights.items()}
@@ -55,20 +53,18 @@ def nonfinite_weight(model: nn.Module, teacher: Mapping[str, Tensor]) -> str | N
 
 
 def source_of(
-    model: nn.Module, teacher: Mapping[str, Tensor], batches: Iterable[Mapping[str, Any]], loss: bool
+    model: nn.Module, teacher: Mapping[str, Tensor], batches: Iterable[Mapping[str, Any]], loss_is_finite: bool
 ) -> str:
     """Where a gradient norm that is not finite comes from, by what this process holds.
 
-    Args:
-        batches: micro-batches of the generation batch with their stored scores.
-        loss: whether the losses of this process were finite.
+    `batches` are the micro-batches of the generation batch with their stored scores.
     """
     if name := nonfinite_weight(model, teacher):
         return f"the {name}"
     for name in _SCORES:
         if any(isinstance(batch.get(name), Tensor) and batch[name].isnan().any() for batch in batches):
             return f"the teacher's scores (`{name}`)"
-    if not loss:
+    if not loss_is_finite:
         return "the loss of the update, by the policy's logits"
     return "the gradient of the update, or another process"
 
@@ -77,12 +73,18 @@ def reduce_gradients_in_fp32(accelerator: Accelerator) -> None:
     """Let FSDP2 reduce and accumulate gradients in fp32. Call it before accelerate wraps the policy.
 
     accelerate's policy for bf16 computes and reduces in bf16: the error of the accumulated gradient is .27 % (RMS)
-    with 4 micro-batches and .50 % with 16. Products of forward and backward stay in bf16. No effect without FSDP2.
+    with 4 micro-batches and .50 % with 16. Products of forward and backward stay in bf16. No effect without FSDP.
+
+    Raises:
+        ValueError: FSDP has version 1.
     """
-    plugin = getattr(accelerator.state, "fsdp_plugin", None)
-    policy = plugin.mixed_precision_policy if plugin is not None and plugin.fsdp_version == 2 else None
-    if policy is not None:
-        plugin.mixed_precision_policy = replace(policy, reduce_dtype=torch.float32)
+    if accelerator.distributed_type != "FSDP":
+        return
+    plugin = accelerator.state.fsdp_plugin
+    if plugin.fsdp_version != 2:
+        raise ValueError("FSDP version 1 is not supported: set `fsdp_version: 2` in the accelerate configuration.")
+    if plugin.mixed_precision_policy is not None:
+        plugin.mixed_precision_policy = replace(plugin.mixed_precision_policy, reduce_dtype=torch.float32)
 
 
 class WeightChange(TrainerCallback):

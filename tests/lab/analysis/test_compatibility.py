@@ -42,9 +42,6 @@ def test_no_mixture_is_nearer_than_the_fit(seed, letters, focus):
         assert (np.abs(student - others @ teachers).sum(-1) >= residual - 1e-9).all()
 
 
-# --------------------------------------------------------------------------------------------------- the measurement
-
-
 def test_letter_probabilities_equal_plain_forward_passes(make_model, tokenizer):
     model = make_model(dtype=torch.float64)
     checkpoint = Checkpoint.from_model(model, tokenizer)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from peft import LoraConfig
 
-from credit_trl import CreditTrainer, Verdict
+from credit_trl import CreditTrainer
 from credit_trl.contexts.tokens import TokenContexts
 from credit_trl.lab.analysis.callback import CreditMapCallback
 from credit_trl.lab.analysis.checkpoints import Checkpoint
@@ -14,10 +14,8 @@ from credit_trl.lab.analysis.tokenmap import TokenMap
 from credit_trl.lab.analysis.tokenmap_json import read_maps
 from credit_trl.lab.analysis.vocabulary_logps import next_token_logps
 from credit_trl.teacher.models import Teacher
-
-
-def verdicts(completions, answer, **kwargs) -> list[Verdict]:
-    return [Verdict(float(len(c[-1]["content"]) % 2), f"It is {a}.") for c, a in zip(completions, answer, strict=True)]
+from tables import tables_of
+from tiny import save_model
 
 
 @pytest.fixture
@@ -29,7 +27,7 @@ def train(make_model, make_trainer, dataset):
         """With `options` of `CreditMapCallback`, or without it."""
         given = {"max_steps": 3, "distillation_support": "sampled", "teacher_update_rate": 0.5, "learning_rate": 0.01}
         model = make_model(dtype=torch.float64)
-        trainer = make_trainer(verdicts, rows, rows.select(range(4)), model=model, **given | overrides)
+        trainer = make_trainer(rows=rows, eval_rows=rows.select(range(4)), model=model, **given | overrides)
         if options is not None:
             trainer.add_callback(CreditMapCallback(trainer, **options))
         trainer.train(resume_from_checkpoint=resume)
@@ -47,16 +45,7 @@ def of_this_step(maps: list[TokenMap]) -> list[TokenMap]:
     return [m for m in maps if m.response.identifier.startswith(m.checkpoint.replace("-", " ") + ",")]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"contrastive_form": "guide", "contrastive_coef": 1.5, "distillation_topk": 6},
-        {"contrastive_count": 3, "contrastive_source": "dataset"},
-        {"distillation_tail": "renormalize", "distillation_topk": 6, "contrastive_form": "guide"},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("options", tables_of(__file__)["options"], ids=str)
 def test_maps_show_the_credit_of_the_loss(train, options):
     support = {"distillation_support": "teacher_topk"} if options else {}
     trainer = train({"every": 2, "rollouts": 8}, **support | options)
@@ -114,15 +103,14 @@ def test_evaluation_rollouts_are_not_mapped(train):
 
 
 @pytest.mark.parametrize("lora", [False, True])
-def test_loaded_checkpoint_has_the_runs_policy_and_teacher(make_model, make_trainer, tokenizer, tmp_path, lora):
-    make_model().save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
+def test_loaded_checkpoint_has_the_runs_policy_and_teacher(make_trainer, tokenizer, tmp_path, lora):
+    path = save_model(tmp_path / "model", max_position_embeddings=2048)
     options = {"save_strategy": "steps", "save_steps": 2, "learning_rate": 0.05, "teacher_update_rate": 0.5}
     peft = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM") if lora else None
-    trainer = make_trainer(verdicts, model=str(tmp_path / "model"), peft_config=peft, **options)
+    trainer = make_trainer(model=path, peft_config=peft, **options)
     trainer.train()
     saved = Path(trainer.args.output_dir) / "checkpoint-2"
-    loaded = Checkpoint.load(str(tmp_path / "model"), saved, device="cpu")
+    loaded = Checkpoint.load(path, saved, device="cpu")
     prompt, y = tokenizer("Add 1.")["input_ids"], list(range(3))
     for mine, theirs in ((loaded.student, Teacher(trainer.model)), (loaded.teacher, trainer.teacher)):
         scores = [next_token_logps(model, TokenContexts(prompt), y) for model in (mine, theirs)]

@@ -18,29 +18,24 @@ from credit_trl.lab.analysis.tokenmap_json import read_maps, write_maps
 from credit_trl.lab.analysis.tokenmap_summary import format_summary, summarize_maps
 from credit_trl.lab.analysis.tokentext import token_texts
 from credit_trl.lab.analysis.vocabulary_logps import RolloutContexts
+from dense import logps
 from lab.drawn import drawn_map
 
 quick = settings(max_examples=20, deadline=None)
 
 
-def plain_logps(model, context: list[int], y: tuple[int, ...], temperature: float) -> torch.Tensor:
-    """(T, V), by one unpadded forward pass of the whole model."""
-    with torch.no_grad():
-        logits = model(input_ids=torch.tensor([[*context, *y]])).logits[0, len(context) - 1 : -1]
-    return torch.log_softmax(logits / temperature, dim=-1)
-
-
+@torch.no_grad()
 @pytest.mark.parametrize(("temperature", "chunk"), [(1.0, 2**26), (0.7, 1)])
 def test_quantities_equal_plain_forward_passes(checkpoint, respond, config, monkeypatch, temperature, chunk):
     monkeypatch.setattr("credit_trl.lab.analysis.vocabulary_logps._CHUNK_ELEMENTS", chunk)
     config.temperature, config.contrastive_coef = temperature, 0.3
     response = respond("Paris is the capital of France.\n")
     scores = map_response(checkpoint, response, config, alternatives=4).scores
-    contexts, y = rollout_contexts(response, config, checkpoint), response.token_ids
-    student = plain_logps(checkpoint.student.student, contexts.student, y, temperature)
+    contexts, y = rollout_contexts(response, config, checkpoint), list(response.token_ids)
+    student = logps(checkpoint.student.student, contexts.student, y, temperature)
     reference = checkpoint.teacher.model
-    teacher = plain_logps(reference, contexts.teacher, y, temperature)
-    contrast = torch.stack([plain_logps(reference, c, y, temperature) for c in contexts.contrasts])
+    teacher = logps(reference, contexts.teacher, y, temperature)
+    contrast = torch.stack([logps(reference, c, y, temperature) for c in contexts.contrasts])
     expected = {
         "student_logps": student,
         "delta_v": objective.self_distillation_reward(teacher, student),
@@ -89,9 +84,6 @@ def test_unmappable_responses_are_refused(checkpoint, respond, config):
         map_response(checkpoint, respond("Paris"), config)
 
 
-# ------------------------------------------------------------------------------------------------------------ storage
-
-
 @quick
 @given(
     tokens=st.lists(st.text(min_size=1, max_size=5), min_size=1, max_size=6),
@@ -131,9 +123,6 @@ def test_other_files_are_refused(tmp_path, text):
     (tmp_path / "maps.json").write_text(text)
     with pytest.raises(ValueError, match="holds no token maps"):
         read_maps(tmp_path / "maps.json")
-
-
-# ------------------------------------------------------------------------------------------------------------ summary
 
 
 def test_summary_shares_and_means_equal_those_of_the_tokens():

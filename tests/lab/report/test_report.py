@@ -2,6 +2,7 @@
 
 import html
 import json
+import math
 import os
 import re
 import subprocess
@@ -26,7 +27,10 @@ from credit_trl.lab.report.comparison import compare_arms, curves, training_tabl
 from credit_trl.lab.report.runs import arms_of, differing_options, load_run
 from credit_trl.training.run_directory import append_lines, write_json
 from lab.drawn import HOSTILE, drawn_map
+from tables import tables_of
 from tiny import declared_entry_points
+
+TABLES = tables_of(__file__)
 
 
 def make_run(folder: Path, scores: np.ndarray, *, seed: int = 0, text: str = "hello", **options: Any) -> Path:
@@ -64,9 +68,6 @@ def arms(paths: list[Path]) -> dict[str, list[Any]]:
     return arms_of([load_run(path) for path in paths])
 
 
-# ---------------------------------------------------------------------------------------------------------- the arms
-
-
 def test_arms_are_named_by_every_option_that_differs(tmp_path, scores):
     options = [{}, {"distillation_topk": 5}, {"contrastive_coef": 0.0, "logging_steps": 7}]
     paths = [make_run(tmp_path / f"r{i}", scores[i], seed=i, **own) for i, own in enumerate(options)]
@@ -82,9 +83,6 @@ def test_arms_are_named_by_every_option_that_differs(tmp_path, scores):
     assert {"model", "reward_funcs", "rows"} < set(differing_options([load_run(path) for path in paths]))
     twin = make_run(tmp_path / "again", scores[4])
     assert list(arms([paths[0], twin])) == ["r0", "r0 (again)"]
-
-
-# ---------------------------------------------------------------------------------------------------- the comparison
 
 
 def test_differences_are_paired_by_prompt_and_seed(tmp_path, scores):
@@ -160,9 +158,6 @@ def test_training_table_has_the_columns_of_table_2(tmp_path, scores):
     assert training_table(arms([tmp_path / "grpo"]))[0]["ratio"] == 1.0
 
 
-# ---------------------------------------------------------------------------------------------------------- the files
-
-
 def test_directories_without_a_run_are_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match="holds no run"):
         write_report([tmp_path])
@@ -183,9 +178,6 @@ def test_markdown_escapes_hostile_names(tmp_path, scores):
     paths = [make_run(tmp_path / f"r{i}", scores[i], run_text=text) for i, text in enumerate(("a|<b>\x1b[2J", "c"))]
     text = write_report(paths, tmp_path / "x.html").with_suffix(".md").read_text()
     assert "a\\|&lt;b>⟨U+001B⟩[2J" in text
-
-
-# ---------------------------------------------------------------------------------------------------------- the page
 
 
 @pytest.mark.parametrize(("scheme", "width"), [("light", 1400), ("dark", 390)])
@@ -306,22 +298,10 @@ def test_content_security_policy_blocks_injected_scripts(open_page, tmp_path):
     write_token_maps([drawn_map(["a"])], tmp_path / "maps.html")
     page = open_page(tmp_path / "maps.html")
     with page.expect_console_message(lambda message: "Content Security Policy" in message.text):
-        page.evaluate(
-            """() => {
-                const script = document.createElement('script');
-                script.textContent = 'window.pwned = 1';
-                document.body.append(script);
-                const image = document.createElement('div');
-                image.innerHTML = '<img src=x onerror="window.pwned = 2">';
-                document.body.append(image);
-            }"""
-        )
+        page.evaluate(TABLES["injection"])
     page.wait_for_timeout(100)
     assert page.evaluate("window.pwned") is None
     page.complaints.clear()
-
-
-# ------------------------------------------------------------------------------------------------------- the callback
 
 
 def reward(completions, **kwargs):
@@ -345,6 +325,8 @@ def test_a_run_saves_rollouts_and_maps_and_prints_the_link_last(run_callbacks, m
         assert row["feedback"] == "Count again."
         assert "Count again." in row["teacher_prompt"]
         assert row["completion"][0]["role"] == "assistant"
+        assert math.isfinite(row["s_mean"])
+    assert any(row["s_mean"] != 0.0 for row in tables[0])
     [(frame, options)] = shown  # in a notebook
     assert html.unescape(re.search('srcdoc="([^"]*)"', frame)[1]) == page.read_text("utf-8")
     assert options == {"raw": True, "display_id": "credit-report-0", "update": False}
@@ -359,13 +341,7 @@ def test_a_plain_script_writes_its_page_without_a_warning_of_dependencies(tmp_pa
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: credit-trl\nVersion: 0\n")
     for entry in declared_entry_points("credit_trl.callbacks"):
         (metadata / "entry_points.txt").write_text(f"[{entry.group}]\n{entry.name} = {entry.value}\n")
-    (tmp_path / "train.py").write_text(
-        "from credit_trl import CreditConfig, CreditTrainer, Verdict\n"
-        "from credit_trl.tasks.quickstart import build, reward\n"
-        "from tiny import SMALL\n"
-        "config = CreditConfig('run', **SMALL | {'save_strategy': 'steps', 'save_steps': 1})\n"
-        "CreditTrainer('quickstart', reward, config, build('train')).train()\n"
-    )
+    (tmp_path / "train.py").write_text(TABLES["script"])
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path / "site"), *sys.path])}
     command = [sys.executable, "train.py"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)

@@ -1,15 +1,15 @@
-"""Checks of prompts with images: what the teacher would read otherwise than the student, or not at all."""
+"""Checks of prompts: what the teacher would read otherwise than the student, or not at all."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from accelerate import Accelerator
 from datasets import Dataset
 
 from credit_trl.contexts.builder import ContextBuilder
-from credit_trl.contexts.prompts import images_of, row_prompt
+from credit_trl.contexts.prompts import images_of, row_prompt, user_text
 from credit_trl.contexts.tokens import PrivilegedContext
 from credit_trl.rollout.batch import Prompt
 from credit_trl.teacher.sharding import is_zero3
@@ -29,27 +29,47 @@ def check_image_options(accelerator: Accelerator, has_processor: bool) -> None:
         )
 
 
-def check_image_rows(
-    datasets: dict[str, Any],
-    builder: ContextBuilder,
-    accelerator: Accelerator,
-    tokenize: Callable[[list[Prompt]], Any] | None,
-    tools: list[Any] | None,
-) -> None:
-    """Check the options for datasets with images, and the first prompt of each; streams are not read.
+def check_first_prompts(trainer: Any, datasets: dict[str, Any], *, distills: bool) -> None:
+    """Check the first prompt of each dataset, and the options where it has images; of streams only the columns.
 
-    Args:
-        tokenize: prompts to a tuple that begins with the student's ids of each; None where environments add to them.
+    Prompts that environments or a `rollout_func` change are not checked. Warns where one ends in an EOS id.
+
+    Raises:
+        ValueError: a prompt cannot be encoded, the chat template does not take its content parts, or the teacher
+            cannot read it: it has no user turn, or images that the configuration does not support.
     """
+    builder = trainer.context_builder
+    is_changed = trainer.environment_factories is not None or trainer.rollout_func is not None
     for name, dataset in datasets.items():
         columns = getattr(dataset, "column_names", None) or ()
         has_prompts = isinstance(dataset, Dataset) and len(dataset) > 0 and "prompt" in columns
-        prompt = row_prompt(dataset[0]) if has_prompts else ""
-        if "image" in columns or "images" in columns or images_of(prompt):
-            check_image_options(accelerator, builder.reader is not None)
+        row = dataset[0] if has_prompts else {"prompt": ""}
+        prompt = row_prompt(row) if distills else row["prompt"]
+        has_images = "image" in columns or "images" in columns or bool(images_of(prompt))
+        if distills and has_images:
+            check_image_options(trainer.accelerator, trainer._is_vlm)
         builder.read_images(prompt)
-        if images_of(prompt) and tokenize is not None:
-            _check_prompt(f"The first prompt of `{name}`", prompt, tokenize([prompt])[0][0], builder, tools, True)
+        if is_changed or not has_prompts or (has_images and not distills):
+            continue
+        if distills:
+            user_text(prompt)
+        [ids] = trainer._tokenize_prompts([prompt])[0]
+        if images_of(prompt):
+            _check_prompt(f"The first prompt of `{name}`", prompt, ids, builder, trainer.tools or None, True)
+        elif not trainer._is_vlm:
+            _check_parts(f"The first prompt of `{name}`", prompt, builder.student_text(prompt))
+        last = ids[-1] if ids else None
+        trainer.alarms.raise_if(last in trainer.eos_token_ids, "prompt_ends", name=name, last=last)
+
+
+def _check_parts(name: str, prompt: Prompt, text: str) -> None:
+    """Check that the rendered text of a prompt has its content parts as text."""
+    parts = [] if isinstance(prompt, str) else [m["content"] for m in prompt if isinstance(m.get("content"), list)]
+    if any(str(part) in text or user_text(prompt).strip() not in text for part in parts):
+        raise ValueError(
+            f"{name} has the content {parts[0]}, which the chat template renders as {text[-80:]!r}. Give `content` as "
+            "a string, or set a `chat_template` that renders parts."
+        )
 
 
 def check_rollout_images(
