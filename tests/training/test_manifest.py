@@ -8,15 +8,21 @@ import pytest
 from credit_trl.training.checkpoints import checkpoint_to_resume, find_damage, hash_files, write_manifest
 
 
+@pytest.fixture(scope="module")
+def runs() -> list[Path]:
+    """The run directory, once it is made."""
+    return []
+
+
 @pytest.fixture
-def run(make_trainer, tmp_path_factory) -> Path:
-    """A run directory with checkpoints of steps 1 and 3, the last one inside a generation batch; trained once."""
-    folder = tmp_path_factory.getbasetemp() / "damaged_checkpoints"
-    if not folder.exists():
+def run(make_trainer, tmp_path_factory, runs) -> Path:
+    """A run directory with checkpoints of steps 1 and 3, the last one inside a generation batch."""
+    if not runs:
+        runs.append(tmp_path_factory.mktemp("run"))
         options = {"per_device_train_batch_size": 4, "steps_per_generation": 2, "max_steps": 3}
-        make_trainer(output_dir=str(folder), save_strategy="steps", save_steps=1, **options).train()
-        shutil.rmtree(folder / "checkpoint-2")
-    return folder
+        make_trainer(output_dir=str(runs[0]), save_strategy="steps", save_steps=1, **options).train()
+        shutil.rmtree(runs[0] / "checkpoint-2")
+    return runs[0]
 
 
 FILES = """
