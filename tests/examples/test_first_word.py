@@ -56,11 +56,10 @@ def test_study_appends_rows_once(first_word, monkeypatch, tmp_path):
 
 
 def test_study_is_shown_by_means_over_seeds_and_paired_differences(first_word):
-    rows = [{"arm": "SDPO", "seed": seed, "step": 0, "probability": 0.1} for seed in (1, 2, 3)]
-    for seed, own, other in ((1, 0.2, 0.1), (2, 0.5, 0.3), (3, 0.8, 0.5)):
-        rows.append({"arm": "SDPO", "seed": seed, "step": 20, "probability": other})
-        rows.append({"arm": "GRPO", "seed": seed, "step": 20, "probability": own})
-    frame = pd.DataFrame(rows).assign(accuracy=0.0, transfer=0.0, length=5.0, kl=0.0)
+    values = {("SDPO", 0): (0.1, 0.1, 0.1), ("SDPO", 20): (0.1, 0.3, 0.5), ("GRPO", 20): (0.2, 0.5, 0.8)}
+    rows = [(arm, step, seed, p) for (arm, step), own in values.items() for seed, p in enumerate(own)]
+    frame = pd.DataFrame(rows, columns=["arm", "step", "seed", "probability"])
+    frame = frame.assign(accuracy=0.0, transfer=0.0, length=5.0, kl=0.0)
     *_, base, sdpo, grpo = first_word.study_table(frame, 20).splitlines()
     assert base.startswith("| base | 3 | 0.100 |")
     assert sdpo.startswith("| SDPO | 3 | 0.300 ± 0.497 |")  # 4.303 × 0.2 / √3

@@ -56,7 +56,7 @@ def check_first_prompts(trainer: Any, datasets: dict[str, Any], *, distills: boo
         [ids] = trainer._tokenize_prompts([prompt])[0]
         if images_of(prompt):
             _check_prompt(f"The first prompt of `{name}`", prompt, ids, builder, trainer.tools or None, True)
-        elif not builder.is_multimodal:
+        elif not trainer._is_vlm:
             _check_parts(f"The first prompt of `{name}`", prompt, builder.student_text(prompt))
         last = ids[-1] if ids else None
         trainer.alarms.raise_if(last in trainer.eos_token_ids, "prompt_ends", name=name, last=last)
