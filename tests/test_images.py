@@ -285,8 +285,6 @@ def train(make_config, tmp_path):
         dataset = Dataset.from_list(rows())
         evaluated = dataset if config.eval_strategy != "no" else None
         trainer = CreditTrainer(model, image_verdicts, config, dataset, evaluated, processing_class=processor)
-        for callback in (CreditMapCallback, ReportCallback):
-            trainer.remove_callback(callback)
         if shows:
             trainer.add_callback(CreditMapCallback(trainer, every=1, rollouts=8))
             trainer.add_callback(ReportCallback(trainer))

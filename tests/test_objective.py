@@ -129,3 +129,13 @@ def test_renormalising_forgets_the_normaliser(shape, seed, shift):
     assert_close(within.exp().sum(-1), torch.ones(shape[0], dtype=torch.float64), rtol=0, atol=1e-12)
     assert_close(within, objective.renormalize(support), rtol=0, atol=1e-12)
     assert_close(within[:, 0] - within[:, -1], support[:, 0] - support[:, -1], rtol=0, atol=1e-9)
+
+
+@given(shapes, seeds, st.floats(0, 5))
+def test_guide_is_the_papers_target_unflattened(shape, seed, coef):
+    """f + λ (f − Ĝ) = (f − μ Ĝ) / (1 − μ) with μ = λ / (1 + λ)."""
+    g = torch.Generator().manual_seed(seed)
+    teacher, generic, mu = logps(g, *shape), logps(g, *shape), coef / (1 + coef)
+    guide = objective.credit_target(teacher, generic, coef, "guide")
+    paper = objective.credit_target(teacher, generic, mu)
+    assert_close(guide, paper / (1 - mu), rtol=1e-9, atol=1e-9)
