@@ -47,7 +47,7 @@ def test_page_prints_means_and_paired_differences(study, monkeypatch, capsys):
 def test_runner_appends_rows_once_with_the_branch_of_the_base(study, tmp_path, monkeypatch):
     torch.set_num_threads(1)
     run = study("run")
-    monkeypatch.setitem(run.EVALUATION, "k", 1)
+    monkeypatch.setattr(run, "EVALUATION", run.EVALUATION | {"k": 1, "max_prompts": 96})
     world = study("worlds").WORLDS["weak"]
     shutil.copytree(SHIPPED, tmp_path / "bases" / "weak-seed0")
     small = {"max_steps": 1, "per_device_train_batch_size": 8}
