@@ -17,7 +17,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
@@ -208,8 +208,6 @@ class ResumableTrainer(GRPOTrainer):
         found = sort_checkpoints(self.args.output_dir, use_mtime=True)
         return f"The last checkpoint is {found[-1]}." if found else "There is no checkpoint yet."
 
-    # ------------------------------------------------------------------ writing
-
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the policy, as transformers' method.
 
@@ -226,14 +224,16 @@ class ResumableTrainer(GRPOTrainer):
         """Let TRL write into another folder, which then gets its manifest and its name.
 
         Raises:
-            CheckpointError: on every process, where one could not write; the message names the last checkpoint.
+            CheckpointError: a file could not be written; the message names the last checkpoint.
         """
         output_dir = Path(self._get_output_dir(trial))
         finished = output_dir / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         unfinished = output_dir / UNFINISHED / finished.name
         self._save_dir = str(unfinished.parent)
+        # A sharded model is gathered while it is written, so that a process that fails does not meet the others.
+        together = nullcontext() if self.is_fsdp_enabled or self.is_deepspeed_enabled else raised_on_all()
         try:
-            with self._saving(output_dir):
+            with together, self._saving(output_dir):
                 super()._save_checkpoint(model, trial)
                 if self.teacher is not None:
                     self.teacher.save(unfinished, self.args.should_save)
@@ -242,7 +242,8 @@ class ResumableTrainer(GRPOTrainer):
                     self.state.best_model_checkpoint = str(finished)
                     if self.args.should_save:
                         self.state.save_to_json(str(unfinished / TRAINER_STATE_NAME))
-            with self._saving(output_dir):
+            self.accelerator.wait_for_everyone()
+            with raised_on_all(), self._saving(output_dir):
                 if self.args.should_save:
                     finish(unfinished, finished)
         finally:
@@ -259,19 +260,18 @@ class ResumableTrainer(GRPOTrainer):
 
     @contextmanager
     def _saving(self, output_dir: Path) -> Iterator[None]:
-        """A part of saving, which ends when all processes have done it. Its errors are raised on all of them."""
-        with raised_on_all():
-            try:
-                yield
-            except NonFiniteError:
-                raise
-            except Exception as error:
-                free = shutil.disk_usage(output_dir).free / 2**30
-                raise CheckpointError(
-                    f"Step {self.state.global_step} could not be saved ({type(error).__name__}: {error}); {free:.2f} "
-                    f"GiB are free in {output_dir}. {self._last_checkpoint()} Make space, or set `output_dir` to "
-                    "another disk, and resume."
-                ) from error
+        """A part of saving, whose errors name the last checkpoint and the space that is left."""
+        try:
+            yield
+        except NonFiniteError:
+            raise
+        except Exception as error:
+            free = shutil.disk_usage(output_dir).free / 2**30
+            raise CheckpointError(
+                f"Step {self.state.global_step} could not be saved ({type(error).__name__}: {error}); {free:.2f} GiB "
+                f"are free in {output_dir}. {self._last_checkpoint()} Make space, or set `output_dir` to another "
+                "disk, and resume."
+            ) from error
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Push as transformers does, once the checkpoint has its final name."""
@@ -290,8 +290,6 @@ class ResumableTrainer(GRPOTrainer):
 
     def _get_output_dir(self, trial: Any) -> str:
         return self._save_dir or super()._get_output_dir(trial)
-
-    # ------------------------------------------------------------------ reading
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Restore optimizer, the step of the schedule, teacher and progress. The learning rate is this run's."""
