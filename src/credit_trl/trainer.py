@@ -212,8 +212,6 @@ class CreditTrainer(ResumableTrainer):
     def _sum_over_processes(self, values: Tensor) -> Tensor:
         return self.accelerator.reduce(values.to(self.accelerator.device), reduction="sum")
 
-    # ------------------------------------------------------------------ rollout
-
     def _generate(self, prompts: list) -> Any:
         """Read the images of the prompts. TRL gets none, as its processor fails on prompts with and without."""
         if self.credit_step is None:
@@ -349,8 +347,6 @@ class CreditTrainer(ResumableTrainer):
             self.alarms.raise_if(has_teacher and not scored, "no_tokens")
         self._log_values({"credit/fidelity_groups": mixed})
         return weights * steps * self.accelerator.num_processes
-
-    # ------------------------------------------------------------------ micro-batches, loss
 
     def _prepare_inputs(self, generation_batch: dict[str, Any]) -> dict[str, Any]:
         """Micro-batches with little padding; TRL's own at `distillation_weight=0`."""

@@ -95,13 +95,17 @@ def _loss_in_chunks(
     """Form the loss in chunks of `size` tokens, with buffers that all chunks share."""
     is_within = config.support.tail == "renormalize"
     has_ratio = tokens.engine_logps is not None or (tokens.old_logps is not None and config.is_clip is not None)
+    statistics = None
+    if is_within and has_ratio:  # in chunks of logits, which read the head less often
+        found = [project(head, hidden[rows]) for rows in chunks(len(hidden), head.chunk_size(hidden))]
+        statistics = torch.cat([torch.stack([one.log_normalizer, one.entropy], dim=-1) for one in found])
     count = 0 if is_within else min(size, len(hidden))
     workspace = hidden.new_empty((count, head.vocabulary_size), dtype=accumulation_dtype(hidden.dtype))
     parts = []
     for rows in chunks(len(hidden), size):
         of_chunk = (hidden[rows], tokens[rows], scores.support_ids[rows])
         if is_within:
-            student = student_within_support(*of_chunk, head, has_ratio)
+            student = student_within_support(*of_chunk, head, None if statistics is None else statistics[rows])
         else:
             buffer = workspace[: rows.stop - rows.start]
             student = student_over_vocabulary(*of_chunk, head, buffer)
@@ -222,25 +226,21 @@ def student_within_support(
     tokens: LossTokens,
     support_ids: Int[Tensor, "n K"],
     head: LMHead,
-    has_ratio: bool,
+    statistics: Float[Tensor, "n 2"] | None,  # normaliser and entropy over the vocabulary, which a ratio needs
 ) -> Student:
-    """Logits of K tokens and of the sampled one, for a renormalised support: nothing else of the head is used.
-
-    A ratio needs the normaliser over the vocabulary too.
-    """
-    found = project(head, hidden) if has_ratio else None
+    """Logits of K tokens and of the sampled one, for a renormalised support: nothing else of the head is used."""
     ids = tokens.ids.unsqueeze(-1)
     everything = torch.cat([support_ids, ids], dim=-1)
     rows = head.gather_rows(everything)
     logits = head.column_logits(hidden, rows, everything)
     values = logits[:, :-1]
     logps, token_logps = condition(logits, (support_ids == ids).any(dim=-1))
-    if found is None:
+    if statistics is None:
         policy_logps = mass = torch.full_like(token_logps, torch.nan)
         entropy = torch.special.entr(logps.exp()).sum(dim=-1)
     else:
-        policy_logps = logits[:, -1] - found.log_normalizer
-        mass = (values.logsumexp(dim=-1) - found.log_normalizer).exp()
-        entropy = found.entropy
+        normalizer, entropy = statistics.unbind(-1)
+        policy_logps = logits[:, -1] - normalizer
+        mass = (values.logsumexp(dim=-1) - normalizer).exp()
     backward = partial(head.backward_columns, rows[:, :-1], support_ids, values, hidden)
     return Student(values, None, token_logps, policy_logps, entropy, mass, backward)

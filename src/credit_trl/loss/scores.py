@@ -141,8 +141,6 @@ def score_tokens(
     support = support.resolved(head.vocabulary_size)
     head = head.gathered().detached().for_products(hidden)
     size = head.chunk_size(hidden)
-    if support.tail == "renormalize":
-        size = min(size, head.chunk_size(hidden, support.topk + 1))
     buffer = hidden.new_empty((min(size, len(hidden)), head.vocabulary_size), dtype=accumulation_dtype(hidden.dtype))
     parts = []
     for rows in chunks(len(hidden), size):
@@ -152,12 +150,15 @@ def score_tokens(
         teacher = project(head, hidden[rows], out, tokens, **chosen)
         logps = _buckets(teacher, support)
         token_logps = teacher.token_logps
+        generic = (torch.zeros_like(logps), torch.zeros_like(token_logps))
+        contrasts = contrast_hidden[:, rows]
         if support.tail == "renormalize":
             logits = torch.cat([teacher.columns, teacher.token_logits], dim=-1)
             _, token_logps = condition(logits, (teacher.ids == tokens).any(dim=-1))
-        generic = (torch.zeros_like(logps), torch.zeros_like(token_logps))
-        if len(contrast_hidden):
-            generic = _generic_scores(head, contrast_hidden[:, rows], teacher.ids, tokens, support, out)
+            if len(contrasts):
+                generic = _generic_scores_within(head, contrasts, teacher.ids, tokens)
+        elif len(contrasts):
+            generic = _generic_scores(head, contrasts, teacher.ids, tokens, support, out)
         parts.append(Scores(teacher.ids, logps, generic[0], token_logps, generic[1], teacher.entropy))
     return Scores(*(torch.cat([getattr(part, f.name) for part in parts]) for f in fields(Scores)))
 
@@ -170,25 +171,33 @@ def _generic_scores(
     support: SupportConfig,
     out: Float[Tensor, "n V"],
 ) -> tuple[Float[Tensor, "n B"], Float[Tensor, " n"]]:
-    """Ĝ of one chunk on the support and at the sampled token; overwrites `out`.
-
-    With `"renormalize"` each contrast is conditional on the support: it is projected on the K columns and the sampled
-    token only, whose rows of the head are gathered once for all C contrasts.
-    """
-    everything = torch.cat([ids, tokens], dim=-1)
-    in_support = (ids == tokens).any(dim=-1)
-    rows_of_head = head.gather_rows(everything) if support.tail == "renormalize" else None
+    """Ĝ of one chunk on the support and at the sampled token; overwrites `out`."""
     buffer = None if out.device.type == "cpu" else out  # a CPU takes narrow blocks
     generic = 0.0
     for hidden in contrast_hidden:
-        if support.tail == "renormalize":
-            logps, token_logps = condition(head.column_logits(hidden, rows_of_head, everything), in_support)
-        else:
-            contrast = project(head, hidden, buffer, tokens, ids, None, False, False)
-            logps = _buckets(contrast, support)
-            token_logps = contrast.token_logps
+        contrast = project(head, hidden, buffer, tokens, ids, None, False, False)
         # The last column is the sampled token.
-        generic = generic + torch.cat([logps, token_logps.unsqueeze(-1)], dim=-1) / len(contrast_hidden)
+        logps = torch.cat([_buckets(contrast, support), contrast.token_logps.unsqueeze(-1)], dim=-1)
+        generic = generic + logps / len(contrast_hidden)
+    return generic[:, :-1], generic[:, -1]
+
+
+def _generic_scores_within(
+    head: LMHead, contrast_hidden: Float[Tensor, "C n H"], ids: Int[Tensor, "n K"], tokens: Int[Tensor, "n 1"]
+) -> tuple[Float[Tensor, "n K"], Float[Tensor, " n"]]:
+    """Ĝ conditional on the support, of which only the K columns and the sampled token are projected."""
+    everything = torch.cat([ids, tokens], dim=-1)
+    in_support = (ids == tokens).any(dim=-1)
+    parts = []
+    for rows in chunks(len(ids), head.chunk_size(contrast_hidden[0], everything.shape[-1])):
+        rows_of_head = head.gather_rows(everything[rows])  # once for all C contrasts
+        generic = 0.0
+        for hidden in contrast_hidden[:, rows]:
+            logits = head.column_logits(hidden, rows_of_head, everything[rows])
+            logps, token_logps = condition(logits, in_support[rows])
+            generic = generic + torch.cat([logps, token_logps.unsqueeze(-1)], dim=-1) / len(contrast_hidden)
+        parts.append(generic)
+    generic = torch.cat(parts)
     return generic[:, :-1], generic[:, -1]
 
 

@@ -164,8 +164,6 @@ class ResumableTrainer(GRPOTrainer):
         passes = self.args.steps_per_generation * self.num_iterations
         return {"processes": self.accelerator.num_processes, "rollouts": rollouts, "passes": passes}
 
-    # ------------------------------------------------------------------ steps of NaN
-
     def _guarded(self, loss: Tensor, inputs: dict[str, Any]) -> Tensor:
         """The loss of a micro-batch, which `_get_grad_norm` refuses where it is not finite."""
         if not self.model.training:

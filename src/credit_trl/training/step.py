@@ -93,8 +93,6 @@ class CreditStep:
         if self.packed:
             enable_packing(teacher.student)
 
-    # ------------------------------------------------------------------ a generation batch
-
     def build_contexts(self, batch: GenerationBatch) -> list[TokenContexts]:
         """Teacher and contrast contexts of the local samples."""
         return build_contexts(batch, self.context_builder)
@@ -166,8 +164,6 @@ class CreditStep:
             advantages = tensors["advantages"]
             weighted["advantages"] = advantages[:, None] * weights["grpo"].to(advantages.dtype)
         return weighted
-
-    # ------------------------------------------------------------------ a micro-batch
 
     def loss(self, model: nn.Module, inputs: dict[str, Any], accumulation: float = 1.0) -> MicroBatchLoss:
         """Loss of one micro-batch, with tokens or without.
