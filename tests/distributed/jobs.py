@@ -242,8 +242,8 @@ def run(folder: str, rank: int, processes: int, port: int, limit: float, options
 
     `options` are `wrapper` ("", "ddp", "fsdp2", "zero2" or "zero3"), `lora`, `completions` (of `ROLLOUTS`, or
     "sampled"), `verdicts`, `from_path`, `routed` (experts), `stop_at` a step, `resume`, `evaluate`, `maps`,
-    `padded` (TRL's batches and passes), `engine` (a stand-in for vLLM's that gets the weights), `unequal` (the control
-    of the watchdog), and those of `CreditConfig`.
+    `padded` (TRL's batches and passes), `vocab_size`, `engine` (a stand-in for vLLM's that gets the weights),
+    `unequal` (the control of the watchdog), and those of `CreditConfig`.
     """
     out = Path(folder)
     begin(out, rank, limit)
@@ -306,7 +306,8 @@ def make_trainer(out: Path, processes: int, options: dict[str, Any]) -> LocalLos
     lora, completions = options.pop("lora", False), options.pop("completions", "hashed")
     verdicts = VERDICTS[options.pop("verdicts", "some")]
     batch = options.pop("batch", 16)
-    model = routed_model(tokenizer) if options.pop("routed", False) else tiny.build_model(tokenizer)
+    rows = options.pop("vocab_size", len(tokenizer))
+    model = routed_model(tokenizer) if options.pop("routed", False) else tiny.build_model(tokenizer, vocab_size=rows)
     if options.pop("from_path", False):  # ZeRO-3 partitions it during loading
         model.save_pretrained(out / "model")
         model = str(out / "model")

@@ -21,7 +21,7 @@ from transformers import (
 
 from credit_trl.config import CreditConfig
 from credit_trl.teacher.models import CopyTeacher, Teacher, make_teacher
-from credit_trl.teacher.sharding import full_shape, place_frozen
+from credit_trl.teacher.sharding import full_shape, gathered, is_zero3, place_frozen
 
 SOURCE_FILE = "teacher.json"
 
@@ -39,6 +39,11 @@ class ModelTeacher(CopyTeacher):
         trust = {"trust_remote_code": config.trust_remote_code}
         options = {"dtype": "auto", **trust} | own
         if "quantization_config" in own:  # quantised weights cannot be moved between devices
+            if is_zero3(accelerator):
+                raise ValueError(
+                    "ZeRO-3 cannot partition the quantized weights of the teacher. Use FSDP2 or ZeRO-2, or remove the "
+                    "`quantization_config`."
+                )
             options.setdefault("device_map", {"": accelerator.device})
         configs = (student.config, AutoConfig.from_pretrained(name, revision=own.get("revision"), **trust))
         read_images = all(hasattr(one, "vision_config") for one in configs)
@@ -100,12 +105,12 @@ def _pad_vocabulary(model: PreTrainedModel, size: int) -> None:
 
     The new rows are the mean of the others, so that the teacher gives padding tokens the logit of an average token.
     """
-    rows = model.get_output_embeddings().weight.shape[0]
+    rows = full_shape(model.get_output_embeddings().weight)[0]
     if rows < size:
         model.resize_token_embeddings(size, mean_resizing=False)
         for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
-            for parameter in (layer.weight, getattr(layer, "bias", None)):
-                if parameter is not None:
+            for parameter in layer.parameters():
+                with gathered([parameter], write=True):
                     parameter.data[rows:] = parameter.data[:rows].mean(dim=0)
 
 
