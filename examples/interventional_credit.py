@@ -38,12 +38,14 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
+from credit_trl import objective
 from credit_trl.contexts.tokens import PrivilegedContext
 from credit_trl.evaluation import SamplingConfig
 from credit_trl.lab.analysis import interventional as iv
 from credit_trl.lab.analysis.checkpoints import Checkpoint
 from credit_trl.lab.analysis.formula import CreditFormula
 from credit_trl.lab.analysis.responses import Rollout, analysis_config, draw, grade_rollouts, rollout_contexts
+from credit_trl.lab.analysis.vocabulary_logps import RolloutContexts, credit_logps
 from credit_trl.tasks import Task, load_task
 
 # One token each in the embedded vocabulary, without a meaning before fine-tuning: failure, success.
@@ -220,7 +222,7 @@ def measure(args: argparse.Namespace, seed: int, task: Task, student: Checkpoint
                 row["id"], row["prompt"], tuple(y), PrivilegedContext(feedback=z), tuple(contrasts[question])
             )
             contexts = rollout_contexts(rollout, config, student)
-            found += iv.candidates_of(
+            found += candidates_of(
                 student,
                 contexts,
                 y,
@@ -242,6 +244,45 @@ def measure(args: argparse.Namespace, seed: int, task: Task, student: Checkpoint
         for feedback, texts in feedbacks.items()
         for quantity, (field, formula) in QUANTITIES.items()
     ]
+
+
+def candidates_of(
+    checkpoint: Checkpoint,
+    contexts: RolloutContexts,
+    token_ids: Sequence[int],
+    formula: CreditFormula,
+    *,
+    positions: int,
+    candidates: int,
+    min_probability: float = 0.01,
+    question: int = 0,
+) -> list[iv.Branching]:
+    """Prefixes of y with the highest entropy of the policy, each with its most likely tokens.
+
+    Args:
+        positions: number of prefixes.
+        candidates: maximum number of tokens at a prefix.
+        min_probability: lowest probability of a candidate under the policy.
+        question: index of the question, stored in the branchings.
+
+    Returns:
+        Prefixes with two or more candidates, in the order of the response.
+    """
+    found: list[tuple[float, iv.Branching]] = []
+    for rows, logps in credit_logps(checkpoint, contexts, token_ids, formula.temperature):
+        entropy = torch.special.entr(logps.student.exp()).sum(dim=-1)
+        top = logps.student.topk(min(candidates, logps.student.shape[-1]), dim=-1)
+        advantages = formula.advantages(logps, top.indices)
+        rewards = objective.self_distillation_reward(logps.teacher.gather(-1, top.indices), top.values)
+        for n in range(len(entropy)):
+            likely = top.values[n].exp() >= min_probability
+            if likely.sum() > 1:
+                prefix = tuple(token_ids[: rows.start + n])
+                chosen = tuple(top.indices[n, likely].tolist())
+                picked = (values[n, likely].cpu() for values in (rewards, advantages, top.values))
+                found.append((entropy[n].item(), iv.Branching(prefix, chosen, *picked, question)))
+    kept = sorted(found, key=lambda item: -item[0])[:positions]
+    return [branching for _, branching in sorted(kept, key=lambda item: len(item[1].prefix))]
 
 
 def rank_agreement(

@@ -1,6 +1,8 @@
 """Proposition 4 and Corollary 5 on joints with an outcome, and the Monte-Carlo estimate against exact values."""
 
 import json
+import runpy
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -118,7 +120,8 @@ def test_candidates_are_likely_tokens_at_high_entropy_prefixes():
     model = JointLM(joint)
     y = (1, 2, 0)
     contexts = RolloutContexts(model.context(0), model.context(0, 1), [model.context(1, 1)])
-    found = iv.candidates_of(
+    example = runpy.run_path(str(Path(__file__).parents[3] / "examples" / "interventional_credit.py"))
+    found = example["candidates_of"](
         Checkpoint.from_model(model, None), contexts, list(y), CreditFormula(0.5), positions=2, candidates=3
     )
     logps = [joint.next_logps(0, y[:t]) for t in range(3)]

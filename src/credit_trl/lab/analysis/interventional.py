@@ -16,17 +16,13 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
-import torch
 from jaxtyping import Float
 from numpy.typing import NDArray
 from torch import Tensor
 
-from credit_trl import objective
 from credit_trl.evaluation.config import SamplingConfig
 from credit_trl.lab.analysis.checkpoints import Checkpoint
-from credit_trl.lab.analysis.formula import CreditFormula
 from credit_trl.lab.analysis.responses import grade_rollouts
-from credit_trl.lab.analysis.vocabulary_logps import RolloutContexts, credit_logps
 from credit_trl.rollout.batch import is_successful
 from credit_trl.tasks.registry import Task
 
@@ -61,45 +57,6 @@ def interventional_credit(success: Float[NDArray, "*b K"], baseline: Float[NDArr
     """r^cf of candidates from their success probabilities and the one without intervention."""
     with np.errstate(divide="ignore"):
         return np.log(success) - np.log(np.asarray(baseline)[..., None])
-
-
-def candidates_of(
-    checkpoint: Checkpoint,
-    contexts: RolloutContexts,
-    token_ids: Sequence[int],
-    formula: CreditFormula,
-    *,
-    positions: int,
-    candidates: int,
-    min_probability: float = 0.01,
-    question: int = 0,
-) -> list[Branching]:
-    """Prefixes of y with the highest entropy of the policy, each with its most likely tokens.
-
-    Args:
-        positions: number of prefixes.
-        candidates: maximum number of tokens at a prefix.
-        min_probability: lowest probability of a candidate under the policy.
-        question: index of the question, stored in the branchings.
-
-    Returns:
-        Prefixes with two or more candidates, in the order of the response.
-    """
-    found: list[tuple[float, Branching]] = []
-    for rows, logps in credit_logps(checkpoint, contexts, token_ids, formula.temperature):
-        entropy = torch.special.entr(logps.student.exp()).sum(dim=-1)
-        top = logps.student.topk(min(candidates, logps.student.shape[-1]), dim=-1)
-        advantages = formula.advantages(logps, top.indices)
-        rewards = objective.self_distillation_reward(logps.teacher.gather(-1, top.indices), top.values)
-        for n in range(len(entropy)):
-            likely = top.values[n].exp() >= min_probability
-            if likely.sum() > 1:
-                prefix = tuple(token_ids[: rows.start + n])
-                chosen = tuple(top.indices[n, likely].tolist())
-                picked = (values[n, likely].cpu() for values in (rewards, advantages, top.values))
-                found.append((entropy[n].item(), Branching(prefix, chosen, *picked, question)))
-    kept = sorted(found, key=lambda item: -item[0])[:positions]
-    return [branching for _, branching in sorted(kept, key=lambda item: len(item[1].prefix))]
 
 
 def run_branchings(
