@@ -54,6 +54,7 @@ def style(background: str, ink: str, grid: str) -> dict[str, object]:
 
 def draw_predicted() -> Figure:
     rows = pd.read_csv(RESULTS / "predicted.csv").query("rho == 0.05").dropna(subset="measured")
+    rows = rows[~rows["arm"].str.startswith("hint")]
     figure, panels = plt.subplots(1, 2, figsize=(9.6, 2.6), sharex=True, sharey=True, layout="constrained")
     ink = mpl.rcParams["text.color"]
     titles = {"predicted": "nothing fitted", "predicted_finite": "one speed of the student, fitted on other bases"}

@@ -155,7 +155,7 @@ def main() -> None:
     found.assign(**flags).to_csv(RESULTS / "predicted.csv", index=False, float_format="%.4f")
     print("runs of subtract {}, sign of the change right in {}".format(*right_signs(rows)))
     frame = found.dropna(subset="measured")
-    frame["arms"] = np.where(frame["arm"].str.contains("guide"), "guide", "others")
+    frame["arms"] = frame["arm"].str.extract("(guide|hint)", expand=False).fillna("others")  # hint: of version 0.3.0
     frame = pd.concat([frame, frame.assign(world="all")])
     print(frame.groupby(["seen", "arms", "rho", "world"]).apply(fit, include_groups=False).round(3).to_string())
 
