@@ -41,8 +41,8 @@ LINE_BUDGETS: dict[str, tuple[list[str], int]] = {
 AIR = 0.97  # share of a budget that may be used, so that an addition does not fail at once
 # Rooms that use more yet -> lines that they must not exceed until they do not. Only lower these.
 RATCHETS = {
-    "src": 19_091,
-    "core": 8_662,
+    "src": 19_061,
+    "core": 8_661,
 }
 MAX_OPTIONS = 34  # of `CreditConfig` beyond `GRPOConfig`
 MAX_PROSE_BYTES = 115_000  # README and docs
@@ -168,6 +168,7 @@ def test_options_are_within_the_budget():
 def test_documentation_is_within_the_budget():
     pages = [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md"]
     assert sum(page.stat().st_size for page in pages) <= AIR * MAX_PROSE_BYTES
+    assert [page for page in pages if re.search(r"^(<{7}|>{7}) ", page.read_text("utf-8"), re.MULTILINE)] == []
 
 
 def test_assignments_have_one_value_a_line():

@@ -75,14 +75,13 @@ def counts_the_batch(completions, answer, **columns):
 @pytest.mark.parametrize(
     ("task", "error", "message"),
     [
-        (
-            task_with(lambda response, answer: exact(response.encode().decode(), answer)),
-            UnicodeEncodeError,
-            "surrogates",
-        ),
+        (task_with(lambda text, answer: exact(text.encode().decode(), answer)), UnicodeEncodeError, "surrogates"),
         (task_with(lambda response, answer: Verdict(float(answer in response))), AssertionError, "is successful"),
         (task_with(lambda response, answer: Verdict(float("nan"))), ValueError, "returned the reward nan"),
         (task_with(exact, [{"question": "2+2?"}]), ValueError, "no column `prompt`, `answer`"),
+        (task_with(exact, [{"prompt": 3, "answer": "4"}]), AssertionError, "The prompt is 3"),
+        (task_with(exact, [{"prompt": "2+2?", "answer": "4", "completions": 1}]), ValueError, "the column `compl"),
+        (task_with(lambda response, answer: None), TypeError, "`verify` of the task returned None"),
     ],
 )
 def test_a_wrong_task_fails(task, error, message):

@@ -456,9 +456,8 @@ _COMBINATIONS: tuple[tuple[Callable[[CreditConfig], bool], str], ...] = (
     (
         lambda c: c.contrasts and c.contrastive_source == "batch" and c.generation_batch_size < 2 * c.num_generations,
         "A generation batch of {c.generation_batch_size} rollouts with `num_generations={c.num_generations}` holds "
-        "one prompt, so there is no contrast prompt. Increase `per_device_train_batch_size`, "
-        "`gradient_accumulation_steps` or `generation_batch_size`, set `contrastive_source='dataset'`, or set "
-        "`contrastive_coef=0` (SDPO).",
+        "one prompt, so there is no contrast prompt. Raise `per_device_train_batch_size` or `generation_batch_size`, "
+        "set `contrastive_source='dataset'`, or set `contrastive_coef=0` (SDPO).",
     ),
     (
         lambda c: c.max_completion_length is None,

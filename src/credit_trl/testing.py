@@ -23,6 +23,7 @@ from trl.trainer.utils import pad
 from credit_trl.config import CreditConfig
 from credit_trl.contexts.builder import ContextBuilder
 from credit_trl.contexts.contrast import Contrast, ContrastBatch, Source, draw_contrasts
+from credit_trl.contexts.prompts import is_prompt
 from credit_trl.contexts.tokens import PrivilegedContext
 from credit_trl.loss.token_weight import TokenCredit, TokenWeight, weigh_tokens
 from credit_trl.rollout.batch import GenerationBatch
@@ -30,6 +31,7 @@ from credit_trl.rollout.verdict import Verdict, as_verdicts
 from credit_trl.tasks.quickstart_model import model_path
 from credit_trl.tasks.registry import as_task, load_task
 from credit_trl.teacher.models import make_teacher
+from credit_trl.training.checks import check_column_names
 from credit_trl.training.step import CreditStep
 
 _CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Name the capital city of France."}]
@@ -170,6 +172,8 @@ def check_task(task: Any, split: str = "train", **options: Any) -> None:
     task = load_task(task) if isinstance(task, str) else as_task(task, getattr(task, "__name__", "task"))
     row = next(iter(task.build(split, **options)), None)
     assert row is not None, f"The split {split!r} is empty."
+    assert is_prompt(row["prompt"]), f"The prompt is {row['prompt']!r:.60}. Give text, or messages with roles."
+    check_column_names(f"The split {split!r}", row)
 
     def grade(*responses: str) -> list[Verdict]:
         columns = {name: [value] * len(responses) for name, value in row.items() if name != "prompt"}

@@ -48,7 +48,7 @@ def test_starter_trains_evaluates_and_writes_its_report(folder):
 @pytest.mark.parametrize("command", ["credit-eval", "credit-map", "credit-report"])
 def test_commands_need_the_run_alone(folder, command, monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)  # from any directory
-    options = {"credit-eval": ["--k", "2"], "credit-map": ["--max_prompts", "2"], "credit-report": []}
+    options = {"credit-eval": ["--k", "2"], "credit-map": ["--max_prompts", "1"], "credit-report": []}
     run = folder / "runs" / "first"
     assert cli.main([command, str(run), *options[command]]) == 0
     written = {"credit-eval": "credit_eval/result.json", "credit-map": "credit_maps/maps.json"}

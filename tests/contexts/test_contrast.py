@@ -222,7 +222,7 @@ def test_a_source_that_cannot_be_imported_names_the_fix(module, name, message):
     [
         ("a prompt", "returned a str. Return a list of texts"),
         (None, "returned a NoneType"),
-        ([{"role": "user", "content": "x"}], r"returned a dict among the prompts.*lists of messages"),
+        ([{"role": "user", "content": "x"}], r"returned an element of type dict.*lists of messages"),
         (["b", "a"], "returned the prompt of sample 0 itself"),
         ([Contrast("a", PrivilegedContext(feedback="On 0."))], "returned the prompt of sample 0 itself"),
     ],

@@ -83,8 +83,7 @@ def test_processes_match_single_process(tmp_path, one_process, teacher, wrapper,
     for ours, theirs in zip(facts[0]["log"], alone["log"], strict=True):
         for name in METRICS if wrapper.startswith("zero") else theirs:
             if name in METRICS or (name.startswith("credit/") and not any(word in name for word in LOCAL)):
-                value = pytest.approx(theirs.get(name, nan), rel=1e-3, abs=1e-5, nan_ok=True)
-                assert ours.get(name, nan) == value, name
+                assert ours.get(name, nan) == pytest.approx(theirs.get(name, nan), 1e-3, 1e-5, nan_ok=True), name
 
 
 def test_control_weights_move_beyond_tolerance(one_process):

@@ -98,6 +98,8 @@ def measuring_config(args: argparse.Namespace) -> CreditConfig:
     measured -= {"distillation_weight", "distillation_kernels"}
     given = {"contrastive_count": 4} | {name: options[name] for name in options if name in measured}
     given |= {name: getattr(args, name) for name in ("contrastive_coef", "seed") if getattr(args, name) is not None}
+    if args.max_prompts == 1 and given.get("contrastive_source") == "batch":  # which has no other prompt
+        given["contrastive_source"] = "dataset"
     return analysis_config(**given)
 
 

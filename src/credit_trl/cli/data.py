@@ -81,7 +81,7 @@ def import_function(name: str, option: str) -> Any:
     """Import the function of `module.name` or `module:name`, also from the working directory."""
     module, _, function = name.replace(":", ".").rpartition(".")
     if not all(part.isidentifier() and part != "py" for part in (*module.split("."), function)):
-        raise ValueError(f"`{option} {name}`: expected a dotted import path such as my_module.my_function.")
+        raise ValueError(f"`{option} {name}`: expected an import path such as my_module:my_function.")
     missing = f"`{option} {name}`: no module `{module}` in {os.getcwd()} or installed. Run from its folder."
     found = import_named(module, ValueError(missing))
     if not hasattr(found, function):

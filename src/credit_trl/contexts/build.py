@@ -131,9 +131,8 @@ def turn_message(builder: ContextBuilder, render: Render | None) -> tuple[Slotte
     added = closed.split(answer)[-1]
     if not (added.startswith(ended) and added.count(text) == 1 and opened.startswith(closed)):
         raise ValueError(
-            "The chat template does not append a user message to the conversation before it, so feedback on single "
-            "turns cannot be placed. Return it as `Verdict.feedback`, which the opening prompt shows, or use a chat "
-            "template whose turns end the same way in every position."
+            "The chat template does not append a user message to the conversation before it, where feedback on a turn "
+            "would stand. Return it as `Verdict.feedback`, or use a template whose turns end alike in every position."
         )
     return builder.slotted(added[len(ended) :]), builder.tokenize(opened[len(closed) :])
 
@@ -194,8 +193,7 @@ def _opening_start(ids: Sequence[int], opening: list[int], turn: int) -> int:
     start = len(ids) - len(opening)
     if start < 0 or list(ids[start:]) != opening:
         raise ValueError(
-            f"Turn {turn} does not begin with the chat template's generation prompt, so its feedback cannot be "
-            "placed. A `rollout_func` must open each turn as the template does. Otherwise return the feedback as "
-            "`Verdict.feedback`, which the opening prompt shows."
+            f"Turn {turn} does not begin with the chat template's generation prompt, where its feedback would stand. "
+            "Let the `rollout_func` open each turn as the template does, or return `Verdict.feedback`."
         )
     return start

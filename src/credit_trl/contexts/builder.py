@@ -124,9 +124,8 @@ class ContextBuilder:
                 return ids if len(ids) <= self.config.max_reprompt_len else None
             if fitted.turns or contrast.privileged.turns:
                 raise ValueError(
-                    f"`contrastive_source={self.config.contrastive_source!r}` exchanges the whole privileged context, "
-                    "and feedback on single turns belongs to one rollout. Use a source of prompts, such as 'batch', "
-                    "or return no `Verdict.turn_feedback`."
+                    f"`contrastive_source={self.config.contrastive_source!r}` exchanges z, and feedback on turns is "
+                    "that of one rollout. Use a source of prompts, or return no `Verdict.turn_feedback`."
                 )
             return self.fit(lambda parts: self._slotted_prompt(contrast.prompt, tools, parts), contrast.privileged)[0]
 
@@ -213,10 +212,7 @@ class ContextBuilder:
         self.student_text(prompt)  # refuses videos, and other numbers of placeholders
         images = self.reader.read(images_of(prompt))
         if images is not None and self.config.packed:
-            raise ValueError(
-                "`packed=True` does not support images: placeholders have the same ids whatever the image. Set "
-                "`packed=False`."
-            )
+            raise ValueError("`packed=True` does not support images, whose ids are all the same. Set `packed=False`.")
         return images
 
     def unexpanded(self, prompts: Sequence[Prompt], tools: Sequence[Any]) -> dict[tuple[int, ...], list[int]]:
@@ -273,9 +269,8 @@ class ContextBuilder:
             text = self.reader.expand(text, images_of(prompt))
         if not all(self.slots[part] in text for part in parts):
             raise ValueError(
-                "The chat template changes or drops the text of the last user turn, where the teacher reads "
-                f"demonstration and feedback; it renders …{text[-100:]!r}. Use a `chat_template` that renders "
-                "`message['content']` as it is."
+                "The chat template changes or drops the last user turn, where the teacher reads feedback; it renders "
+                f"…{text[-100:]!r}. Use a `chat_template` that renders `message['content']` as it is."
             )
         return text
 

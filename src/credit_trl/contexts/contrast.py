@@ -89,11 +89,13 @@ def find_source(name: str) -> Source:
     if name in SOURCES:
         return SOURCES[name]
     try:
-        return pkgutil.resolve_name(name)
-    except (ModuleNotFoundError, AttributeError, ValueError) as error:
+        source = pkgutil.resolve_name(name)
+        inspect.signature(source).bind_partial("batch", "sample", "rng")
+        return source
+    except (ModuleNotFoundError, AttributeError, TypeError, ValueError) as error:
         raise ValueError(
-            f"`contrastive_source` must be {', '.join(map(repr, SOURCES))}, or 'module:function' for a function of a "
-            f"module in PYTHONPATH; got {name!r} ({error})."
+            f"`contrastive_source` must be {', '.join(map(repr, SOURCES))}, or 'module:function' for a function "
+            f"`(batch, sample, rng)` of a module in PYTHONPATH; got {name!r} ({error})."
         ) from error
 
 
@@ -118,7 +120,7 @@ def draw_contrasts(source: Source, batch: ContrastBatch, sample: int, seed: int)
     for one in drawn:
         contrast = one if isinstance(one, Contrast) else Contrast(one)
         if not isinstance(contrast.prompt, str | list):
-            raise TypeError(f"{name} returned a {type(one).__name__} among the prompts. {fix}")
+            raise TypeError(f"{name} returned an element of type {type(one).__name__}. {fix}")
         if contrast.privileged in (None, batch.privileged[sample]) and prompt_key(contrast.prompt) in own:
             raise ValueError(f"{name} returned the prompt of sample {sample} itself. Draw another prompt.")
         yield contrast

@@ -79,9 +79,8 @@ class ImageReader:
         start, *pieces = text.split(self.processor.image_token)
         if len(pieces) != len(images):
             raise ValueError(
-                f"The chat template renders {len(pieces)} placeholders {self.processor.image_token!r} for a prompt "
-                f"with {len(images)} images. Use a `chat_template` that renders each image part once, and texts "
-                "without the placeholder."
+                f"The chat template renders {len(pieces)} placeholders {self.processor.image_token!r} for "
+                f"{len(images)} images. Use one that renders each image part once, and texts without the placeholder."
             )
         return start + "".join(map("".join, zip(self._cached(images)[1], pieces, strict=True)))
 

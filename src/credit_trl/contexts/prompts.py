@@ -30,6 +30,12 @@ def chat_renderer(processor: Any, is_multimodal: bool = False, **options: Any) -
     return render
 
 
+def is_prompt(value: Any) -> bool:
+    """Whether a value is text, or a conversation: messages with roles."""
+    is_list = isinstance(value, list) and len(value) > 0
+    return isinstance(value, str) or (is_list and all(isinstance(one, dict) and one.get("role") for one in value))
+
+
 def user_text(prompt: Prompt) -> str:
     """The text of the last user turn; text parts of a structured turn are joined by a space, as SDPO does."""
     if isinstance(prompt, str):

@@ -118,12 +118,6 @@ class LMHead:
         """The head without gradients."""
         return self.map(Tensor.detach)
 
-    def logps(self, hidden: Float[Tensor, "n H"]) -> Float[Tensor, "n V"]:
-        """Log-probabilities over the vocabulary, in fp32 (fp64 for fp64 inputs)."""
-        dtype = accumulation_dtype(hidden.dtype)
-        logits = torch.nn.functional.linear(hidden.to(dtype), self.weight.to(dtype))
-        return torch.log_softmax(self.finish(logits, self.bias), dim=-1)
-
     def gather_rows(self, ids: Int[Tensor, "n K"]) -> Float[Tensor, "n K H"]:
         """Rows of the weight of the given tokens."""
         return self.weight.index_select(0, ids.flatten()).view(*ids.shape, self.weight.shape[1])
@@ -232,13 +226,10 @@ def choose_kernels(wanted: Literal["auto", "torch", "triton"], device: torch.dev
     if find_spec("triton") is not None:
         return "triton"
     if wanted == "triton":
-        raise ValueError(
-            "`distillation_kernels='triton'` needs the package triton. Install it (`pip install triton`), or set "
-            "`distillation_kernels='torch'`."
-        )
+        raise ValueError("`distillation_kernels='triton'` needs triton: `pip install triton`, or set it to 'torch'.")
     warnings.warn(
-        "The package triton is not installed. Rows of logits are computed with torch, which reads them several "
-        "times. Install triton, or set `distillation_kernels='torch'`.",
+        "The package triton is not installed, so rows of logits are read several times. Install it, or set "
+        "`distillation_kernels='torch'`.",
         stacklevel=2,
     )
     return "torch"
@@ -317,18 +308,18 @@ def lm_head(model: nn.Module, temperature: float, kernels: Kernels = "torch") ->
 
 def _softcap(config: object) -> float | None:
     """c of `c · tanh(logits / c)`, by the names of Gemma, RecurrentGemma and xLSTM; None without soft-cap."""
-    for name in ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap"):
-        if getattr(config, name, None) is not None:
-            return getattr(config, name)
-    return None
+    return _first_set(config, "final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 
 
 def _logit_scale(config: object) -> float:
     """Factor of the logits, by the names of the model families; some divide by theirs."""
-    for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):
-        if getattr(config, name, None) is not None:
-            return getattr(config, name)
-    scaling = getattr(config, "logits_scaling", None)
-    if scaling is None:
-        return 1.0
-    return scaling if getattr(config, "model_type", "") == "hyperclovax" else 1.0 / scaling
+    scale = _first_set(config, "logit_scale", "output_multiplier", "lm_head_multiplier")
+    scaling = _first_set(config, "logits_scaling")
+    if scale is None and scaling is not None:
+        scale = scaling if getattr(config, "model_type", "") == "hyperclovax" else 1.0 / scaling
+    return 1.0 if scale is None else scale
+
+
+def _first_set(config: object, *names: str) -> float | None:
+    """The first of these options that a configuration has."""
+    return next((getattr(config, name) for name in names if getattr(config, name, None) is not None), None)

@@ -49,10 +49,14 @@ def weigh_tokens(token_weight: TokenWeight, credit: TokenCredit) -> dict[str, Fl
     """Weights of the losses by name; ones where the teacher did not score a token.
 
     Raises:
+        TypeError: the token weight does not return a dictionary of tensors.
         ValueError: a loss has another name, or weights have another shape or are not finite and at least 0.
     """
     weights = {}
-    for loss, values in token_weight(credit).items():
+    returned = token_weight(credit)
+    if not isinstance(returned, Mapping) or not all(isinstance(values, Tensor) for values in returned.values()):
+        raise TypeError(f"A token weight returns a dictionary of tensors, not {returned!r:.60}.")
+    for loss, values in returned.items():
         if loss not in ("distillation", "grpo"):
             raise ValueError(f"A token weight returns weights of 'distillation' or 'grpo', got {loss!r}.")
         if values.shape != credit.mask.shape:
@@ -61,7 +65,7 @@ def weigh_tokens(token_weight: TokenWeight, credit: TokenCredit) -> dict[str, Fl
                 f"{tuple(credit.mask.shape)}."
             )
         values = values.detach().to(credit.teacher_logps.dtype).masked_fill(~credit.mask, 1.0)
-        if not bool((torch.isfinite(values) & (values >= 0)).all()):
-            raise ValueError(f"The token weights of {loss!r} must be finite and at least 0.")
+        if bad := values[~(torch.isfinite(values) & (values >= 0))].tolist():
+            raise ValueError(f"The token weights of {loss!r} must be finite and at least 0; some are {bad[:3]}.")
         weights[loss] = values
     return weights

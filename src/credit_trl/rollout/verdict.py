@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from concurrent.futures import Future, wait
 from copy import copy
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from typing import Any, Literal
@@ -66,12 +66,6 @@ class Verdict:
                 f"Verdict.metrics has {name!r}, a name that the trainer or an evaluation logs itself. Rename it, for "
                 f"example to 'verifier_{name}'."
             )
-
-    def __repr__(self) -> str:
-        """Show the reward and the fields that are not empty."""
-        values = {one.name: getattr(self, one.name) for one in fields(self)}
-        shown = [f"{name}={value!r}" for name, value in values.items() if value or name == "reward"]
-        return f"Verdict({', '.join(shown)})"
 
     def __float__(self) -> float:
         return math.nan if self.reward is None else float(self.reward)
@@ -143,9 +137,8 @@ class VerifierPolicy:
             if self.timeout is None or ended - began <= self.timeout:
                 return output
         raise VerifierTimeout(
-            f"The reward function {name!r} has not returned within {self.timeout:g} s. Raise `verifier_timeout`, make "
-            "the function faster, run it in a process that can be killed (`credit_trl.in_process`), or skip the "
-            "rollouts of such calls with `on_verifier_error='skip'`."
+            f"The reward function {name!r} has not returned within {self.timeout:g} s. Raise `verifier_timeout`, run "
+            "it in a process that can be killed (`credit_trl.in_process`), or set `on_verifier_error='skip'`."
         )
 
     def _handle(self, name: str, error: Exception, arguments: Mapping[str, Any]) -> object:

@@ -46,9 +46,8 @@ CONNECT_SECONDS = 5.0
 _NOT_IN_BASE = (".original_module.", ".modules_to_save.", ".trainable_tokens_")
 
 _RESTART = (
-    "See the server's log (running out of memory is the usual cause), restart it with the same model and flags, and "
-    "resume from the last checkpoint: `trainer.train(resume_from_checkpoint=True)`, or "
-    "`trl credit --resume_from_checkpoint latest`."
+    "See the server's log (often it ran out of memory), restart it with the same model and flags, and resume: "
+    "`trainer.train(resume_from_checkpoint=True)`, or `trl credit --resume_from_checkpoint latest`."
 )
 
 

@@ -66,8 +66,8 @@ def as_task(found: Any, name: str, option: str | None = None) -> Task:
         found = found()
     if isinstance(found, Task):
         return found
-    if not callable(getattr(found, "build", None)) or not callable(getattr(found, "verify", None)):
-        raise TypeError(f"Task {name!r} lacks `build` or `verify`. A function alone is given by `--reward_funcs`.")
+    if lacks := [method for method in ("build", "verify") if not callable(getattr(found, method, None))]:
+        raise TypeError(f"Task {name!r} lacks `{lacks[0]}`. A function alone is given by `--reward_funcs`.")
     options = {}
     if option is not None:
         keyword, values = getattr(found, "OPTION", ("option", ()))

@@ -95,15 +95,19 @@ def batch_of(verify: Callable[..., Verdict], name: str = "reward") -> Callable[.
     The returned function takes `completions` (texts, or conversations whose last assistant message is graded), the
     column `answer`, and `truncated` (a flag per completion, or `None`). Its `__name__` is `name`, which TRL logs.
     """
+    parameters = parameters_of(verify)
+    takes_flag = "truncated" in parameters or takes_any_keyword(parameters)
 
     def reward(
         completions: Sequence[Any], answer: Sequence[Any], truncated: Sequence[bool] | None = None, **columns: Any
     ) -> list[Verdict]:
         flags = [False] * len(completions) if truncated is None else truncated
-        return [
-            verify(response_text(completion), gold, truncated=bool(flag))
-            for completion, gold, flag in zip(completions, answer, flags, strict=True)
-        ]
+        options = [{"truncated": bool(flag)} if takes_flag else {} for flag in flags]
+        graded = zip(completions, answer, options, strict=True)
+        verdicts = [verify(response_text(completion), gold, **own) for completion, gold, own in graded]
+        if wrong := [one for one in verdicts if not isinstance(one, Verdict | float | int)]:
+            raise TypeError(f"`verify` of the task returned {wrong[0]!r:.60}. Return a `Verdict(reward, feedback)`.")
+        return verdicts
 
     return renamed(reward, name)
 

@@ -127,6 +127,5 @@ def check_same_vocabulary(own: PreTrainedTokenizerBase, other: PreTrainedTokeniz
         raise ValueError(
             f"The teacher {name!r} has another vocabulary than the policy: the first differing id is {first}, "
             f"{ours.get(first)!r} for the policy and {theirs.get(first)!r} for the teacher ({len(differing)} of "
-            f"{len(ours)} ids differ). Use a teacher with the policy's tokenizer, or TRL's GOLD, which distils across "
-            "tokenizers."
+            f"{len(ours)} ids differ). Use one with the policy's tokenizer, or TRL's GOLD, which needs no common one."
         )

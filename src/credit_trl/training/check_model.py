@@ -31,10 +31,9 @@ def check_model(model: nn.Module, accelerator: Accelerator) -> None:
         ValueError: its logits are not those of its backbone and head (`check_logits`), or they change with later
             tokens or when the prompt is padded on the left.
     """
+    name = type(unwrap_adapters(model)).__name__
     if unwrap_adapters(model).config.is_encoder_decoder:
-        raise ValueError(
-            f"`{type(unwrap_adapters(model)).__name__}` is an encoder-decoder; CREDIT trains causal language models."
-        )
+        raise ValueError(f"`{name}` is an encoder-decoder; CREDIT trains causal language models.")
     check_logits(model, accelerator)
     if not _is_whole(model, accelerator):
         return
@@ -46,7 +45,6 @@ def check_model(model: nn.Module, accelerator: Accelerator) -> None:
         own = model(input_ids=input_ids, attention_mask=mask[:, _PADDING:], use_cache=False).logits
         shorter = model(input_ids=input_ids[:, :3], attention_mask=mask[:, _PADDING:-1], use_cache=False).logits
         behind = model(input_ids=padded, attention_mask=mask, use_cache=False).logits
-    name = type(unwrap_adapters(model)).__name__
     if changed := _change(own[:, 2], shorter[:, -1]):
         raise ValueError(
             f"The logits of `{name}` change by {changed:.2g} when a token follows, so the model is not causal. Use a "
@@ -54,10 +52,9 @@ def check_model(model: nn.Module, accelerator: Accelerator) -> None:
         )
     if changed := _change(own[:, -1], behind[:, -1]):
         raise ValueError(
-            f"The logits of `{name}` in {str(own.dtype).removeprefix('torch.')} change by {changed:.2g} when its "
-            "prompt is padded on the left (NaN counts as inf), so the student would be trained on another "
-            "distribution than it samples from. Use another dtype or `attn_implementation`, a model with rotary or "
-            "relative positions, or TRL's `GRPOTrainer`."
+            f"The logits of `{name}` in {str(own.dtype).removeprefix('torch.')} change by {changed:.2g} (NaN: inf) "
+            "when its prompt is padded on the left: it would train on another distribution than it samples from. Set "
+            "another dtype or `attn_implementation`, use rotary or relative positions, or TRL's `GRPOTrainer`."
         )
 
 

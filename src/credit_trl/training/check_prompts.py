@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from datasets import Dataset
 
 from credit_trl.contexts.builder import ContextBuilder
-from credit_trl.contexts.prompts import images_of, row_prompt, user_text
+from credit_trl.contexts.prompts import images_of, is_prompt, row_prompt, user_text
 from credit_trl.contexts.tokens import PrivilegedContext
 from credit_trl.rollout.batch import Prompt
 from credit_trl.teacher.sharding import is_zero3
@@ -30,7 +30,7 @@ def check_image_options(accelerator: Accelerator, has_processor: bool) -> None:
 
 
 def check_first_prompts(trainer: Any, datasets: dict[str, Any], *, distills: bool) -> None:
-    """Check the first prompt of each dataset, and the options where it has images; of streams only the columns.
+    """Check the form of all prompts, and more of the first of each dataset; of streams only the columns.
 
     Prompts that environments or a `rollout_func` change are not checked. Warns where one ends in an EOS id.
 
@@ -43,6 +43,8 @@ def check_first_prompts(trainer: Any, datasets: dict[str, Any], *, distills: boo
     for name, dataset in datasets.items():
         columns = getattr(dataset, "column_names", None) or ()
         has_prompts = isinstance(dataset, Dataset) and len(dataset) > 0 and "prompt" in columns
+        if has_prompts and not is_changed and "Image(" not in str(dataset.features["prompt"]):  # not to decode all
+            _check_rows(name, dataset)
         row = dataset[0] if has_prompts else {"prompt": ""}
         prompt = row_prompt(row) if distills else row["prompt"]
         has_images = "image" in columns or "images" in columns or bool(images_of(prompt))
@@ -60,6 +62,14 @@ def check_first_prompts(trainer: Any, datasets: dict[str, Any], *, distills: boo
             _check_parts(f"The first prompt of `{name}`", prompt, builder.student_text(prompt))
         last = ids[-1] if ids else None
         trainer.alarms.raise_if(last in trainer.eos_token_ids, "prompt_ends", name=name, last=last)
+
+
+def _check_rows(name: str, dataset: Dataset) -> None:
+    """Check that all prompts are texts or messages, which a run may reach only after hours."""
+    prompts = (prompt for rows in dataset.select_columns("prompt").iter(1000) for prompt in rows["prompt"])
+    for row, prompt in enumerate(prompts):
+        if not is_prompt(prompt):
+            raise ValueError(f"Row {row} of `{name}` is the prompt {prompt!r:.60}. Give text, or messages with roles.")
 
 
 def _check_parts(name: str, prompt: Prompt, text: str) -> None:
@@ -107,6 +117,5 @@ def _check_prompt(
     if needs_room and len(ids) >= budget:
         raise ValueError(
             f"{name} has {len(ids)} tokens with its images, which leaves no room for z in "
-            f"`max_reprompt_len={budget}`. Increase it, or lower the resolution of the processor, such as its "
-            "`max_pixels`."
+            f"`max_reprompt_len={budget}`. Increase it, or lower the resolution of the processor (`max_pixels`)."
         )

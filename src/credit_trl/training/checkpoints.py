@@ -267,8 +267,7 @@ class ResumableTrainer(GRPOTrainer):
             free = shutil.disk_usage(output_dir).free / 2**30
             raise CheckpointError(
                 f"Step {self.state.global_step} could not be saved ({type(error).__name__}: {error}); {free:.2f} GiB "
-                f"are free in {output_dir}. {self._last_checkpoint()} Make space, or set `output_dir` to another "
-                "disk, and resume."
+                f"are free in {output_dir}. {self._last_checkpoint()} Make space, or change `output_dir`, and resume."
             ) from error
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:

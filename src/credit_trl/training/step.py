@@ -159,6 +159,12 @@ class CreditStep:
             reduce=self.reduce,
         )
         weights = weigh_tokens(self.token_weight, credit)
+        share = self.config.distillation_weight
+        if weights and not ("distillation" in weights and share > 0.0) and not ("grpo" in weights and share < 1.0):
+            raise ValueError(
+                f"The token weight returns weights of {[*weights]}, and `distillation_weight={share:g}` does not "
+                "compute these losses. Set another `distillation_weight`, or weigh the loss that it computes."
+            )
         weighted = {"token_weight": weights["distillation"]} if "distillation" in weights else {}
         if "grpo" in weights:
             advantages = tensors["advantages"]

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from credit_trl.contexts.images import PromptImages
 from credit_trl.contexts.tokens import CompletionBatch, TokenContexts
+from credit_trl.loss.blocks import accumulation_dtype
 from credit_trl.loss.head import LMHead, lm_head
 from credit_trl.teacher.models import Teacher
 from credit_trl.teacher.passes import PADDING_SHARE, token_states
@@ -108,4 +109,7 @@ def _states(
 
 
 def _project(hidden: Float[Tensor, "P n H"], head: LMHead) -> Float[Tensor, "P n V"]:
-    return head.logps(hidden.flatten(0, 1)).unflatten(0, hidden.shape[:2])
+    """Log-probabilities, in fp32 (fp64 for fp64 inputs)."""
+    dtype = accumulation_dtype(hidden.dtype)
+    logits = torch.nn.functional.linear(hidden.to(dtype), head.weight.to(dtype))
+    return torch.log_softmax(head.finish(logits, head.bias), dim=-1)
