@@ -129,7 +129,7 @@ function armName(index) {
 
 // ---------------------------------------------------------------- curves
 
-const WIDTH = 360, HEIGHT = 170, LEFT = 46, RIGHT = 8, TOP = 8, BOTTOM = 22;
+const WIDTH = 360, HEIGHT = 170, LEFT = 58, RIGHT = 8, TOP = 8, BOTTOM = 22;
 
 function buildCurves() {
   const bands = data.runs.length > data.arms.length ? "Bands reach from the lowest to the highest run of an arm." : "The band of avg@k is its 95 % interval over prompts.";
