@@ -48,7 +48,7 @@ def load_task(name: str | Task) -> Task:
     head, colon, tail = name.partition(":")
     if head in BUILT_IN:
         return as_task(importlib.import_module(f"{__package__}.{head}"), name, tail if colon else None)
-    found = import_named(head, _unknown_task(name))
+    found = import_named(head, ValueError(f"{_unknown_task(name)} No module {head!r} is found from here."))
     try:
         found = attrgetter(tail)(found) if tail else found
     except AttributeError as error:
