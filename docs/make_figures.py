@@ -65,7 +65,7 @@ def draw_predicted() -> Figure:
             name, color = STYLES[arm]
             axes.plot(*changes[rows["arm"] == arm].to_numpy().T, "o", color=color, ms=3, mew=0, alpha=0.75, label=name)
         unseen = changes[rows["seen"] == "no"].to_numpy().T
-        axes.plot(*unseen, "o", color="none", mec=ink, ms=5, mew=0.8, label="bases predicted before training")
+        axes.plot(*unseen, "o", color="none", mec=ink, ms=4, mew=0.5, label="bases predicted before training")
         axes.set(title=title, xlabel="predicted change of the log-odds, nats", aspect="equal")
     panels[0].set_ylabel("measured, nats")
     title = f"ρ = 0.05, {rows['world'].nunique()} worlds"
