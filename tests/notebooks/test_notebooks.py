@@ -57,7 +57,9 @@ def first_notebook():
     paths = "from pathlib import Path\nprint(Path.cwd() / 'run', Path.cwd())\nPath.cwd() / 'run'"
     notebook.cells.insert(index + 1, nbformat.v4.new_code_cell(few))
     notebook.cells.append(nbformat.v4.new_code_cell(paths))
-    return execute(notebook)
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("OMP_NUM_THREADS", "1")  # beside other workers
+        return execute(notebook)
 
 
 def test_paths_in_outputs_are_relative_to_the_run_folder(first_notebook):
