@@ -46,7 +46,7 @@ from credit_trl.teacher.packing import cannot_pack
 from credit_trl.training import checks, micro_batches, reporting
 from credit_trl.training.alarms import FLAT_REWARD_BATCHES, Alarms
 from credit_trl.training.check_model import check_logits, check_model
-from credit_trl.training.check_prompts import check_first_prompts, check_image_options, check_rollout_images
+from credit_trl.training.check_prompts import check_image_options, check_prompts, check_rollout_images
 from credit_trl.training.check_run import check_run
 from credit_trl.training.checkpoints import ResumableTrainer
 from credit_trl.training.metrics import TokenMetrics, context_metrics, drop_undefined, teacher_success_weights
@@ -159,7 +159,7 @@ class CreditTrainer(ResumableTrainer):
         self.run_log.facts["data"] = describe_data(reward_funcs or [], args.reward_weights)
         self.run_log.rows = {"train": train_dataset, "test": eval_dataset}
         checks.check_ends(self)
-        check_first_prompts(self, datasets, distills=distills)
+        check_prompts(self, datasets, distills=distills)
         if distills:
             self._init_credit(token_weight)
         reporting.add_run_callbacks(self)

@@ -212,7 +212,7 @@ class ContextBuilder:
         self.student_text(prompt)  # refuses videos, and other numbers of placeholders
         images = self.reader.read(images_of(prompt))
         if images is not None and self.config.packed:
-            raise ValueError("`packed=True` does not support images, whose ids are all the same. Set `packed=False`.")
+            raise ValueError("`packed=True` does not support images: placeholders are equal. Set `packed=False`.")
         return images
 
     def unexpanded(self, prompts: Sequence[Prompt], tools: Sequence[Any]) -> dict[tuple[int, ...], list[int]]:

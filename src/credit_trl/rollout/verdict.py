@@ -175,8 +175,7 @@ class VerdictLog:
         from trl.trainer.utils import get_callable_name, is_async_callable  # tasks import this module without TRL
 
         name = get_callable_name(reward_func)
-        parameters = parameters_of(reward_func)
-        ignored = () if "truncated" in parameters or takes_any_keyword(parameters) else ("truncated",)
+        ignored = () if takes(reward_func, "truncated") else ("truncated",)
 
         def accepted(arguments: dict[str, Any], held: list[Callable[[], None]]) -> dict[str, Any]:
             """Arguments that the function takes. Its calls of loggers wait in `held`, as it may fail or be late."""
@@ -287,9 +286,10 @@ def parameters_of(func: Callable[..., Any]) -> dict[str, inspect.Parameter]:
         return {"kwargs": inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD)}
 
 
-def takes_any_keyword(parameters: Mapping[str, inspect.Parameter]) -> bool:
-    """Whether one of the parameters is `**kwargs`."""
-    return any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
+def takes(func: Callable[..., Any], name: str) -> bool:
+    """Whether a function takes a keyword argument of this name, by itself or in `**kwargs`."""
+    parameters = parameters_of(func)
+    return name in parameters or any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
 
 
 def join_feedback(parts: Sequence[str | None]) -> str | None:

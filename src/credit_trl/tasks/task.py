@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from credit_trl.rollout.deadline import call_in_thread
-from credit_trl.rollout.verdict import Verdict, as_verdicts, join_feedback, parameters_of, takes_any_keyword
+from credit_trl.rollout.verdict import Verdict, as_verdicts, join_feedback, takes
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -95,8 +95,7 @@ def batch_of(verify: Callable[..., Verdict], name: str = "reward") -> Callable[.
     The returned function takes `completions` (texts, or conversations whose last assistant message is graded), the
     column `answer`, and `truncated` (a flag per completion, or `None`). Its `__name__` is `name`, which TRL logs.
     """
-    parameters = parameters_of(verify)
-    takes_flag = "truncated" in parameters or takes_any_keyword(parameters)
+    takes_flag = takes(verify, "truncated")
 
     def reward(
         completions: Sequence[Any], answer: Sequence[Any], truncated: Sequence[bool] | None = None, **columns: Any
@@ -129,8 +128,7 @@ def call_reward(reward: Callable[..., Any], **arguments: Any) -> Rewards:
 
 def _graded(function: Callable[..., Any], arguments: Mapping[str, Any]) -> list[Verdict]:
     """Verdicts of a reward function, which gets the arguments that it takes."""
-    parameters = parameters_of(function)
-    accepted = arguments if takes_any_keyword(parameters) else {k: v for k, v in arguments.items() if k in parameters}
+    accepted = {name: value for name, value in arguments.items() if takes(function, name)}
     name = getattr(function, "__name__", type(function).__name__)
     return as_verdicts(name, call_reward(function, **accepted), arguments)
 

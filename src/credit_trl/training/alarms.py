@@ -99,7 +99,7 @@ _MESSAGES = {
     "before the fall with a lower learning rate, or see docs/troubleshooting.md.",
 } | {
     f"engine_{kind}": f"The engine's log-probabilities of {{share:.1%}} of the sampled tokens are {kind} "
-    f"(`sampling/frac_{kind}_logps`), which have no ratio, or its bound. Check its weights, precision and options."
+    f"(`sampling/frac_{kind}_logps`), which have no ratio, or its bound. Check weights and precision of the engine."
     for kind in ("missing", "infinite")
 }
 # Metric whose drift is an alarm -> cause of the alarm.

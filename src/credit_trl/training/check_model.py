@@ -54,7 +54,7 @@ def check_model(model: nn.Module, accelerator: Accelerator) -> None:
         raise ValueError(
             f"The logits of `{name}` in {str(own.dtype).removeprefix('torch.')} change by {changed:.2g} (NaN: inf) "
             "when its prompt is padded on the left: it would train on another distribution than it samples from. Set "
-            "another dtype or `attn_implementation`, use rotary or relative positions, or TRL's `GRPOTrainer`."
+            "another dtype or `attn_implementation`, or use a model with relative positions or TRL's `GRPOTrainer`."
         )
 
 

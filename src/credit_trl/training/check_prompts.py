@@ -29,7 +29,7 @@ def check_image_options(accelerator: Accelerator, has_processor: bool) -> None:
         )
 
 
-def check_first_prompts(trainer: Any, datasets: dict[str, Any], *, distills: bool) -> None:
+def check_prompts(trainer: Any, datasets: dict[str, Any], *, distills: bool) -> None:
     """Check the form of all prompts, and more of the first of each dataset; of streams only the columns.
 
     Prompts that environments or a `rollout_func` change are not checked. Warns where one ends in an EOS id.
