@@ -68,21 +68,23 @@ def make_trainer(
         options: options that all three trainers have.
         own: further options of the kind.
     """
-    if kind == "credit":
-        config = CreditConfig(**options, **own)
-        return CreditTrainer(make_model(), verdicts, config, rows, processing_class=tokenizer)
-
-    def rewards(completions: list[Any], **columns: Any) -> list[float]:
-        return [float(verdict) for verdict in verdicts(completions, **columns)]
-
-    if kind == "grpo":
-        return GRPOTrainer(make_model(), rewards, GRPOConfig(**options, **own), rows, processing_class=tokenizer)
-    empty = [[{"role": "assistant", "content": ""}]] * len(rows)
-    feedback = [verdict.feedback for verdict in verdicts(empty, **rows.to_dict())]
-    rows = rows.add_column("privileged_context", feedback)
-    with tempfile.TemporaryDirectory() as folder:  # SDPOTrainer loads the teacher from the student's path
+    with tempfile.TemporaryDirectory() as folder:
         model = make_model()
-        model.save_pretrained(folder)
+        if kind == "sdpo" or options.get("use_vllm"):  # SDPO's teacher and vLLM load the student from its path
+            model.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
+            model.name_or_path = folder
+        if kind == "credit":
+            config = CreditConfig(**options, **own)
+            return CreditTrainer(model, verdicts, config, rows, processing_class=tokenizer)
+
+        def rewards(completions: list[Any], **columns: Any) -> list[float]:
+            return [float(verdict) for verdict in verdicts(completions, **columns)]
+
+        if kind == "grpo":
+            return GRPOTrainer(model, rewards, GRPOConfig(**options, **own), rows, processing_class=tokenizer)
+        empty = [[{"role": "assistant", "content": ""}]] * len(rows)
+        feedback = [verdict.feedback for verdict in verdicts(empty, **rows.to_dict())]
         config = SDPOConfig(
             distillation_mode="topk_logits",
             distillation_add_tail=True,
@@ -92,6 +94,7 @@ def make_trainer(
             **own,
         )
         del model
+        rows = rows.add_column("privileged_context", feedback)
         return SDPOTrainer(folder, rewards, config, rows, processing_class=tokenizer)
 
 

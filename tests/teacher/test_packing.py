@@ -88,7 +88,8 @@ def test_attention_is_that_of_the_sequences_with_small_masks(monkeypatch, heads,
 
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("heads", HEADS)
-def test_one_call_with_variable_lengths_is_that_of_the_sequences(monkeypatch, heads, window):
+@pytest.mark.parametrize("width", [8, 32, 80, 192, 256])
+def test_one_call_with_variable_lengths_is_that_of_the_sequences(monkeypatch, width, heads, window):
     """With torch's kernel on a GPU, with a naive one on a CPU."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     on_gpu = device.type == "cuda"
@@ -97,7 +98,7 @@ def test_one_call_with_variable_lengths_is_that_of_the_sequences(monkeypatch, he
         monkeypatch.setattr(packing, "VARLEN_DTYPES", (torch.float32,))
         monkeypatch.setattr(packing, "has_varlen_kernel", lambda device: True)
     monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", None)
-    module, states = make_states(heads, 32, torch.bfloat16 if on_gpu else torch.float32, device)
+    module, states = make_states(heads, width, torch.bfloat16 if on_gpu else torch.float32, device)
     layout = RowLayout(LENGTHS, PARENTS)
     formed = []
     for _ in range(2):  # layers
