@@ -46,7 +46,7 @@ class Sample:
 
 
 class Trial:
-    """A process that builds something at its first request and then answers requests.
+    """A process that builds something at once and then answers requests.
 
     Args:
         build: Importable function, called in the process with the hashable `arguments`. Returns the function that
@@ -56,12 +56,18 @@ class Trial:
     def __init__(self, build: Callable[..., Callable[..., Any]], *arguments: Any) -> None:
         self.process = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
         self.built = (build, *arguments)
+        self.process.submit(_prepare, self.built)
 
     def ask(self, *request: Any) -> Any:
         return self.process.submit(_answer, self.built, request).result()
 
     def close(self) -> None:
         self.process.shutdown()
+
+
+def _prepare(built: tuple[Any, ...]) -> None:
+    """Build; the first request raises an error again."""
+    _build(*built)
 
 
 @cache
