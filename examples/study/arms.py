@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from credit_trl import CreditConfig, CreditTrainer
 
@@ -22,7 +26,16 @@ ARMS: dict[str, dict[str, Any]] = {
     "CREDIT form=guide λ=1.5": {"contrastive_coef": 1.5, "contrastive_form": "guide"},
     "temper-only λ=0.1": {"contrastive_coef": 0.1},
     "GRPO": {"distillation_weight": 0.0},
+    # What could take the place of feedback, contrast or teacher: `CHANGES`, and options alone.
+    "foreign z SDPO": {"contrastive_coef": 0.0},
+    "foreign z λ=0.1": {"contrastive_coef": 0.1},
+    "no z SDPO": {"contrastive_coef": 0.0, "teacher_prompt": "student"},
+    "no z λ=0.1": {"contrastive_coef": 0.1, "teacher_prompt": "student"},
+    "five rollouts SDPO": {"contrastive_coef": 0.0, "num_generations": 5, "per_device_train_batch_size": 80},
+    "anchored GRPO": {"distillation_weight": 0.0, "beta": 0.04},
+    "unlikely tokens GRPO": {"distillation_weight": 0.0},
 }
+UNLIKELY = 0.1  # probability below which a sampled token is unlikely
 # Name and color in figures, in the order of legends and tables.
 STYLES = {
     "SDPO": ("SDPO", "#D55E00"),
@@ -56,10 +69,52 @@ def with_options(arm: str, options: dict[str, Any]) -> tuple[str, dict[str, Any]
 def make_trainer(
     arm: str, options: dict[str, Any], model: Any, reward: Any, rows: Any, tokenizer: Any
 ) -> CreditTrainer:
-    """The trainer of an arm, by the arm's name in `ARMS`. Temper-only has the target (1 − λ) f in place of f − λ Ĝ."""
+    """The trainer of an arm, by the arm's name in `ARMS`, with its change of `CHANGES`."""
+    change = next((change for name, change in CHANGES.items() if arm.startswith(name)), None)
     is_tempered = arm.startswith("temper-only")
     config = CreditConfig(**options | ({"contrastive_coef": 0.0} if is_tempered else {}))
     trainer = CreditTrainer(model, reward, config, rows, processing_class=tokenizer)
-    if is_tempered:
-        temper(trainer.credit_step, options["contrastive_coef"])
+    if change is not None:
+        change(trainer, options)
     return trainer
+
+
+def temper_target(trainer: CreditTrainer, options: dict[str, Any]) -> None:
+    """The target (1 − λ) f in place of f − λ Ĝ."""
+    temper(trainer.credit_step, options["contrastive_coef"])
+
+
+def read_foreign_feedback(trainer: CreditTrainer, options: dict[str, Any]) -> None:
+    """Give teacher and contrast the feedback of the next prompt of the batch (one process)."""
+    build = trainer.credit_step.build_contexts
+
+    def build_foreign(batch: Any) -> Any:
+        texts = batch.verdict_feedback
+        moved = [*texts[batch.group_size :], *texts[: batch.group_size]]
+        return build(replace(batch, verdict_feedback=moved))
+
+    trainer.credit_step.build_contexts = build_foreign
+
+
+def punish_unlikely_tokens(trainer: CreditTrainer, options: dict[str, Any]) -> None:
+    """Lower the advantage of each token that is `UNLIKELY` under the policy by 1, the deviation of an advantage."""
+    generate = trainer._generate_and_score_completions
+
+    @torch.no_grad()
+    def generate_and_punish(inputs: Any) -> Any:
+        output = generate(inputs)
+        names = ("prompt_ids", "completion_ids"), ("prompt_mask", "completion_mask")
+        ids, mask = (torch.cat([output[name] for name in of], dim=1) for of in names)
+        kept = output["completion_ids"].shape[1]
+        logps, *_ = trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, kept)
+        output["advantages"] = output["advantages"][:, None] - (logps.exp() < UNLIKELY).to(logps)
+        return output
+
+    trainer._generate_and_score_completions = generate_and_punish
+
+
+CHANGES: dict[str, Callable[[CreditTrainer, dict[str, Any]], None]] = {
+    "temper-only": temper_target,
+    "foreign z": read_foreign_feedback,
+    "unlikely tokens": punish_unlikely_tokens,
+}
