@@ -15,10 +15,9 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from measure import Results, Sample, measured
-from step import GPU_WORKLOAD, stage_seconds
+from measure import Results
+from step import GPU_WORKLOAD, in_training
 from trainers import half_right, workload_trainer
-from transformers import TrainerCallback
 from update_phase import SHAPES
 from workload import Workload, provenance
 
@@ -30,44 +29,25 @@ ENGINE = {"use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilizatio
 CHECKED = SHAPES["Qwen3-8B"].with_(batch=8, group=4, completion=256)
 
 
-class StepLog(TrainerCallback):
-    """Measures every step; stops the engine's weight updates before the last `STALE` steps."""
-
-    def __init__(self, trainer: Any, device: str) -> None:
-        self.trainer, self.device = trainer, device
-        self.samples: list[Sample] = []
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == state.max_steps - STALE:
-            self.trainer.vllm_generation.sync_weights = lambda: None
-        self.before = stage_seconds(self.trainer)
-        self.measuring = measured(self.device)
-        self.samples.append(self.measuring.__enter__())
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.measuring.__exit__(None, None, None)
-        seconds = stage_seconds(self.trainer)
-        self.samples[-1].stages = {name: seconds[name] - self.before.get(name, 0.0) for name in seconds}
-
-
 def run(kind: str, workload: Workload, steps: int) -> dict[str, Any]:
     """Train for a number of steps and `STALE` more; return medians of the timed steps."""
-    options = ENGINE | {"max_steps": steps + STALE, "logging_steps": 1, "learning_rate": 1e-4}
-    trainer = workload_trainer(kind, workload, half_right, options | {"bf16": workload.device == "cuda"})
-    log = StepLog(trainer, workload.device)
-    trainer.add_callback(log)
-    trainer.train()
-    timed = log.samples[WARM_UP:-STALE]
+    options = ENGINE | {"logging_steps": 1, "learning_rate": 1e-4, "bf16": workload.device == "cuda"}
+    trainer = workload_trainer(kind, workload, half_right, options)
+    measure = in_training(trainer, workload.device)
+    samples = [measure(None) for _ in range(steps)]
+    trainer.vllm_generation.sync_weights = lambda: None
+    samples += [measure(None) for _ in range(STALE + 1)]  # the last one lets the one before be logged
+    timed = samples[WARM_UP:steps]
     seconds = statistics.median(sample.seconds for sample in timed)
     differences = [row[DIFFERENCE] for row in trainer.state.log_history if DIFFERENCE in row]  # SDPO logs none
     return {
         "seconds": seconds,
-        "samples": [sample.seconds for sample in log.samples],
+        "samples": [sample.seconds for sample in samples],
         "stages": {name: statistics.median(sample.stages[name] for sample in timed) for name in timed[0].stages},
         "trained_tokens_a_second": workload.batch * workload.completion / seconds,
         "peak_mb": max(sample.peak_mb for sample in timed),
-        "logp_difference": differences[:-STALE],
-        "logp_difference_stale": differences[-STALE:],
+        "logp_difference": differences[:steps],
+        "logp_difference_stale": differences[steps : steps + STALE],
     }
 
 

@@ -61,11 +61,6 @@ GPU_WORKLOAD = SHAPES["Qwen3-0.6B"].with_(
 DENSE_BF16 = 989e12  # FLOP/s of an H100 or H200 by the datasheet
 
 
-def stage_seconds(trainer: Any) -> dict[str, float]:
-    """Seconds by stage up to now; empty for a trainer of TRL."""
-    return dict(trainer.clock.seconds) if hasattr(trainer, "clock") else {}
-
-
 class Turns(TrainerCallback):
     """Waits before each step for a requested completion length, then measures the step."""
 
@@ -74,17 +69,21 @@ class Turns(TrainerCallback):
         self.asked: queue.Queue[int | None] = queue.Queue()
         self.answers: queue.Queue[Sample | Exception] = queue.Queue()
 
+    def seconds(self) -> dict[str, float]:
+        """Seconds by stage up to now; empty for a trainer of TRL."""
+        return dict(self.trainer.clock.seconds) if hasattr(self.trainer, "clock") else {}
+
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if length := self.asked.get():
             generation = self.trainer.generation_config
             generation.min_new_tokens = generation.max_new_tokens = length
-        self.before = stage_seconds(self.trainer)
+        self.before = self.seconds()
         self.measuring = measured(self.device)
         self.sample = self.measuring.__enter__()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.measuring.__exit__(None, None, None)
-        stages = {name: seconds - self.before.get(name, 0.0) for name, seconds in stage_seconds(self.trainer).items()}
+        stages = {name: seconds - self.before.get(name, 0.0) for name, seconds in self.seconds().items()}
         # Optimizer and teacher update
         self.sample.stages = stages | {"other": self.sample.seconds - sum(stages.values())}
         self.answers.put(self.sample)

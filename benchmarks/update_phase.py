@@ -11,15 +11,17 @@ other. Ratios are medians of ratios within a round. Peaks are those of each proc
 thread (`OMP_NUM_THREADS=1`) and the ratios of processor seconds.
 
 `gpu`: random weights in bf16, gradient checkpointing, no optimizer. A trial that does not fit is reported, and the
-others continue.
+others continue. With PROFILE=1 in the environment each update prints its longest kernels instead of being a result.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -162,7 +164,16 @@ def measure_gpu(models: dict[str, Workload], wanted: list[str] | None, rounds: i
 
 def build_gpu(kind: str, workload: Workload) -> Callable[[dict[str, Any]], Sample | None]:
     """`updates.build` in the child process, with None for an update that does not fit."""
-    return none_if_out_of_memory(updates.build(kind, workload))
+    answer = none_if_out_of_memory(updates.build(kind, workload))
+    return partial(_profiled, answer) if "PROFILE" in os.environ else answer
+
+
+def _profiled(answer: Callable[[dict[str, Any]], Any], changes: dict[str, Any]) -> Any:
+    """An answer, whose 25 longest kernels are printed."""
+    with torch.profiler.profile() as profile:
+        found = answer(changes)
+    print(profile.key_averages().table(sort_by="self_device_time_total", row_limit=25), flush=True)
+    return found
 
 
 def _measure_points(arguments: tuple[str, Workload], rounds: int) -> dict[str, Any]:

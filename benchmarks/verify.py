@@ -1,9 +1,8 @@
-"""Throughput of verifiers, and overhead of the sandbox.
+"""Overhead of the sandbox.
 
     python benchmarks/verify.py --out benchmarks/results/verify.json
 
-Verdicts a second of a batch of 256 rollouts, for each task, on one core. A verdict of `livecodebench` runs all tests
-of a rollout. The overhead is that of trivial programs in each tier over `python -I -S`; both take turns.
+Trivial programs in each tier over `python -I -S`, in turns on one core.
 """
 
 from __future__ import annotations
@@ -24,46 +23,9 @@ from typing import Any
 from workload import provenance
 
 from credit_trl.sandbox import Program, SandboxError, open_sandbox
-from credit_trl.tasks import load_task
 
-ROLLOUTS = 256
 TRIVIAL = "print(sum(map(int, input().split())))"
 NUMBERS = "1 2 3"
-REST = "Let me think about this step by step. " * 20
-
-
-def batches() -> dict[str, tuple[list[str], list[str]]]:
-    """For each task 256 responses, correct and wrong, and their gold answers."""
-    letters = [f"<think>{REST}</think><answer>{'ABCD'[n % 4]}</answer>" for n in range(ROLLOUTS)]
-    call = json.dumps([{"Action": "getForecast", "Action_Input": json.dumps({"city": "Oslo", "days": 3})}])
-    calls = [
-        f'Thought: {REST}\nAction: getForecast\nAction Input: {{"city": "Oslo", "days": {n % 4}}}\n'
-        for n in range(ROLLOUTS)
-    ]
-    fractions = [rf"{REST} \boxed{{\frac{{{n}}}{{7}} + x}}" for n in range(ROLLOUTS)]
-    # The problems of the package, each with a program that reads its input and prints it
-    problems = load_task("livecodebench:examples").build("test")["answer"]
-    programs = ["```python\nprint(input())\n```"] * ROLLOUTS
-    return {
-        "sciknoweval": (letters, ["A"] * ROLLOUTS),
-        "toolalpaca": (calls, [call] * ROLLOUTS),
-        "math": (fractions, [r"x + \frac{3}{7}"] * ROLLOUTS),
-        "livecodebench:examples": (programs, [problems[n % len(problems)] for n in range(ROLLOUTS)]),
-    }
-
-
-def measure_tasks(seconds: float) -> dict[str, float]:
-    """Verdicts a second: the median of at least three batches after a warm-up."""
-    found = {}
-    for task, (responses, answers) in batches().items():
-        grade = load_task(task).reward
-        completions = [[{"role": "assistant", "content": response}] for response in responses]
-        grade(completions[:16], answer=answers[:16])
-        times: list[float] = []
-        while len(times) < 3 or sum(times) < seconds:
-            times.append(timed(partial(grade, completions, answer=answers)))
-        found[task] = ROLLOUTS / statistics.median(times)
-    return found
 
 
 def timed(call: Callable[[], Any]) -> float:
@@ -102,14 +64,12 @@ def measure_overhead(rounds: int, block: int) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=5.0, help="duration of each task")
     parser.add_argument("--rounds", type=int, default=10, help="rounds of the overhead")
     parser.add_argument("--block", type=int, default=100, help="programs of a round")
     parser.add_argument("--out", type=Path, help="file of the result")
     args = parser.parse_args()
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:1])
-    result: dict[str, Any] = {"verdicts_per_second": measure_tasks(args.seconds)}
-    result["times_without_sandbox"] = measure_overhead(args.rounds, args.block)
+    result = {"times_without_sandbox": measure_overhead(args.rounds, args.block)}
     print(json.dumps(result, indent=1))
     if args.out:
         args.out.write_text(json.dumps(provenance() | result, indent=1) + "\n")
