@@ -48,6 +48,7 @@ OPTIONS = {
         "per_device_train_batch_size": 64,
         "num_generations": 4,
         "logging_steps": 10,
+        "teacher_model_kind": "ema",
     },
     **{"max_completion_length": 8, "distillation_topk": None, "use_successful_as_teacher": False},  # feedback only
     **{"reprompt_template": "{prompt}{solution}{feedback}", "feedback_template": " {feedback_raw}"},

@@ -49,7 +49,7 @@ class CreditConfig(GRPOConfig):
 
     GRPO, SDPO and CREDIT are one trainer that differs only in the advantage: `distillation_weight=0` is GRPO,
     `contrastive_coef=0` is SDPO. Options of TRL's `SDPOConfig` keep their names. Options of the credit default to the
-    paper's LiveCodeBench column, and those of `GRPOConfig` to TRL's values; `CreditConfig.paper` gives a whole column.
+    paper's LiveCodeBench column, with a frozen teacher, others to TRL's values; `CreditConfig.paper` gives a column.
 
     Without an accelerator `bf16` is off by default. With a distillation loss a generation batch holds at least 8
     prompts where no batch size is set, and `vllm_importance_sampling_mode` is `"token_truncate"` with the bound 2.0:
@@ -104,9 +104,9 @@ class CreditConfig(GRPOConfig):
 
         > The teacher π_ref
 
-        teacher_model_kind (`str`, *optional*, defaults to `"ema"`):
-            The teacher: an exponential moving average of the policy (`"ema"`), the policy itself (`"live"`), the
-            initial policy (`"base"`), or the `"model"` that the options `teacher_model_…` name.
+        teacher_model_kind (`str`, *optional*, defaults to `"base"`, or `"ema"` if one of its two options is set):
+            The teacher: the initial policy (`"base"`), an exponential moving average of the policy (`"ema"`, the
+            paper's), the policy itself (`"live"`), or the `"model"` that the options `teacher_model_…` name.
         teacher_model_name_or_path (`str`, *optional*):
             Name or path of a causal LM with the policy's vocabulary, such as a larger or a fine-tuned model. A
             checkpoint stores its name and revision, not its weights.
@@ -116,8 +116,8 @@ class CreditConfig(GRPOConfig):
         teacher_prompt (`"privileged"` or `"student"`, *optional*, defaults to `"privileged"`):
             Prompt of the teacher: (x, z), or the student's own x. With `"student"` every sample has a teacher, and
             `teacher_model_kind="model"` is plain on-policy distillation (TRL's `DistillationTrainer`).
-        teacher_update_rate (`float`, *optional*, defaults to `0.01`):
-            In (0, 1]: `teacher ← (1 − rate) · teacher + rate · student`.
+        teacher_update_rate (`float`, *optional*):
+            Of `"ema"`, in (0, 1], `None` for 0.01: `teacher ← (1 − rate) · teacher + rate · student`.
         teacher_sync_steps (`int`, *optional*):
             Optimizer steps between updates of the EMA. `None`: one update per generation batch.
 
@@ -181,11 +181,11 @@ class CreditConfig(GRPOConfig):
     scoring_batch_tokens: int = 16384
     packed: bool | None = None
 
-    teacher_model_kind: Literal["ema", "live", "base", "model"] = "ema"
+    teacher_model_kind: Literal["base", "ema", "live", "model"] | None = None
     teacher_model_name_or_path: str | None = None
     teacher_model_init_kwargs: dict[str, Any] | str | None = None
     teacher_prompt: Literal["privileged", "student"] = "privileged"
-    teacher_update_rate: float = 0.01
+    teacher_update_rate: float | None = None
     teacher_sync_steps: int | None = None
 
     include_environment_feedback: bool = True
@@ -251,6 +251,7 @@ _PAPER: dict[str, Any] = {
     "per_device_train_batch_size": 2,
     "loss_type": "grpo",
     "max_completion_length": 8192,
+    "teacher_model_kind": "ema",
 }
 _OTHER_THAN_CODE: dict[str, Any] = {
     "warmup_steps": 10,
@@ -300,6 +301,9 @@ def _resolve_defaults(config: CreditConfig) -> None:
             setattr(config, name, getattr(GRPOConfig, name))
     if distills and not config.is_sized:
         config.gradient_accumulation_steps = _accumulation(config, _DEFAULT_PROMPTS)
+    has_average = (config.teacher_update_rate, config.teacher_sync_steps) != (None, None)
+    config.teacher_model_kind = config.teacher_model_kind or ("ema" if has_average else "base")
+    config.teacher_update_rate = config.teacher_update_rate or 0.01
     if config.vllm_importance_sampling_mode is None:
         config.vllm_importance_sampling_mode = "token_truncate" if distills else "sequence_mask"
         if distills and config.vllm_importance_sampling_clip_max == GRPOConfig.vllm_importance_sampling_clip_max:
@@ -356,7 +360,8 @@ _PLACEHOLDERS = {
 # Range in words -> its test, and the options that are in it.
 _RANGES: dict[str, tuple[Callable[[Any], bool], tuple[str, ...]]] = {
     "in [0, 1]": (lambda x: 0.0 <= x <= 1.0, ("distillation_weight", "distillation_alpha")),
-    "in (0, 1]": (lambda x: 0.0 < x <= 1.0, ("teacher_update_rate", "top_p")),
+    "in (0, 1]": (lambda x: 0.0 < x <= 1.0, ("top_p",)),
+    "in (0, 1] or None": (lambda x: x is None or 0.0 < x <= 1.0, ("teacher_update_rate",)),
     "above 0": (lambda x: x > 0.0, ("temperature",)),
     "finite and at least 0": (lambda x: 0.0 <= x < math.inf, ("contrastive_coef", "learning_rate")),
     "finite": (math.isfinite, ("success_reward_threshold",)),
@@ -388,9 +393,12 @@ def _check_values(config: CreditConfig) -> None:
         ValueError: a value is out of range, or a template has wrong placeholders.
     """
     for name, kind in get_type_hints(CreditConfig).items():
-        if get_origin(kind) is Literal and getattr(config, name) not in get_args(kind):
+        is_optional = type(None) in get_args(kind)
+        kind = get_args(kind)[0] if is_optional else kind
+        value = getattr(config, name)
+        if get_origin(kind) is Literal and value not in get_args(kind) and not (is_optional and value is None):
             choices = ", ".join(map(str, get_args(kind)))
-            raise ValueError(f"`{name}` must be one of {choices}; got {getattr(config, name)!r}.")
+            raise ValueError(f"`{name}` must be one of {choices}; got {value!r}.")
     for words, (is_in_range, names) in _RANGES.items():
         for name in names:
             value = getattr(config, name)
@@ -480,7 +488,6 @@ _COMBINATIONS: tuple[tuple[Callable[[CreditConfig], bool], str], ...] = (
     ),
     (
         lambda c: c.distillation_tail == "renormalize" and c.distillation_topk == 1,
-        "`distillation_topk=1` with `distillation_tail='renormalize'` is a loss of 0. Increase `distillation_topk`, "
-        "or set `distillation_tail='bucket'`.",
+        "`distillation_topk=1` with `distillation_tail='renormalize'` is a loss of 0. Increase `distillation_topk`.",
     ),
 )

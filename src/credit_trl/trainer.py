@@ -1,9 +1,6 @@
 """`CreditTrainer`: TRL's GRPO trainer with per-token credit from feedback.
 
-This module wires the stages and computes nothing itself:
-
-    rollout ──► contexts ──► teacher ──► loss
-    y, verdict   x,z | x',z    hidden      f, Ĝ, R_t, gradient
+This module wires the stages of `training.step`, and computes nothing itself.
 """
 
 from __future__ import annotations
@@ -226,8 +223,7 @@ class CreditTrainer(ResumableTrainer):
         if self.use_vllm and builder.reader is not None:
             self.vllm_generation.unexpanded = builder.unexpanded(prompts, tools)
         *generated, _, tool_images = super()._generate(prompts)
-        is_first = self.state.global_step == 0
-        check_rollout_images(tool_images, generated[0], prompts, builder, tools, is_first=is_first)
+        check_rollout_images(tool_images, generated[0], prompts, builder, tools, is_first=self.state.global_step == 0)
         return *generated, None, tool_images
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
@@ -431,8 +427,7 @@ class CreditTrainer(ResumableTrainer):
         metrics.update({name: [value] for name, value in self._token_metrics.read(self._mode).items()})
         self.alarms.check_log(metrics, logs, self.model.config.get_text_config().vocab_size)
         if self.model.training:
-            step_times = metrics.get("step_time")
-            if step_times:  # what no other stage takes
+            if step_times := metrics.get("step_time"):  # what no other stage takes
                 self.clock.seconds["update"] = sum(step_times) - sum(self.clock.seconds.values())
                 self._log_values(self.clock.report(len(step_times)))
             if self.credit_step is not None:

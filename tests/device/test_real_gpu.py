@@ -46,9 +46,8 @@ def test_few_waits_in_a_micro_batch(make_trainer, monkeypatch, case):  # noqa: F
                     return work(*args, **kwargs)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-                waits.append(
-                    [str(one.filename) + f":{one.lineno}" for one in seen if "synchroniz" in str(one.message)]
-                )
+                found = [f"{one.filename}:{one.lineno}" for one in seen if "synchroniz" in str(one.message)]
+                waits.append(found)
 
         monkeypatch.setattr(owner, method, run)
 

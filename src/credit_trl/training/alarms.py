@@ -90,8 +90,7 @@ _MESSAGES = {
     "(`target_modules`), and that a quantised base passes gradients on this device.",
     "drift_fidelity": "The teacher's fidelity (`credit/teacher_fidelity`) fell from {start:.3f} to {latest:.3f}: with "
     "the feedback the teacher prefers successful over failed completions less than before. An averaged teacher "
-    "follows a policy that unlearned to read feedback. Lower `teacher_update_rate` or the learning rate, or set "
-    "`teacher_model_kind='base'`.",
+    "follows a policy that unlearned to read feedback. Set `teacher_model_kind='base'`, or lower the learning rate.",
     "drift_length": "The mean length of completions grew from {start:.3g} to {latest:.3g}. Read some completions "
     "(`log_completions=True`): filler that is likely under any prompt is rewarded by self-distillation; a larger "
     "`contrastive_coef` subtracts it. Otherwise raise `max_completion_length`.",

@@ -50,8 +50,7 @@ def check_trl(installed: str | None = None) -> None:
             if not callable(method) or expected not in (None, found):
                 raise ImportError(
                     f"`{owner.__name__}.{name}` of TRL {installed}, which credit_trl overrides, has the parameters "
-                    f'"{found}" instead of "{expected}". Install a tested version: '
-                    f'pip install "trl=={TESTED_TRL[-1]}.*".'
+                    f'"{found}" instead of "{expected}". Install a tested one: pip install "trl=={TESTED_TRL[-1]}.*".'
                 )
     if "{0.major}.{0.minor}".format(Version(installed)) not in TESTED_TRL:
         message = f"TRL {installed} is installed, and credit_trl is tested with {' and '.join(TESTED_TRL)}."
