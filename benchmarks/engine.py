@@ -60,9 +60,8 @@ def main() -> None:
         options = {"bf16": True, "save_only_model": True, "max_steps": 100}
         workload_trainer("credit", CHECKED, half_right, options).check()
         return
-    results = Results(arguments.output)
     steps = {arguments.kind: run(arguments.kind, GPU_WORKLOAD, STEPS)}
-    results.merge(provenance() | {"workload": vars(GPU_WORKLOAD), "steps": steps})
+    Results(arguments.output).merge(provenance() | {"workload": vars(GPU_WORKLOAD), "steps": steps})
     print(json.dumps(steps))
 
 

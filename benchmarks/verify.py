@@ -23,6 +23,7 @@ from typing import Any
 from workload import provenance
 
 from credit_trl.sandbox import Program, SandboxError, open_sandbox
+from credit_trl.tasks import load_task
 
 TRIVIAL = "print(sum(map(int, input().split())))"
 NUMBERS = "1 2 3"
@@ -33,6 +34,14 @@ def timed(call: Callable[[], Any]) -> float:
     started = time.perf_counter()
     call()
     return time.perf_counter() - started
+
+
+def verdicts_a_second() -> float:
+    """Programs of `livecodebench:examples`, with all of their tests, that are verified in a second."""
+    task = load_task("livecodebench:examples")
+    answers = list(task.build("test")["answer"]) * 8
+    programs = [[{"role": "assistant", "content": "```python\nprint(input())\n```"}]] * len(answers)
+    return len(answers) / timed(partial(task.reward, programs, answer=answers))
 
 
 def measure_overhead(rounds: int, block: int) -> dict[str, float]:
@@ -69,7 +78,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="file of the result")
     args = parser.parse_args()
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:1])
-    result = {"times_without_sandbox": measure_overhead(args.rounds, args.block)}
+    ratios = measure_overhead(args.rounds, args.block)
+    result = {"verdicts_a_second": verdicts_a_second(), "times_without_sandbox": ratios}
     print(json.dumps(result, indent=1))
     if args.out:
         args.out.write_text(json.dumps(provenance() | result, indent=1) + "\n")
