@@ -14,7 +14,7 @@ TOPK = {"bucket": (5, "bucket"), "renormalize": (5, "renormalize"), "K = V": (No
 # α, C, support and other options.
 CASES = [
     *((alpha, count, support, {}) for alpha in (0.0, 0.5, 1.0) for count in (1, 2, 4) for support in TOPK),
-    *((1.0, 2, support, {"teacher_model_kind": kind}) for kind in ("base", "live") for support in TOPK),
+    *((1.0, 2, support, {"teacher_model_kind": kind}) for kind in ("ema", "live") for support in TOPK),
     *((0.5, 2, support, {"temperature": 0.7}) for support in TOPK),
     *((1.0, 1, support, {"contrastive_form": "guide", "contrastive_coef": 1.5}) for support in TOPK),
     *((alpha, 1, "K = V", {"distillation_tail": "renormalize"}) for alpha in (0.0, 1.0)),

@@ -44,7 +44,7 @@ LORA = LoraConfig(r=2, target_modules=["q_proj", "up_proj"], init_lora_weights=F
 CASES = [
     *((family, {"distillation_topk": topk}) for family in FAMILIES for topk in (5, None)),
     *(("Qwen2_5_VL", {"contrastive_count": 2, "distillation_alpha": alpha}) for alpha in (0.0, 0.5)),
-    *(("Gemma3", {"contrastive_count": 2, "teacher_model_kind": kind}) for kind in ("base", "live")),
+    *(("Gemma3", {"contrastive_count": 2, "teacher_model_kind": kind}) for kind in ("ema", "live")),
     *((family, {"contrastive_count": 2, "peft_config": LORA}) for family in ("Qwen3VL", "Idefics3")),
     ("Qwen2_5_VL", {"contrastive_source": "other_images"}),
     ("LlavaNext", {"contrastive_source": "without_images"}),

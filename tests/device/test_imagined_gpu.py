@@ -9,14 +9,15 @@ from torch import nn
 
 from device.imagined import Imagined, imagined_gpu, place
 
+AVERAGE = {"teacher_model_kind": "ema"}
 CASES = {
     "padded": {"distillation_support": "sampled"},
-    "packed": {"packed": True, "contrastive_count": 2, "save_strategy": "steps", "save_steps": 1},
-    "lora": {"lora": True, "packed": True, "distillation_topk": None},
+    "packed": {"packed": True, "contrastive_count": 2, "save_strategy": "steps", "save_steps": 1} | AVERAGE,
+    "lora": {"lora": True, "packed": True, "distillation_topk": None} | AVERAGE,
     "renormalize": {"distillation_tail": "renormalize", "packed": True},
 }
 SLOW = {
-    "lora-padded": {"lora": True, "save_strategy": "steps", "save_steps": 1, "teacher_model_kind": "base"},
+    "lora-padded": {"lora": True, "save_strategy": "steps", "save_steps": 1},
     "live": {"teacher_model_kind": "live", "distillation_tail": "renormalize"},
 }
 
