@@ -11,7 +11,7 @@ other. Ratios are medians of ratios within a round. Peaks are those of each proc
 thread (`OMP_NUM_THREADS=1`) and the ratios of processor seconds.
 
 `gpu`: random weights in bf16, gradient checkpointing, no optimizer. A trial that does not fit is reported, and the
-others continue. With PROFILE=1 in the environment each update prints its longest kernels instead of being a result.
+others continue. With PROFILE=1 in the environment each update prints its longest kernels, which makes it slower.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Overhead of the sandbox.
+"""Programs that are verified in a second, and overhead of the sandbox.
 
     python benchmarks/verify.py --out benchmarks/results/verify.json
 
-Trivial programs in each tier over `python -I -S`, in turns on one core.
+Both on one core. The overhead is that of trivial programs in each tier over `python -I -S`, in turns.
 """
 
 from __future__ import annotations
