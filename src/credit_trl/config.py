@@ -488,6 +488,7 @@ _COMBINATIONS: tuple[tuple[Callable[[CreditConfig], bool], str], ...] = (
     ),
     (
         lambda c: c.distillation_tail == "renormalize" and c.distillation_topk == 1,
-        "`distillation_topk=1` with `distillation_tail='renormalize'` is a loss of 0. Increase `distillation_topk`.",
+        "`distillation_topk=1` with `distillation_tail='renormalize'` is a loss of 0. Increase `distillation_topk`, "
+        "or set `distillation_tail='bucket'`.",
     ),
 )

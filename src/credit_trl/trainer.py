@@ -1,7 +1,4 @@
-"""`CreditTrainer`: TRL's GRPO trainer with per-token credit from feedback.
-
-This module wires the stages of `training.step`, and computes nothing itself.
-"""
+"""`CreditTrainer`: TRL's GRPO trainer with credit for each token. It wires the stages and computes nothing itself."""
 
 from __future__ import annotations
 
