@@ -65,9 +65,9 @@ def test_every_option_is_walked_or_named_as_not_walked():
 
 
 def verdicts(completions, **kwargs):
-    """A success (the k-th of group k), a middle reward and failures, all with feedback; nothing in the last group."""
+    """A success, a middle reward before or after it, and failures, with feedback; nothing in the last group."""
     texts = [c[-1]["content"] for c in completions]
-    rewards = [(1.0, 0.5, 0.0, 0.0)[(i - i // 4) % 4] if i < 12 else 0.0 for i in range(len(texts))]
+    rewards = [(1.0, 0.5, 0.0, 0.0)[(i + i // 4) % 4] if i < 12 else 0.0 for i in range(len(texts))]
     feedback = [f"Not {text!r}, {'look ' * 20} at {i}." if i < 12 else None for i, text in enumerate(texts)]
     return [Verdict(*pair) for pair in zip(rewards, feedback, strict=True)]
 
