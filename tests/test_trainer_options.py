@@ -130,7 +130,7 @@ def without_effect() -> list[str]:
     """Patterns of the documented options that a distillation loss ignores."""
     page = (ROOT / "docs" / "options.md").read_text("utf-8")
     section = page.partition("## TRL options without effect")[2].partition("\n## ")[0]
-    listed = re.search(r"have no effect and are accepted, because recipes contain them: (.*?)\.\s", section, re.DOTALL)
+    listed = re.search(r"These have no effect: (.*?)\.\s", section, re.DOTALL)
     return re.findall(r"`([\w*]+)`", listed[1])
 
 
