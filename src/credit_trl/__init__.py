@@ -14,7 +14,7 @@ from credit_trl.rollout.verdict import Verdict
 if TYPE_CHECKING:
     from credit_trl.config import CreditConfig
     from credit_trl.evaluation.callback import EvaluationCallback
-    from credit_trl.rollout.in_process import in_process
+    from credit_trl.tasks.task import in_process
     from credit_trl.trainer import CreditTrainer
 
 __all__ = ["CreditConfig", "CreditTrainer", "EvaluationCallback", "Verdict", "in_process"]
@@ -23,7 +23,7 @@ _MODULES = {
     "CreditConfig": "credit_trl.config",
     "CreditTrainer": "credit_trl.trainer",
     "EvaluationCallback": "credit_trl.evaluation.callback",
-    "in_process": "credit_trl.rollout.in_process",
+    "in_process": "credit_trl.tasks.task",
 }
 
 

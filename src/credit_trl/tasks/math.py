@@ -26,12 +26,11 @@ from pebble import ProcessPool
 from sympy import Float, I, Rational, S, Symbol, nan, sstr
 
 from credit_trl.rollout.deadline import remaining_seconds
-from credit_trl.rollout.in_process import in_process
 from credit_trl.rollout.thinking import answer_part
 from credit_trl.rollout.verdict import Verdict
 from credit_trl.sandbox.cgroups import worker_count
 from credit_trl.tasks.records import dataset_of, read_rows
-from credit_trl.tasks.task import BATCH_SECONDS, response_text
+from credit_trl.tasks.task import BATCH_SECONDS, in_process, response_text
 
 if TYPE_CHECKING:
     from datasets import Dataset

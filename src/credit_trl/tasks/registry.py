@@ -82,8 +82,7 @@ def as_task(found: Any, name: str, option: str | None = None) -> Task:
         columns = getattr(dataset, "column_names", None) or ["prompt", "answer"]
         missing = ", ".join(f"`{column}`" for column in ("prompt", "answer") if column not in columns)
         if missing:
-            given = ", ".join(columns)
-            raise ValueError(f"Task {name!r}: `build` gives no column {missing}; its columns are {given}.")
+            raise ValueError(f"Task {name!r}: `build` has no column {missing}; its columns are {', '.join(columns)}.")
         return dataset
 
     batch = getattr(found, "reward", None)
@@ -115,12 +114,11 @@ def task_of_data(data: Mapping[str, Any]) -> Task:
     """
     if data["folder"] not in sys.path:
         sys.path.insert(0, data["folder"])
-    held_out = data["test"] or data["train"]
+    held_out = data["test"] or data["train"] or {}
     if data["task"] is not None:
         task = load_task(data["task"])
     else:
-        place = held_out or {}
-        name = Path(place.get("path") or place.get("name") or "run").stem
+        name = Path(held_out.get("path") or held_out.get("name") or "run").stem
         task = Task.from_dataset({}, list(map(_reward, data["reward_funcs"])), name, data["reward_weights"])
 
     def build(split: str = "test", path: str | Path | None = None, **options: Any) -> Any:
@@ -136,7 +134,7 @@ def _own_rows(place: Mapping[str, Any] | None) -> Any:
     """Rows of a place of `describe_rows`."""
     from datasets import load_dataset
 
-    if place is None:
+    if not place:
         raise ValueError(
             "The rows of this run were a `Dataset` object that it did not store: a stream, or more than 1 GB. Save "
             "them, `dataset.to_json('questions.jsonl')`, and name the file with `--path questions.jsonl`."

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from credit_trl.rollout.deadline import call_in_thread
+from credit_trl.rollout.deadline import call_in_thread, remaining_seconds
 from credit_trl.rollout.verdict import Verdict, as_verdicts, join_feedback, takes
+from credit_trl.sandbox.in_process import InProcess
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -109,6 +110,11 @@ def batch_of(verify: Callable[..., Verdict], name: str = "reward") -> Callable[.
         return verdicts
 
     return renamed(reward, name)
+
+
+def in_process(function: Callable[..., Any]) -> InProcess:
+    """Run a reward function in a process that is killed one second after `verifier_timeout`; see `InProcess`."""
+    return InProcess(function, remaining_seconds)
 
 
 def renamed(function: Callable[..., Any], name: str) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""Reward functions in processes of their own, which end at the deadline whatever the function does.
+"""Trusted functions in processes of their own, which end at the deadline whatever the function does.
 
 A thread cannot be ended, and while one of them keeps the interpreter lock, in a regular expression or a long call of
 C, no other thread runs. The process imports the function by its name: a worker of `multiprocessing`, or of a pool on
@@ -17,49 +17,46 @@ import signal
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import update_wrapper
 from importlib import import_module
+from itertools import islice
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from threading import Lock
 from typing import Any
 
-from credit_trl.rollout.deadline import remaining_seconds
-from credit_trl.rollout.verdict import VerifierTimeout, listed
-
-_BOOT = "import sys; sys.path[:] = {!r}; from credit_trl.rollout.in_process import serve; serve({}, {!r}, {!r})"
+_BOOT = "import sys; sys.path[:] = {!r}; from credit_trl.sandbox.in_process import serve; serve({}, {!r}, {!r})"
 _NOT_SENT = {"trainer_state", "environments", "log_extra", "log_metric"}  # objects and functions of the trainer
 _GRACE_SECONDS = 1.0
 
 
-def in_process(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Run a reward function in a process of its own, as `@in_process` or `in_process(my_module.my_reward)`.
+class InProcess:
+    """A reward function that a process of its own calls, for one thread at a time.
 
     The process starts at the first call, which includes the import of the function's module. With all processes that
-    the function has started it is killed one second after `verifier_timeout`, and another one starts. Arguments,
-    results and errors are pickled. The trainer's state, environments and loggers are not passed; return
-    `Verdict.metrics` to log.
+    the function has started it is killed at the deadline, and another one starts. Arguments, results and errors are
+    pickled. The trainer's state, environments and loggers are not passed; return `Verdict.metrics` to log.
+
+    Args:
+        function: what is called.
+        remaining_seconds: seconds until the deadline of a call, when it begins; None without one.
 
     Raises:
         TypeError: another process cannot import the function by its name: it is a lambda, a method, an object, or a
             function of another function or of the script or notebook that trains.
     """
-    module, name = (getattr(function, attribute, None) for attribute in ("__module__", "__qualname__"))
-    if name is None or not name.isidentifier() or module == "__main__":
-        raise TypeError(
-            f"`in_process` got {function!r}, which another process cannot import by its name. Use a function that "
-            "`def` defines at the top level of a module, and not of the script or notebook that trains."
-        )
-    return _InProcess(function)
 
-
-class _InProcess:
-    """A function that a process of its own calls, for one thread at a time."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., Any], remaining_seconds: Callable[[], float | None]) -> None:
+        module, name = (getattr(function, attribute, None) for attribute in ("__module__", "__qualname__"))
+        if name is None or not name.isidentifier() or module == "__main__":
+            raise TypeError(
+                f"`in_process` got {function!r}, which another process cannot import by its name. Use a function that "
+                "`def` defines at the top level of a module, and not of the script or notebook that trains."
+            )
         update_wrapper(self, function)
+        self._remaining_seconds = remaining_seconds
         self._lock = Lock()
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -67,19 +64,19 @@ class _InProcess:
         """Call the function.
 
         Raises:
-            VerifierTimeout: the deadline came first.
+            TimeoutError: the deadline came first.
             RuntimeError: the process has ended.
             Exception: the function's error, or that of pickling.
         """
         request = (values, {key: value for key, value in arguments.items() if key not in _NOT_SENT})
-        seconds = remaining_seconds()
+        seconds = self._remaining_seconds()
         if not self._lock.acquire(timeout=-1 if seconds is None else max(0.0, seconds)):
-            raise VerifierTimeout(f"The process of the reward function {self.__name__!r} is still busy.")
+            raise TimeoutError(f"The process of the reward function {self.__name__!r} is still busy.")
         try:
             is_error, answer = self._ask(request)
         except BaseException as error:  # also an interrupt: the next call must not get the answer to this one
             status = self._end()
-            if isinstance(error, VerifierTimeout):
+            if isinstance(error, TimeoutError):
                 self._start()  # imports the module meanwhile
             if isinstance(error, EOFError | ConnectionError):
                 raise RuntimeError(
@@ -97,10 +94,10 @@ class _InProcess:
         """Send a request to the process and return what `_answer` gives."""
         if self._process is None:
             self._start()
-        seconds = remaining_seconds()
+        seconds = self._remaining_seconds()
         self._connection.send((*request, seconds))
         if not self._connection.poll(seconds and max(0.0, seconds)):
-            raise VerifierTimeout(f"The process of the reward function {self.__name__!r} has not answered in time.")
+            raise TimeoutError(f"The process of the reward function {self.__name__!r} has not answered in time.")
         return self._connection.recv()
 
     def _start(self) -> None:
@@ -144,12 +141,15 @@ def _answer(module: str, name: str, request: bytes) -> bytes:
         if seconds is not None:  # ends this process also if the trainer was killed meanwhile
             faulthandler.dump_traceback_later(max(0.0, seconds) + _GRACE_SECONDS, exit=True)
         function = getattr(import_module(module), name)
-        if isinstance(function, _InProcess):  # a decorated one
+        if isinstance(function, InProcess):  # a decorated one
             function = function.__wrapped__
         output = function(*values, **arguments)
         if inspect.iscoroutine(output):
             output = asyncio.run(output)
-        return pickle.dumps((False, listed(output, arguments)))
+        if isinstance(output, Iterator):  # perhaps without an end: one element too many is an error of the caller's
+            count = len(arguments["completions"]) + 1 if "completions" in arguments else None
+            output = list(islice(output, count))
+        return pickle.dumps((False, output))
     except BaseException as error:
         error.add_note(f"In the process of {name!r}:\n{traceback.format_exc()}")
         with suppress(Exception):
