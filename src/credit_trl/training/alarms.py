@@ -1,4 +1,4 @@
-"""Warnings of a run that does not learn what it should, each raised once."""
+"""Warnings of a run that does not learn what it should, each raised once; `alarms.yaml` has their texts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import math
 import warnings
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 # Teacher entropy above this share of log V is close to uniform.
 NEARLY_UNIFORM = 0.9
@@ -34,73 +37,8 @@ HIGH_RATIO = 1.5
 # every window of a run: of 200 logs of eight problems, rewards without a trend fall below half of their best window.
 NOISE = 6.0
 
-_FIX = (
-    "Load the model in fp32 (`dtype=torch.float32`) and keep `bf16=True`, which computes in bf16 and keeps fp32 "
-    "weights, or raise `learning_rate`."
-)
 # Cause of a warning -> its message.
-_MESSAGES = {
-    "no_teacher": "No sample of this generation batch has a teacher, so its loss is 0: no rollout reached "
-    "`success_reward_threshold` and there is no feedback. Return `Verdict(reward, feedback)` from the reward "
-    "function, fill the column `privileged_context`, or lower the threshold.",
-    "no_contrast": "No sample with a teacher of this generation batch has a contrast prompt, so λ is 0. In evaluation "
-    "raise `per_device_eval_batch_size` or lower `num_generations_eval`; in training see `contrastive_source`.",
-    "feedback_dropped": "No feedback of this generation batch fits `max_reprompt_len`: all of it was dropped "
-    "(`credit/frac_feedback_dropped`). Increase it above the longest prompt, or return shorter feedback.",
-    "no_tokens": "No token of this generation batch has a loss, although samples have a teacher: "
-    "`mask_truncated_completions` masks completions that reach `max_completion_length`, and "
-    "`on_verifier_error='skip'` those without a verdict.",
-    "positions": "The teacher reads up to {longest} tokens, and the model has `max_position_embeddings={positions}`. "
-    "Lower `max_reprompt_len` or `max_completion_length`, or use a model with a longer context.",
-    "feedback_off": "The reward functions return feedback, but `include_environment_feedback=False` ignores it. Set "
-    "it to True.",
-    "lost_turns": "`Verdict.turn_feedback` has feedback on turn {turn} of a rollout with fewer turns; it is ignored. "
-    "Turns count from 0, one for each answer of the model. An environment with the attribute `current_turn` is given "
-    "the number while its tools run.",
-    "low_precision": f"The trained weights are {{names}}, which rounds small updates away. {_FIX}",
-    "weights_unchanged": "The first update changed {share:.1%} of the trained weights that have a gradient: the "
-    f"others were rounded back. {_FIX}",
-    "prompt_ends": "The first prompt of `{name}` ends in the token {last}, at which generation ends, so that "
-    "completions begin after the end of a text. Set the tokenizer's `add_eos_token=False`, or use a chat template "
-    "with a generation prompt.",
-    "ordinary_end": "Generation ends at {text!r}, which is ordinary text. Set a special token: the `eos_token` of "
-    "the tokenizer and the `eos_token_id` of the model's `generation_config`.",
-    "truncated": "{share:.0%} of the completions of a generation batch were cut at `max_completion_length`.{unknown} "
-    "Increase `max_completion_length`, or ask for shorter answers.",
-    "not_packed": "`packed=True` has no effect: {reason}. Micro-batches are padded to their longest sample "
-    "(`credit/padding_factor`).",
-    "nothing_to_do": "The checkpoint is of step {step}, and this run ends after step {last}, so there is nothing to "
-    "do. Raise `max_steps` or `num_train_epochs`.",
-    "flat_reward": "The rewards of every group were equal in {count} generation batches in a row, {mean:.2f} on "
-    "average in the last. The model solves all of these prompts or none, or the verifier does not tell completions "
-    "apart: look at a few with `log_completions=True`.",
-    "engine_mismatch": "The log-probabilities of the sampled tokens under vLLM and under the model differ by "
-    "{difference:.2f} nats on average (`sampling/sampling_logp_difference/mean`). Check that the engine has the "
-    "policy's weights, that both compute in the same precision, and that a server runs with `--logprobs-mode "
-    "processed_logprobs`.",
-    "uniform_teacher": "The teacher is nearly uniform (entropy {entropy:.2f} of at most {largest:.2f} nats). Check "
-    "its weights and its prompt.",
-    "low_mass": "The support holds {mass:.2f} of the student's probability. Increase `distillation_topk`.",
-    "generic_credit": "S_t is near zero on the tokens that the teacher accepts while ΔV_t is not (root mean squares "
-    "{specific:.3f} and {credit:.3f} nats), in {count} logs in a row: the feedback makes the same tokens "
-    "likely under any prompt, so λ lowers the reward of the answer itself. Return feedback that is read together with "
-    "the prompt, such as a letter, a position or a failing check, instead of the answer; or set `contrastive_coef=0`.",
-    "lost_gradient": "The loss is not 0 and its gradient is exactly 0, in {count} logs in a row: an operation between "
-    "the trained weights and the loss blocks gradients. Check that the forward pass uses the weights that train "
-    "(`target_modules`), and that a quantised base passes gradients on this device.",
-    "drift_fidelity": "The teacher's fidelity (`credit/teacher_fidelity`) fell from {start:.3f} to {latest:.3f}: with "
-    "the feedback the teacher prefers successful over failed completions less than before. An averaged teacher "
-    "follows a policy that unlearned to read feedback. Set `teacher_model_kind='base'`, or lower the learning rate.",
-    "drift_length": "The mean length of completions grew from {start:.3g} to {latest:.3g}. Read some completions "
-    "(`log_completions=True`): filler that is likely under any prompt is rewarded by self-distillation; a larger "
-    "`contrastive_coef` subtracts it. Otherwise raise `max_completion_length`.",
-    "drift_collapse": "The mean reward fell from {start:.3f}, its best, to {latest:.3f}. Resume from a checkpoint "
-    "before the fall with a lower learning rate, or see docs/troubleshooting.md.",
-} | {
-    f"engine_{kind}": f"The engine's log-probabilities of {{share:.1%}} of the sampled tokens are {kind} "
-    f"(`sampling/frac_{kind}_logps`), which have no ratio, or its bound. Check weights and precision of the engine."
-    for kind in ("missing", "infinite")
-}
+_MESSAGES: dict[str, str] = yaml.safe_load(Path(__file__).with_name("alarms.yaml").read_text("utf-8"))
 # Metric whose drift is an alarm -> cause of the alarm.
 _WATCHED = {
     "credit/teacher_fidelity": "drift_fidelity",
