@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from credit_trl.training.preemption import REQUEUE
+from credit_trl.cli.preemption import REQUEUE
 from tables import tables_of
 
 TABLES = tables_of(__file__)

@@ -30,9 +30,9 @@ from trl.generation.vllm_client import VLLMClient
 
 import tiny
 from credit_trl import CreditConfig, CreditTrainer
+from credit_trl.cli.preemption import SaveOnSigterm
 from credit_trl.rollout import vllm
 from credit_trl.rollout.verdict import Verdict
-from credit_trl.training.preemption import SaveOnSigterm
 from distributed import cpu_fsdp2
 
 STEPS = 5

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from credit_trl.training.preemption import REQUEUE
+from credit_trl.cli.preemption import REQUEUE
 from faults import launching
 from faults.faulty_run import FAULTS, STEPS, Fault
 

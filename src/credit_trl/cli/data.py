@@ -135,8 +135,8 @@ def drop_long_prompts(name: str, dataset: Any, model: str, limit: int, options: 
     """
     from transformers import AutoProcessor
 
-    from credit_trl.contexts.images import encode_prompt
     from credit_trl.contexts.prompts import row_prompt
+    from credit_trl.evaluation.engines import encode_prompt
 
     processor = AutoProcessor.from_pretrained(model)  # the tokenizer of a model without images
     kept = dataset.filter(lambda row: len(encode_prompt(processor, row_prompt(row), **options)) <= limit)

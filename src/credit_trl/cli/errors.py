@@ -95,7 +95,7 @@ def report_failed_process(command: str, error: ChildFailedError) -> int:
         The exit code of the reported process, or 128 + n if signal n ended it, as a shell returns. Nothing is printed
         for a run that SIGTERM ended with a checkpoint.
     """
-    from credit_trl.training.preemption import REQUEUE
+    from credit_trl.cli.preemption import REQUEUE
 
     def order(rank: int) -> tuple[int, float]:
         failure = error.failures[rank]

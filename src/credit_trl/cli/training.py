@@ -88,22 +88,18 @@ def make_trainer(
     dataset_args: DatasetMixtureConfig,
 ) -> CreditTrainer:
     """Build the trainer with its data, verifier, model and evaluation."""
-    from transformers import AutoConfig
     from trl import get_peft_config, get_quantization_config
 
+    from credit_trl.cli.preemption import SaveOnSigterm
     from credit_trl.tasks.quickstart_model import model_path, naming_model
     from credit_trl.trainer import CreditTrainer
-    from credit_trl.training.preemption import SaveOnSigterm
 
     # Names are checked before the model loads, so that a wrong one fails at once.
     if model_args.model_name_or_path is None:
         raise ValueError("No model: give `--model_name_or_path Qwen/Qwen3-0.6B`, a path, or `quickstart`.")
     model = model_path(model_args.model_name_or_path)
     teacher = training_args.teacher_model_name_or_path
-    if teacher is not None:
-        training_args.teacher_model_name_or_path = model_path(teacher)
-        with naming_model(teacher):
-            AutoConfig.from_pretrained(training_args.teacher_model_name_or_path)
+    training_args.teacher_model_name_or_path = teacher and model_path(teacher)
     wants_eval = training_args.eval_strategy != "no"
     train_dataset, eval_dataset, reward_funcs = load_data(script_args, dataset_args, wants_eval)
     training_args.model_init_kwargs = model_init_kwargs(model_args, training_args)

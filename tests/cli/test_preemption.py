@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from credit_trl.training.preemption import REQUEUE, SaveOnSigterm
+from credit_trl.cli.preemption import REQUEUE, SaveOnSigterm
 
 
 def test_signal_ends_a_run_after_its_step_and_only_while_it_trains():
