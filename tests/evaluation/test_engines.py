@@ -9,9 +9,8 @@ import pytest
 import torch
 from trl.chat_template_utils import parse_response
 
-from credit_trl.contexts.images import encode_prompt
 from credit_trl.evaluation import EvaluationConfig, SamplingConfig
-from credit_trl.evaluation.engines import TransformersEngine, VLLMEngine, weight_fingerprint
+from credit_trl.evaluation.engines import TransformersEngine, VLLMEngine, encode_prompt, weight_fingerprint
 from credit_trl.evaluation.generation import generate_ids, read_responses
 from credit_trl.evaluation.protocol import make_engine
 from tables import rows_of

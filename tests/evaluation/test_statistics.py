@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from credit_trl.evaluation import bootstrap_ci, paired_bootstrap, pass_at_k, statistics
-from credit_trl.evaluation.statistics import holm
 from tables import tables_of
 
 ALPHA = 0.05
@@ -135,12 +134,6 @@ def test_interval_over_seeds_is_students_t(count):
     expected = stats.t.ppf(0.975, count - 1) * by_seed.std(ddof=1) / math.sqrt(count)
     interval = paired_bootstrap(scores, np.zeros(4), 40_000)
     assert half_width(interval) == pytest.approx(expected, rel=0.3 if count == 2 else 0.12)
-
-
-def test_holm_adjusts_in_steps():
-    assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
-    assert holm([0.6, 0.7]) == [1.0, 1.0]
-    assert holm([]) == []
 
 
 @pytest.mark.parametrize(("function", "arguments", "options", "message"), tables_of(__file__)["invalid"])

@@ -18,8 +18,9 @@ from peft import LoraConfig, get_peft_model
 from trl.generation import vllm_client
 from trl.generation.vllm_client import VLLMClient
 
+from credit_trl.evaluation.engines import seeded
 from credit_trl.rollout import vllm
-from credit_trl.rollout.vllm import PolicyGeneration, VLLMServerError, WatchedClient, merged_weights, seeded
+from credit_trl.rollout.vllm import PolicyGeneration, VLLMServerError, WatchedClient, merged_weights
 from credit_trl.teacher.models import make_teacher
 from dense import LENGTHS, logps, naive_token_losses, scoring_model, step_problem
 from tables import tables_of

@@ -16,8 +16,7 @@ from jaxtyping import Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from credit_trl.contexts.prompts import chat_renderer, images_of
-from credit_trl.rollout.batch import Prompt, content_key
+from credit_trl.rollout.batch import content_key
 
 # Outputs of processors that TRL passes on. Others, such as masks of cross-attention, depend on the whole prompt.
 _IMAGE_INPUTS = {
@@ -113,31 +112,6 @@ class ImageReader:
             )
         modalities = {token: modality for token, modality in zip(ids, types, strict=True) if modality}
         return PromptImages(dict(outputs), modalities, name), recorder.text.split(_MARK)
-
-
-def encode_prompt(
-    processor: Any, prompt: Prompt, *, reader: ImageReader | None = None, expands: bool = True, **options: Any
-) -> list[int]:
-    """Token ids of a prompt; a conversation goes through the chat template, with the generation prompt.
-
-    Args:
-        processor: tokenizer, or processor of a multimodal model.
-        reader: of the processor, to read images once.
-        expands: False leaves one placeholder for each image.
-        **options: `chat_template_kwargs`, and `chat_template`.
-
-    Raises:
-        ValueError: the prompt has images, and there is only a tokenizer.
-    """
-    tokenizer = getattr(processor, "tokenizer", processor)
-    if isinstance(prompt, str):
-        return tokenizer(prompt)["input_ids"]
-    if tokenizer is not processor:
-        text = chat_renderer(processor, is_multimodal=True, **options)(prompt)
-        return (reader or ImageReader(processor)).encode(text, images_of(prompt) if expands else ())
-    if images_of(prompt):
-        raise ValueError("A prompt has images, and there is only a tokenizer. Pass the processor of the model.")
-    return tokenizer(chat_renderer(tokenizer, **options)(prompt), add_special_tokens=False)["input_ids"]
 
 
 class _Recorder:

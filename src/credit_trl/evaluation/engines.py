@@ -17,17 +17,17 @@ from typing import Any
 import torch
 from accelerate.utils import broadcast_object_list, gather_object
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor
+from trl.generation.vllm_generation import VLLMGeneration
 from trl.models.utils import unwrap_model_for_generation
 
-from credit_trl.contexts.images import ImageReader, encode_prompt
-from credit_trl.contexts.prompts import images_of
+from credit_trl.contexts.images import ImageReader
+from credit_trl.contexts.prompts import chat_renderer, images_of
 from credit_trl.evaluation.config import SamplingConfig
 from credit_trl.evaluation.generation import Response, end_of_turn_ids, generate_ids, pad_id, read_responses
 from credit_trl.rollout.batch import Prompt
-from credit_trl.rollout.vllm import seeded
 from credit_trl.tasks.quickstart_model import model_path, naming_model
 from credit_trl.teacher.models import eval_mode
-from credit_trl.teacher.sharding import reshard
+from credit_trl.teacher.sharding import local_part, reshard
 
 Ids = list[list[int]]  # of each prompt or completion
 Images = Sequence[Sequence[Any]]  # of each prompt; empty where none has any
@@ -272,6 +272,53 @@ class TrainerEngine(TransformersEngine):
             vars(generation).update(kept)
 
 
+def encode_prompt(
+    processor: Any, prompt: Prompt, *, reader: ImageReader | None = None, expands: bool = True, **options: Any
+) -> list[int]:
+    """Token ids of a prompt; a conversation goes through the chat template, with the generation prompt.
+
+    Args:
+        processor: tokenizer, or processor of a multimodal model.
+        reader: of the processor, to read images once.
+        expands: False leaves one placeholder for each image.
+        **options: `chat_template_kwargs`, and `chat_template`.
+
+    Raises:
+        ValueError: the prompt has images, and there is only a tokenizer.
+    """
+    tokenizer = getattr(processor, "tokenizer", processor)
+    if isinstance(prompt, str):
+        return tokenizer(prompt)["input_ids"]
+    if tokenizer is not processor:
+        text = chat_renderer(processor, is_multimodal=True, **options)(prompt)
+        return (reader or ImageReader(processor)).encode(text, images_of(prompt) if expands else ())
+    if images_of(prompt):
+        raise ValueError("A prompt has images, and there is only a tokenizer. Pass the processor of the model.")
+    return tokenizer(chat_renderer(tokenizer, **options)(prompt), add_special_tokens=False)["input_ids"]
+
+
+@contextmanager
+def seeded(generation: VLLMGeneration, seeds: Sequence[int]) -> Iterator[None]:
+    """Make a colocated engine sample each completion with its own seed inside the block.
+
+    `seeds` has one per prompt of the processes that share the engine, in the order of their ranks.
+    """
+    engine = generation.llm
+    generate = engine.generate
+
+    def seeded_generate(prompts: Sequence[Any], sampling_params: Any, **options: Any) -> Any:
+        parameters = [sampling_params.clone() for _ in prompts]
+        for one, seed in zip(parameters, seeds, strict=True):
+            one.seed = seed
+        return generate(prompts, sampling_params=parameters, **options)
+
+    engine.generate = seeded_generate
+    try:
+        yield
+    finally:
+        engine.generate = generate
+
+
 def _forked_random_state() -> AbstractContextManager[None]:
     """Restore torch's random state afterwards: a colocated engine draws from it even with seeded requests."""
     device = torch.accelerator.current_accelerator(check_available=True)
@@ -284,8 +331,7 @@ def weight_fingerprint(model: torch.nn.Module) -> str:
     """16 hex digits that change with the weights of this process: a hash of each parameter's sum and norm."""
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
-        weights = getattr(parameter, "ds_tensor", parameter)  # the local shard under ZeRO-3
-        weights = weights.to_local() if hasattr(weights, "to_local") else weights
+        weights = local_part(parameter)
         flat = weights.detach().flatten()
         flat = flat if flat.is_floating_point() else flat.float()  # 4-bit weights are packed in bytes
         precise = torch.float32 if flat.device.type == "mps" else torch.float64

@@ -16,9 +16,8 @@ from __future__ import annotations
 import copy
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import wait
-from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
 
@@ -111,28 +110,6 @@ class PolicyGeneration(VLLMGeneration):
         else:
             for name, weight in merged_weights(self.model):
                 yield self._fix_param_name_to_vllm(name), weight
-
-
-@contextmanager
-def seeded(generation: VLLMGeneration, seeds: Sequence[int]) -> Iterator[None]:
-    """Make a colocated engine sample each completion with its own seed inside the block.
-
-    `seeds` has one per prompt of the processes that share the engine, in the order of their ranks.
-    """
-    engine = generation.llm
-    generate = engine.generate
-
-    def seeded_generate(prompts: Sequence[Any], sampling_params: Any, **options: Any) -> Any:
-        parameters = [sampling_params.clone() for _ in prompts]
-        for one, seed in zip(parameters, seeds, strict=True):
-            one.seed = seed
-        return generate(prompts, sampling_params=parameters, **options)
-
-    engine.generate = seeded_generate
-    try:
-        yield
-    finally:
-        engine.generate = generate
 
 
 @torch.no_grad()

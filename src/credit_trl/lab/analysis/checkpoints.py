@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from credit_trl.config import CreditConfig
 from credit_trl.contexts.builder import ContextBuilder
-from credit_trl.contexts.images import encode_prompt
 from credit_trl.contexts.prompts import Prompt, chat_renderer
 from credit_trl.evaluation.config import SamplingConfig
+from credit_trl.evaluation.engines import encode_prompt
 from credit_trl.evaluation.generation import end_of_turn_ids, generate_ids, pad_id
 from credit_trl.tasks.quickstart_model import model_path, naming_model
 from credit_trl.teacher.models import TEACHER_FILE, CopyTeacher, Teacher, make_teacher
