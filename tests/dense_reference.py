@@ -11,15 +11,10 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from credit_trl.loss import (
-    CreditLoss,
-    LMHead,
-    LossConfig,
-    LossTokens,
-    SupportConfig,
-    credit_loss,
-    score_tokens,
-)
+from credit_trl.loss.credit_loss import credit_loss
+from credit_trl.loss.head import LMHead
+from credit_trl.loss.scores import SupportConfig, score_tokens
+from credit_trl.loss.terms import CreditLoss, LossConfig, LossTokens
 from credit_trl.objective import Form
 from dense import buckets, divergence
 

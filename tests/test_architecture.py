@@ -41,8 +41,10 @@ LINE_BUDGETS: dict[str, tuple[list[str], int]] = {
 AIR = 0.97  # share of a budget that may be used, so that an addition does not fail at once
 # Rooms that use more yet -> lines that they must not exceed until they do not. Only lower these.
 RATCHETS = {
-    "src": 19_057,
-    "core": 8_659,
+    "src": 18_945,
+    "core": 8_295,
+    "evaluation": 1_438,
+    "cli": 1_498,
 }
 MAX_OPTIONS = 34  # of `CreditConfig` beyond `GRPOConfig`
 MAX_PROSE_BYTES = 115_000  # README and docs

@@ -365,12 +365,10 @@ class CreditTrainer(ResumableTrainer):
         batch_size: int | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Log-probabilities of the policy at rollout time without padding; other calls go to TRL's method."""
+        """Log-probabilities at rollout time without padding, of images also at weight 0; others are TRL's."""
         is_plain = not any(value is not None and value is not False for value in kwargs.values())
-        is_rollout = model is self.model and not torch.is_grad_enabled() and is_plain
-        if self.args.distillation_weight == 0.0 or not is_rollout:
-            if not torch.is_grad_enabled() and is_plain and any(self._prompt_images):
-                return self._logps_with_images(model, input_ids, attention_mask, logits_to_keep, batch_size)
+        is_own = any(self._prompt_images) or (model is self.model and self.args.distillation_weight > 0.0)
+        if torch.is_grad_enabled() or not (is_plain and is_own):
             return super()._get_per_token_logps_and_entropies(
                 model, input_ids, attention_mask, logits_to_keep, batch_size, **kwargs
             )
@@ -387,18 +385,6 @@ class CreditTrainer(ResumableTrainer):
         with self.clock.stage("old_logps"):
             logps = self.credit_step.policy_logps(model, parts, batch_size)
         return logps, None, None
-
-    def _logps_with_images(
-        self, model: nn.Module, ids: Tensor, mask: Tensor, kept: int, size: int | None
-    ) -> tuple[Tensor, None, None]:
-        """TRL's log-probabilities of a rollout under another model, such as the one of the KL penalty."""
-        parts = []
-        for rows in torch.arange(len(ids)).split(size or len(ids)):
-            images = [self._prompt_images[row] for row in rows]
-            own = {"prompt_ids": ids[rows, :-kept], "completion_ids": ids[rows, -kept:], "prompt_images": images}
-            fields = trl_image_fields(own)
-            parts.append(super()._get_per_token_logps_and_entropies(model, ids[rows], mask[rows], kept, **fields)[0])
-        return torch.cat(parts), None, None
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         weight = self.args.distillation_weight

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from credit_trl import Verdict
 from credit_trl.contexts.builder import ContextBuilder
-from credit_trl.loss import TokenCredit
+from credit_trl.loss.token_weight import TokenCredit
 from credit_trl.teacher.models import make_teacher
 from credit_trl.training.step import CreditStep
 from dense import gradients, logps, move, naive_loss, scoring_model, step_problem

@@ -7,7 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from credit_trl.loss import LMHead, LossConfig, LossTokens, SupportConfig, credit_loss, score_tokens
+from credit_trl.loss.credit_loss import credit_loss
+from credit_trl.loss.head import LMHead
+from credit_trl.loss.scores import SupportConfig, score_tokens
+from credit_trl.loss.terms import LossConfig, LossTokens
 
 N, V, H, C, TOPK, COEF = 12, 31, 7, 2, 5, 0.3
 SCRIPT = Path(__file__).parents[2] / "examples" / "reference_loss.py"

@@ -10,7 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from credit_trl.loss import LMHead, LossConfig, LossTokens, SupportConfig, credit_loss, score_tokens
+from credit_trl.loss.credit_loss import credit_loss
+from credit_trl.loss.head import LMHead
+from credit_trl.loss.scores import SupportConfig, score_tokens
+from credit_trl.loss.terms import LossConfig, LossTokens
 
 A, B = 0, 1
 DELTAS, SPREADS, COEFS = (0.2, 0.93, 3.0, 6.6), (0.5, 4.5, 7.5, 11.4), (0.05, 0.1, 0.2, 0.5)

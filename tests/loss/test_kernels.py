@@ -14,8 +14,10 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from credit_trl.loss import CreditLoss, LossConfig, SupportConfig, credit_loss, score_tokens
 from credit_trl.loss.blocks import top_columns
+from credit_trl.loss.credit_loss import credit_loss
+from credit_trl.loss.scores import SupportConfig, score_tokens
+from credit_trl.loss.terms import CreditLoss, LossConfig
 from dense_reference import (
     SUPPORTS,
     assert_same,

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from credit_trl.contexts.tokens import CompletionBatch, TokenContexts
-from credit_trl.loss import SupportConfig, score_tokens
 from credit_trl.loss.head import lm_head
-from credit_trl.loss.scores import score_completions
+from credit_trl.loss.scores import SupportConfig, score_completions, score_tokens
 from credit_trl.teacher.models import Teacher
 from credit_trl.teacher.packing import enable_packing, model_inputs, packed_row
 from credit_trl.teacher.passes import _Sequence, passes

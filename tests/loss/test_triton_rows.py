@@ -20,19 +20,12 @@ from torch import Tensor
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from credit_trl.loss import (
-    CreditLoss,
-    LMHead,
-    LossConfig,
-    LossTokens,
-    SupportConfig,
-    credit_loss,
-    head,
-    projection,
-    score_tokens,
-)
-from credit_trl.loss.head import BLANK, choose_kernels
+from credit_trl.loss import head, projection
+from credit_trl.loss.credit_loss import credit_loss
+from credit_trl.loss.head import BLANK, LMHead, choose_kernels
 from credit_trl.loss.projection import project
+from credit_trl.loss.scores import SupportConfig, score_tokens
+from credit_trl.loss.terms import CreditLoss, LossConfig, LossTokens
 from dense_reference import Case, assert_same, assert_same_gradients, dense, make_case, ours
 
 INSTALLED = importlib.util.find_spec("triton") is not None

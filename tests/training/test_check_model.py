@@ -106,7 +106,7 @@ def test_padding_change_of_one_prompt_counts_as_rounding(make_model, changed_row
 def test_wrong_soft_cap_is_detected(make_family, accelerator, monkeypatch, value):
     model = make_family("Gemma2")
     check_model.check_logits(model, accelerator)
-    monkeypatch.setattr("credit_trl.loss.head._softcap", lambda config: value)
+    monkeypatch.setattr("credit_trl.loss.head._first_set", lambda _, *names: value if "soft" in names[0] else None)
     with pytest.raises(ValueError, match="Gemma2ForCausalLM"):
         check_model.check_logits(model, accelerator)
 

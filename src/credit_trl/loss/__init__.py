@@ -16,21 +16,7 @@ Importance ratios always use true log-probabilities; the student's normaliser is
 bf16 and fp16 inputs are accumulated in fp32, fp64 inputs are computed in fp64. A chunk takes a fixed number of bytes.
 """
 
-from credit_trl.loss.credit_loss import credit_loss
 from credit_trl.loss.head import LMHead
-from credit_trl.loss.scores import Scores, SupportConfig, score_tokens
-from credit_trl.loss.terms import CreditLoss, LossConfig, LossTokens
-from credit_trl.loss.token_weight import TokenCredit, TokenWeight
+from credit_trl.loss.token_weight import TokenCredit
 
-__all__ = [
-    "CreditLoss",
-    "LMHead",
-    "LossConfig",
-    "LossTokens",
-    "Scores",
-    "SupportConfig",
-    "TokenCredit",
-    "TokenWeight",
-    "credit_loss",
-    "score_tokens",
-]
+__all__ = ["LMHead", "TokenCredit"]

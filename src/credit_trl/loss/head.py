@@ -301,14 +301,9 @@ def lm_head(model: nn.Module, temperature: float, kernels: Kernels = "torch") ->
     causal_lm = unwrap_adapters(model)
     config = causal_lm.config.get_text_config()
     head = causal_lm.get_output_embeddings()
-    return LMHead(
-        head.weight, getattr(head, "bias", None), _logit_scale(config), _softcap(config), temperature, kernels
-    )
-
-
-def _softcap(config: object) -> float | None:
-    """c of `c · tanh(logits / c)`, by the names of Gemma, RecurrentGemma and xLSTM; None without soft-cap."""
-    return _first_set(config, "final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+    # Names of Gemma, RecurrentGemma and xLSTM.
+    softcap = _first_set(config, "final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+    return LMHead(head.weight, getattr(head, "bias", None), _logit_scale(config), softcap, temperature, kernels)
 
 
 def _logit_scale(config: object) -> float:

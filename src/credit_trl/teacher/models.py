@@ -317,20 +317,11 @@ class TeacherUpdate(TrainerCallback):
 
 
 def _layers_dtype(model: nn.Module) -> torch.dtype:
-    """Return the dtype of the base without its head, which TRL may cast to fp32 with tied embeddings.
-
-    If the model has no other weights, return the dtype of the head.
-    """
-    head = model.get_output_embeddings()
-    adapters = tuple(getattr(model, "peft_config", ()))
-    layers = (
-        parameter.dtype
-        for name, parameter in model.named_parameters()
-        if parameter is not head.weight
-        and parameter.is_floating_point()
-        and not any(f".{adapter}" in name for adapter in adapters)
-    )
-    return next(layers, head.weight.dtype)
+    """Return the dtype of the base without its head, which TRL may cast to fp32; without other weights the head's."""
+    head = model.get_output_embeddings().weight
+    marks = [f".{adapter}" for adapter in getattr(model, "peft_config", ())]
+    base = (p for name, p in model.named_parameters() if not any(mark in name for mark in marks))
+    return next((p.dtype for p in base if p is not head and p.is_floating_point()), head.dtype)
 
 
 def _parameters(module: nn.Module) -> dict[str, Tensor]:

@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -30,10 +29,12 @@ except ImportError:  # torch before 2.10
 
 from credit_trl.teacher.causal_lm import backbone, unwrap_adapters
 from credit_trl.teacher.models import eval_mode
+from credit_trl.teacher.sharding import is_whole
 
 # Name of PyTorch's attention with support for packed rows, as an `attn_implementation` of transformers.
 PACKED_SDPA = "packed_sdpa"
 _PROBE = "packed_probe"
+_VARLEN_OPTIONS = inspect.signature(varlen_attn).parameters if varlen_attn else {}
 # What the kernel of variable lengths computes with.
 VARLEN_DTYPES = (torch.bfloat16, torch.float16)
 # Length from which a shared prefix is read once. Each piece of a row is another call of the attention.
@@ -213,7 +214,7 @@ def _varlen_attention(
     query, key, value = (x[0].transpose(0, 1).to(dtype) for x in (query, key, value))
     if keys is not None:
         key, value = (x.index_select(0, keys) for x in (key, value))
-    options = {"enable_gqa": True} if takes_option(varlen_attn, "enable_gqa") else {}  # grouped heads, from torch 2.12
+    options = {"enable_gqa": True} if "enable_gqa" in _VARLEN_OPTIONS else {}  # grouped heads, from torch 2.12
     seen = (-1 if window is None else window - 1, 0)
     return varlen_attn(query, key, value, **bounds, scale=scale, window_size=seen, **options)[None]
 
@@ -231,17 +232,11 @@ def computing_dtype(states: Tensor) -> torch.dtype:
 
 
 @cache
-def takes_option(function: Callable[..., Any], name: str) -> bool:
-    """Whether a function of torch has a parameter; read once, as each layer asks."""
-    return name in inspect.signature(function).parameters
-
-
-@cache
 def has_varlen_kernel(device: torch.device) -> bool:
     """Whether `varlen_attn` with windows runs on a device: on a GPU from Ampere on."""
-    if varlen_attn is None or not takes_option(varlen_attn, "window_size"):
+    if "window_size" not in _VARLEN_OPTIONS or device.type != "cuda" or not torch.cuda.is_available():
         return False
-    return device.type == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability(device) >= (8, 0)
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _bounds(lengths: list[int], device: torch.device) -> Int[Tensor, " n+1"]:
@@ -291,7 +286,7 @@ def _drops_lengths(model: nn.Module) -> bool:
     process does not have the weights.
     """
     causal_lm = unwrap_adapters(model)
-    if any(p.is_meta or isinstance(p, DTensor) or hasattr(p, "ds_id") for p in causal_lm.parameters()):
+    if not is_whole(causal_lm):
         return False
     received = []
 

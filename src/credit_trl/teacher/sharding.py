@@ -16,6 +16,7 @@ from accelerate import Accelerator
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 from trl.models import prepare_deepspeed
 from trl.models.utils import _ForwardRedirection
@@ -58,8 +59,6 @@ def full_tensor(tensor: Tensor) -> Tensor:
 def copy_full(target: Tensor, value: Tensor) -> None:
     """Copy a full tensor into a parameter that may be sharded."""
     if hasattr(target, "full_tensor"):
-        from torch.distributed.tensor import distribute_tensor
-
         value = distribute_tensor(value.to(target.device, target.dtype), target.device_mesh, target.placements)
     with gathered([target], write=True):
         target.copy_(value)
@@ -68,6 +67,17 @@ def copy_full(target: Tensor, value: Tensor) -> None:
 def full_shape(parameter: Tensor) -> torch.Size:
     """Shape of a parameter before sharding."""
     return getattr(parameter, "ds_shape", parameter.shape)
+
+
+def local_part(weight: Tensor) -> Tensor:
+    """The part of a weight that this process holds, under FSDP2 and DeepSpeed ZeRO-3 too."""
+    weight = getattr(weight, "ds_tensor", weight)
+    return weight.to_local() if hasattr(weight, "to_local") else weight
+
+
+def is_whole(model: nn.Module) -> bool:
+    """Whether this process holds all weights of a model that is not wrapped yet."""
+    return not any(p.is_meta or isinstance(p, DTensor) or hasattr(p, "ds_id") for p in model.parameters())
 
 
 def run_in_wrapped_forward(

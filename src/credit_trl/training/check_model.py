@@ -9,13 +9,13 @@ from contextlib import contextmanager
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from credit_trl.loss.blocks import accumulation_dtype
 from credit_trl.loss.head import lm_head
 from credit_trl.loss.projection import project
 from credit_trl.teacher.causal_lm import backbone, unwrap_adapters
 from credit_trl.teacher.models import eval_mode
+from credit_trl.teacher.sharding import is_whole
 
 # Smallest eps that logits are compared with: that of TF32, in which a GPU may multiply fp32.
 _MIN_EPS = 2.0**-10
@@ -118,9 +118,7 @@ def _inference(model: nn.Module, accelerator: Accelerator) -> Iterator[None]:
 
 
 def _is_whole(model: nn.Module, accelerator: Accelerator) -> bool:
-    if accelerator.distributed_type in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
-        return False
-    return not any(p.is_meta or isinstance(p, DTensor) or hasattr(p, "ds_id") for p in model.parameters())
+    return accelerator.distributed_type not in ("FSDP", "DEEPSPEED", "MEGATRON_LM") and is_whole(model)
 
 
 def _regular_ids(model: nn.Module, count: int) -> Tensor:

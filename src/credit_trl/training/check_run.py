@@ -26,6 +26,7 @@ from credit_trl.contexts.tokens import TokenContexts
 from credit_trl.objective import credit_target
 from credit_trl.rollout.batch import GenerationBatch
 from credit_trl.teacher.models import TeacherUpdate
+from credit_trl.teacher.sharding import local_part
 from credit_trl.training.reporting import escape_controls, text_block
 
 SHOWN_CHARACTERS = 4000  # of each text of the rollout
@@ -160,7 +161,7 @@ class StepMeter(TrainerCallback):
 def _size(tensors: list[Any]) -> str:
     """GiB of the local shards of tensors, with their dtypes."""
     there = [one for one in tensors if one is not None]
-    local = [getattr(one, "ds_tensor", getattr(one, "_local_tensor", one)) for one in there]  # of ZeRO-3, of FSDP2
+    local = list(map(local_part, there))
     dtypes = {str(one.dtype).removeprefix("torch.") for one in local}
     return f"{sum(one.nbytes for one in local) / 2**30:10.3f} GiB  {', '.join(sorted(dtypes))}"
 

@@ -111,8 +111,7 @@ class RunLog(TrainerCallback):
             files.append_lines(path, *self._unwritten)
             self._unwritten.clear()
         except OSError as error:
-            count = len(self._unwritten)
-            logger.warning(f"{path} could not be written ({error}). {count} logs wait for the next try.")
+            logger.warning(f"{path} could not be written ({error}). {len(self._unwritten)} logs wait for a next try.")
 
 
 def text_block(parts: Mapping[str, Any]) -> str:

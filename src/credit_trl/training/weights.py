@@ -12,6 +12,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
+from credit_trl.teacher.sharding import local_part
 from credit_trl.training.alarms import Alarms
 
 # Stored scores of the teacher, of which a NaN is not always a NaN of the loss.
@@ -46,7 +47,7 @@ def nonfinite_weight(model: nn.Module, teacher: Mapping[str, Tensor]) -> str | N
     `model` is the policy; `teacher` has the teacher's weights, none for a live one.
     """
     for owner, weights in (("policy", dict(model.named_parameters())), ("teacher", teacher)):
-        flags = {name: _local_part(weight).isfinite().all() for name, weight in weights.items()}
+        flags = {name: local_part(weight).isfinite().all() for name, weight in weights.items()}
         if flags and not torch.stack([flag.cpu() for flag in flags.values()]).all():
             return f"{owner}'s weight `{next(name for name, flag in flags.items() if not flag)}`"
     return None
@@ -122,11 +123,5 @@ class WeightChange(TrainerCallback):
 
 def _sample(weight: Tensor) -> Tensor:
     """Evenly spaced elements of the part of a weight that this process holds."""
-    flat = _local_part(weight.detach()).flatten()
+    flat = local_part(weight.detach()).flatten()
     return flat[:: max(1, flat.numel() // _SAMPLE)]
-
-
-def _local_part(weight: Tensor) -> Tensor:
-    """The part of a weight that this process holds, under FSDP2 and DeepSpeed ZeRO-3 too."""
-    weight = getattr(weight, "ds_tensor", weight)
-    return weight.to_local() if hasattr(weight, "to_local") else weight
