@@ -90,9 +90,9 @@ def top_columns(logits: Float[Tensor, "n V"], k: int) -> Int[Tensor, "n K"]:
     size = logits.shape[-1]
     if k == size:
         return torch.arange(size, device=logits.device).repeat(len(logits), 1)
-    grouped = size - size % _TOPK_GROUP
-    if grouped // _TOPK_GROUP <= k:
+    if 8 * _TOPK_GROUP * k > size:  # the groups are too large a part of the row to save time
         return logits.topk(k, dim=-1).indices
+    grouped = size - size % _TOPK_GROUP
     maxima = logits[:, :grouped].unflatten(-1, (-1, _TOPK_GROUP)).amax(dim=-1)
     groups = maxima.topk(k, dim=-1, sorted=False).indices
     candidates = (groups.unsqueeze(-1) * _TOPK_GROUP + torch.arange(_TOPK_GROUP, device=logits.device)).flatten(1)

@@ -105,7 +105,6 @@ def mark_thinking(
     that its prompt opened begins with the opening mark; `prompt_of` renders the prompt of a completion, by its index.
     Conversations of more than one message are returned as they are.
     """
-    plain = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
     marked = list(completions)
     for index, text in enumerate(decode_with_marks(tokenizer, completion_ids, marks)):
         completion = completions[index]
@@ -113,7 +112,8 @@ def mark_thinking(
         own = completion if is_text or len(completion) != 1 else completion[0]["content"]
         if not isinstance(own, str):
             continue
-        content = own if text == plain[index] else text
+        plain = own if text == own else tokenizer.decode(completion_ids[index], skip_special_tokens=True)
+        content = own if text == plain else text
         if answer_part(content, marks, opened=True) is None:
             content = opening_mark(prompt_of(index), marks) + content
         if content != own:
