@@ -43,6 +43,7 @@ DEEDS = {
     "no pickle": lambda: [lambda: 1],
     "slow": lambda: time.sleep(2.0) or [0.0],
     "fine": lambda: [1.0],
+    "view": lambda: {"score": 1.0}.values(),
 }
 
 

@@ -75,6 +75,10 @@ def test_one_process_answers_until_it_ends():
     assert stubborn.graded(["7"], answer=["7"])[0].feedback != numbers[0]
 
 
+def test_result_without_a_pickle_is_sent_as_a_list():
+    assert call(VerifierPolicy("raise", 60.0), "view") == [1.0]
+
+
 @pytest.mark.parametrize("deed", TABLES["endings"])
 def test_errors_and_deaths_are_errors_of_the_call(deed):
     error, message = TABLES["endings"][deed]

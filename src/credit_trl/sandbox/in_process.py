@@ -17,7 +17,7 @@ import signal
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Mapping, Set
 from contextlib import suppress
 from functools import update_wrapper
 from importlib import import_module
@@ -146,7 +146,8 @@ def _answer(module: str, name: str, request: bytes) -> bytes:
         output = function(*values, **arguments)
         if inspect.iscoroutine(output):
             output = asyncio.run(output)
-        if isinstance(output, Iterator):  # perhaps without an end: one element too many is an error of the caller's
+        if isinstance(output, Iterable) and not isinstance(output, list | Mapping | Set | str | bytes):
+            # Perhaps without an end, or without a pickle. One element too many is an error of the caller's.
             count = len(arguments["completions"]) + 1 if "completions" in arguments else None
             output = list(islice(output, count))
         return pickle.dumps((False, output))
