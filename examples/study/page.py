@@ -19,7 +19,7 @@ from arms import STYLES
 from run import HERE, Row, read_rows
 from scipy import stats
 
-from credit_trl.lab.report.comparison import holm
+from credit_trl.evaluation.statistics import holm
 
 MEASURES = ("thought_known", "thought_unknown", "accuracy_known", "accuracy_unknown", "accuracy_holdout")
 COLLAPSED = 0.9  # share of responses in the format

@@ -2,6 +2,7 @@
 
 import sys
 import types
+from copy import copy
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 from trl.chat_template_utils import parse_response
 
 from credit_trl.evaluation import EvaluationConfig, SamplingConfig
-from credit_trl.evaluation.engines import TransformersEngine, VLLMEngine, encode_prompt, weight_fingerprint
+from credit_trl.evaluation.engines import TransformersEngine, VLLMEngine, encode_prompt, seeded, weight_fingerprint
 from credit_trl.evaluation.generation import generate_ids, read_responses
 from credit_trl.evaluation.protocol import make_engine
 from tables import rows_of
@@ -172,3 +173,23 @@ def test_models_without_a_tokenizer_or_vllm_say_what_to_do(make_model, monkeypat
         make("some/model", engine="vllm")
     with pytest.raises(TypeError, match="max_model_len"):  # before the weights are loaded
         make("no/such/model", engine_options={"max_model_len": 512})
+
+
+def test_seeded_engine_sets_one_seed_per_request():
+    class Parameters(SimpleNamespace):
+        clone = copy
+
+    class Engine:
+        page_size = 16
+
+        def generate(self, prompts, sampling_params, use_tqdm):
+            return [(prompt, p.seed, p.temperature) for prompt, p in zip(prompts, sampling_params, strict=True)]
+
+    generation = SimpleNamespace(llm=(engine := Engine()))
+    shared = Parameters(seed=None, temperature=0.5)
+    with seeded(generation, [7, 8]):
+        assert generation.llm.page_size == 16
+        answers = generation.llm.generate(["a", "b"], sampling_params=shared, use_tqdm=False)
+    assert answers == [("a", 7, 0.5), ("b", 8, 0.5)]
+    assert shared.seed is None
+    assert generation.llm is engine

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from credit_trl.evaluation import bootstrap_ci, paired_bootstrap, pass_at_k, statistics
+from credit_trl.evaluation.statistics import holm
 from tables import tables_of
 
 ALPHA = 0.05
@@ -140,3 +141,9 @@ def test_interval_over_seeds_is_students_t(count):
 def test_invalid_scores_are_named(function, arguments, options, message):
     with pytest.raises(ValueError, match=message):
         getattr(statistics, function)(*arguments, **options)
+
+
+def test_holm_adjusts_in_steps():
+    assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
+    assert holm([0.6, 0.7]) == [1.0, 1.0]
+    assert holm([]) == []

@@ -18,7 +18,6 @@ from peft import LoraConfig, get_peft_model
 from trl.generation import vllm_client
 from trl.generation.vllm_client import VLLMClient
 
-from credit_trl.evaluation.engines import seeded
 from credit_trl.rollout import vllm
 from credit_trl.rollout.vllm import PolicyGeneration, VLLMServerError, WatchedClient, merged_weights
 from credit_trl.teacher.models import make_teacher
@@ -84,27 +83,6 @@ def test_processes_of_an_engine_share_a_random_stream(process, seed):
     engine = SimpleNamespace(mode="colocate", tensor_parallel_size=2, accelerator=accelerator)
     PolicyGeneration.adopt(engine, seed=11)
     assert torch.initial_seed() == seed
-
-
-def test_seeded_engine_sets_one_seed_per_request():
-    class Parameters(SimpleNamespace):
-        def clone(self):
-            return Parameters(**vars(self))
-
-    class Engine:
-        page_size = 16
-
-        def generate(self, prompts, sampling_params, use_tqdm):
-            return [(prompt, p.seed, p.temperature) for prompt, p in zip(prompts, sampling_params, strict=True)]
-
-    generation = SimpleNamespace(llm=(engine := Engine()))
-    shared = Parameters(seed=None, temperature=0.5)
-    with seeded(generation, [7, 8]):
-        assert generation.llm.page_size == 16
-        answers = generation.llm.generate(["a", "b"], sampling_params=shared, use_tqdm=False)
-    assert answers == [("a", 7, 0.5), ("b", 8, 0.5)]
-    assert shared.seed is None
-    assert generation.llm is engine
 
 
 @pytest.mark.parametrize("shape", ["token", "sequence"])

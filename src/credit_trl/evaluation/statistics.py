@@ -13,6 +13,7 @@ counts their interaction more than once.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -127,6 +128,15 @@ def paired_bootstrap(
     p_value = (extreme + 1) / (n_resamples + 1)
     # Rounding of equal scores must not move the interval to one side of the difference.
     return Difference(difference, difference + min(float(low), 0.0), difference + max(float(high), 0.0), p_value)
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """p-values with Holm's step-down adjustment for multiple tests."""
+    order = np.argsort(p_values, kind="stable")
+    factors = len(p_values) - np.arange(len(p_values))
+    adjusted = np.empty(len(p_values))
+    adjusted[order] = np.maximum.accumulate(np.minimum(1.0, factors * np.asarray(p_values, dtype=float)[order]))
+    return adjusted.tolist()
 
 
 def _resample(rng: np.random.Generator, size: int, count: int) -> tuple[Array, Array]:

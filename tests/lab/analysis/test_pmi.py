@@ -143,12 +143,7 @@ def test_equation_9_splits_the_credit_of_every_formula(joint, seed, coef, form, 
 
 
 @few
-@given(
-    seed=st.integers(0, 10**6),
-    population=st.integers(1, 4),
-    count=st.integers(1, 3),
-    spread=st.floats(0.0, 4.0),
-)
+@given(seed=st.integers(0, 10**6), population=st.integers(1, 4), count=st.integers(1, 3), spread=st.floats(0.0, 4.0))
 def test_proposition_3_expected_surrogate_is_at_least_pcmi(seed, population, count, spread):
     generator = torch.Generator().manual_seed(seed)
     logits = spread * torch.randn(population + 1, 5, generator=generator, dtype=torch.float64)

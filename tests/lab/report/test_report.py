@@ -23,7 +23,7 @@ from credit_trl.lab.analysis.tokenmap import QUANTITIES
 from credit_trl.lab.analysis.tokenmap_json import write_maps
 from credit_trl.lab.analysis.tokentext import visible
 from credit_trl.lab.report import ReportCallback, callback, write_report, write_token_maps
-from credit_trl.lab.report.comparison import compare_arms, curves, holm, training_table
+from credit_trl.lab.report.comparison import compare_arms, curves, training_table
 from credit_trl.lab.report.runs import arms_of, differing_options, load_run
 from credit_trl.training.run_directory import append_lines, write_json
 from lab.drawn import HOSTILE, drawn_map
@@ -432,9 +432,3 @@ def test_reports_and_maps_that_fail_warn_once_and_end_no_run(run_callbacks, make
     assert trainer.state.global_step == 2
     messages = [record.message for record in caplog.records if "continues without it" in record.message]
     assert [message.split()[0] for message in messages] == ["CreditMapCallback", "ReportCallback"]
-
-
-def test_holm_adjusts_in_steps():
-    assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
-    assert holm([0.6, 0.7]) == [1.0, 1.0]
-    assert holm([]) == []

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from credit_trl.evaluation.statistics import bootstrap_ci, paired_bootstrap
+from credit_trl.evaluation.statistics import bootstrap_ci, holm, paired_bootstrap
 from credit_trl.lab.report.runs import Run
 
 # Title and name in the log. avg@k comes from the evaluations.
@@ -120,15 +120,6 @@ def _compare_on_task(task: str, arms: Mapping[str, Sequence[Run]]) -> list[dict[
     for row, adjusted in zip(tested, holm([row["p"] for row in tested]) if tested else (), strict=True):
         row["p_holm"] = adjusted
     return rows
-
-
-def holm(p_values: Sequence[float]) -> list[float]:
-    """p-values with Holm's step-down adjustment for multiple tests."""
-    order = np.argsort(p_values, kind="stable")
-    factors = len(p_values) - np.arange(len(p_values))
-    adjusted = np.empty(len(p_values))
-    adjusted[order] = np.maximum.accumulate(np.minimum(1.0, factors * np.asarray(p_values, dtype=float)[order]))
-    return adjusted.tolist()
 
 
 def _scores(runs: Sequence[Run], matrix: NDArray[np.float64]) -> dict[str, Any]:
