@@ -38,6 +38,9 @@ LINE_BUDGETS: dict[str, tuple[list[str], int]] = {
     "tests": (["tests/**/*.py"], 20_000),
     "examples, benchmarks and notebooks": (["examples/**/*.py", "benchmarks/**/*.py", "notebooks/*.py"], 5_500),
 }
+AIR = 0.97  # share of a budget that may be used, so that an addition does not fail at once
+# Rooms that use more yet -> lines that they must not exceed until they do not. Only lower these.
+RATCHETS = {"src": 18_947, "core": 8_295, "evaluation": 1_448, "cli": 1_498}
 MAX_OPTIONS = 34  # of `CreditConfig` beyond `GRPOConfig`
 MAX_PROSE_BYTES = 115_000  # README and docs
 MAX_PACKED_ASSIGNMENTS = 60
@@ -144,8 +147,14 @@ def test_modules_at_the_top_are_those_of_the_layout():
 @pytest.mark.parametrize("room", LINE_BUDGETS)
 def test_lines_are_within_the_budget(room):
     globs, budget = LINE_BUDGETS[room]
+    limit = RATCHETS.get(room, AIR * budget)
     files = {path for glob in globs for path in ROOT.glob(glob)}
-    assert sum(len(path.read_text("utf-8").splitlines()) for path in files) <= budget
+    assert sum(len(path.read_text("utf-8").splitlines()) for path in files) <= limit
+
+
+def test_ratchets_lie_above_their_budgets():
+    """A room that has air has its budget as the limit."""
+    report(room for room, limit in RATCHETS.items() if limit <= AIR * LINE_BUDGETS[room][1])
 
 
 def test_options_are_within_the_budget():
@@ -155,7 +164,7 @@ def test_options_are_within_the_budget():
 
 def test_documentation_is_within_the_budget():
     pages = [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md"]
-    assert sum(page.stat().st_size for page in pages) <= MAX_PROSE_BYTES
+    assert sum(page.stat().st_size for page in pages) <= AIR * MAX_PROSE_BYTES
     assert [page for page in pages if re.search(r"^(<{7}|>{7}) ", page.read_text("utf-8"), re.MULTILINE)] == []
 
 

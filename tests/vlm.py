@@ -17,10 +17,7 @@ from tiny import build_tokenizer
 
 TABLES = tables_of(__file__)
 FAMILIES = TABLES["families"]
-SPECIAL = (
-    *TABLES["special"].split(),
-    *(f"<row_{row}_col_{column}>" for row in range(1, 4) for column in range(1, 4)),
-)
+SPECIAL = (*TABLES["special"].split(), *(f"<row_{row}_col_{column}>" for row in range(1, 4) for column in range(1, 4)))
 SIZES = ((24, 16), (16, 24), (32, 32), (24, 24))
 
 
