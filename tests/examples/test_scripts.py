@@ -103,6 +103,18 @@ def test_custom_verifier_trains_and_its_feedback_names_the_error(run):
     assert "no number" in grade("I do not know", "42").feedback
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_images_teach_a_tiny_model_the_color_of_a_square(tmp_path, capsys, seed):
+    runpy.run_path(str(EXAMPLES / "images.py"))["main"](seed, str(tmp_path))
+    printed = capsys.readouterr().out
+    gain, margin = map(float, re.search(r"training ([+-][\d.]+) ± ([\d.]+) points", printed).groups())
+    assert gain - margin > 20.0
+    seen, unseen = map(float, re.findall(r"'right colour': (-?[\d.]+)", printed))
+    assert seen > max(4.0, unseen + 1.0)
+    assert len(re.findall(r"'frame': -?0\.0\d*[,}]", printed)) == 2
+
+
 def test_multi_turn_tools_gives_feedback_for_wrong_turns(run, tiny_model):
     log = first_log(run("multi_turn_tools", model_name_or_path=tiny_model))
     assert log["credit/frac_with_feedback"] == 1.0

@@ -187,7 +187,7 @@ def verify(response: str, answer: str | Mapping[str, str], *, truncated: bool = 
         expected = (gold["tool"], gold["city"])
         feedback = f"Correct option: {LETTERS[LETTERS.index(gold['option'])]}."
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"Not an answer of {TASK}, with `option`, `tool` and `city`: {answer!r:.200}.") from error
+        raise ValueError(f"Not an answer of {TASK} with `option`, `tool` and `city`: {answer!r:.200}.") from error
     match = None if truncated else _RESPONSE.fullmatch(response.strip())
     right = match is not None and match.groups() == expected
     shortcut = response.lstrip().startswith(f"Thought: {SHORTCUT_OPENING} ")
