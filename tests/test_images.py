@@ -2,26 +2,30 @@
 
 import base64
 import json
+import pickle
 import re
 import shutil
 from dataclasses import dataclass, replace
 from functools import partial, wraps
 from io import BytesIO
-from itertools import pairwise
+from itertools import pairwise, product
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from datasets import Dataset, IterableDataset
 from peft import LoraConfig
 from PIL import Image
+from tokenizers.processors import TemplateProcessing
 from torch import Tensor, nn
 from torch.testing import assert_close
 from transformers import BatchFeature
 from trl import GRPOConfig, GRPOTrainer
 
 from credit_trl import CreditConfig, CreditTrainer
+from credit_trl.contexts import build
 from credit_trl.contexts.images import PromptImages
 from credit_trl.contexts.prompts import images_of, row_prompt
 from credit_trl.contexts.tokens import PrivilegedContext, TokenContexts
@@ -32,19 +36,21 @@ from credit_trl.lab.analysis.tokenmap_json import read_maps
 from credit_trl.lab.report.callback import ReportCallback
 from credit_trl.rollout.batch import content_key, prompt_key
 from credit_trl.tasks.registry import Task
+from credit_trl.teacher import passes
 from credit_trl.teacher.models import make_teacher
 from credit_trl.training import check_prompts
 from dense import buckets, divergence, gradients, move
 from tables import tables_of
 from tiny import QUIET, build_model
-from vlm import FAMILIES, SIZES, build_vlm, image_verdicts, picture, rows
+from vlm import FAMILIES, SIZES, SPECIAL, build_vlm, image_verdicts, picture, rows
 
 LORA = LoraConfig(r=2, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+FULL = product(FAMILIES, (5, None), (1, 2), ("ema", "base"))
 # Families and options of a generation batch with 0, 1 and 2 images a prompt.
 CASES = [
-    *((family, {"distillation_topk": topk}) for family in FAMILIES for topk in (5, None)),
+    *((f, {"distillation_topk": k, "contrastive_count": c, "teacher_model_kind": kind}) for f, k, c, kind in FULL),
     *(("Qwen2_5_VL", {"contrastive_count": 2, "distillation_alpha": alpha}) for alpha in (0.0, 0.5)),
-    *(("Gemma3", {"contrastive_count": 2, "teacher_model_kind": kind}) for kind in ("ema", "live")),
+    ("Gemma3", {"contrastive_count": 2, "teacher_model_kind": "live"}),
     *((family, {"contrastive_count": 2, "peft_config": LORA}) for family in ("Qwen3VL", "Idefics3")),
     ("Qwen2_5_VL", {"contrastive_source": "other_images"}),
     ("LlavaNext", {"contrastive_source": "without_images"}),
@@ -231,11 +237,19 @@ def test_placeholders_in_the_privileged_context_stay_text(make_batch):
         builder.student_text(row_prompt(rows((1,))[0] | {"prompt": [{"role": "user", "content": "<|image_pad|>"}]}))
 
 
-@pytest.mark.parametrize("family", ["Qwen2_5_VL", "Gemma3"])
-def test_contexts_are_what_the_processor_forms_of_the_whole_text(make_batch, family):
+@pytest.mark.parametrize(("family", "bos"), [("Qwen2_5_VL", None), ("Gemma3", None), ("Gemma3", SPECIAL[-1])])
+def test_contexts_are_what_the_processor_forms_of_the_whole_text(make_batch, family, bos):
     """With a feedback that it may read: images keep their places, and the template surrounds the text parts."""
     batch = make_batch(family)
     builder, processor = batch.trainer.context_builder, batch.trainer.processing_class
+    if bos is not None:  # which the processor adds, also to text alone
+        number = processor.tokenizer.convert_tokens_to_ids(bos)
+        added = TemplateProcessing(f"{bos} $A", None, [(bos, number)])
+        processor.tokenizer.bos_token = bos
+        processor.tokenizer.backend_tokenizer.post_processor = added
+        text = [{"role": "user", "content": "No picture"}]
+        assert batch.trainer._tokenize_prompts([text])[0] == [ids := builder.encode(text, PrivilegedContext())]
+        assert (ids[0], ids.count(number)) == (number, 1)
     parts = [
         {"type": "text", "text": "Before"},
         {"type": "image", "image": picture(1)},
@@ -344,7 +358,13 @@ def test_the_tower_encodes_each_prompts_images_once_in_scoring(make_batch, famil
     """Four prompts with four images, two rollouts and two contrasts each: 36 images are read, in three lists."""
     batch = make_batch(family, contrastive_count=2, scoring_batch_tokens=128)
     trainer = batch.trainer
-    calls = []
+    calls, sent = [], []
+    reads = Mock(wraps=passes.model_inputs)
+    monkeypatch.setattr(passes, "model_inputs", reads)
+    monkeypatch.setattr(build, "gather_object", lambda local: sent.append(pickle.dumps(local)) or local)
+    trainer.credit_step.build_contexts(trainer._generation_batch)
+    images = {image.tobytes() for row in rows() for image in row["images"] or ()}
+    assert [sent[0].count(image) for image in images] == [1] * len(images)  # of two rollouts
     with trainer.teacher.active() as teacher:
         tower = teacher.model
         encode = tower.get_image_features
@@ -357,6 +377,8 @@ def test_the_tower_encodes_each_prompts_images_once_in_scoring(make_batch, famil
         monkeypatch.setattr(tower, "get_image_features", counted)
         scores = trainer.credit_step.prepare(trainer._generation_batch, batch.inputs, batch.contexts)
     assert len(calls) == 3
+    for _, ids, *_ in (call.args for call in reads.call_args_list):  # with the tokens of images
+        assert len(ids) * max(map(len, ids)) <= 128 or len(ids) == 1
     for name, values in scores.items():
         assert_close(values, batch.inputs[name], rtol=1e-9, atol=1e-9)  # of larger passes
 

@@ -2,7 +2,6 @@
 
 import sys
 import types
-from copy import copy
 from types import SimpleNamespace
 
 import numpy as np
@@ -176,20 +175,14 @@ def test_models_without_a_tokenizer_or_vllm_say_what_to_do(make_model, monkeypat
 
 
 def test_seeded_engine_sets_one_seed_per_request():
-    class Parameters(SimpleNamespace):
-        clone = copy
+    def generate(prompts, sampling_params, use_tqdm):
+        return [(prompt, p.seed, p.temperature) for prompt, p in zip(prompts, sampling_params, strict=True)]
 
-    class Engine:
-        page_size = 16
-
-        def generate(self, prompts, sampling_params, use_tqdm):
-            return [(prompt, p.seed, p.temperature) for prompt, p in zip(prompts, sampling_params, strict=True)]
-
-    generation = SimpleNamespace(llm=(engine := Engine()))
-    shared = Parameters(seed=None, temperature=0.5)
-    with seeded(generation, [7, 8]):
-        assert generation.llm.page_size == 16
-        answers = generation.llm.generate(["a", "b"], sampling_params=shared, use_tqdm=False)
+    engine = SimpleNamespace(generate=generate)
+    shared = SimpleNamespace(seed=None, temperature=0.5)
+    shared.clone = lambda: SimpleNamespace(**vars(shared))
+    with seeded(SimpleNamespace(llm=engine), [7, 8]):
+        answers = engine.generate(["a", "b"], sampling_params=shared, use_tqdm=False)
     assert answers == [("a", 7, 0.5), ("b", 8, 0.5)]
     assert shared.seed is None
-    assert generation.llm is engine
+    assert engine.generate is generate

@@ -64,6 +64,7 @@ def test_columns_verdicts_metrics_and_feedback_pass():
     assert rewards == [1.0, 0.0]
     assert log.feedback(2)[0].startswith("['level'] in ")
     assert logged == [("length", 1.0), ("length", 1.0)]
+    assert call(VerifierPolicy(), "view") == [1.0]  # which has no pickle
 
 
 def test_one_process_answers_until_it_ends():
@@ -73,10 +74,6 @@ def test_one_process_answers_until_it_ends():
     with pytest.raises(RuntimeError, match=r"'graded' has ended with exit status -9. The next call starts another"):
         stubborn.graded(["7"], answer=["7"])
     assert stubborn.graded(["7"], answer=["7"])[0].feedback != numbers[0]
-
-
-def test_result_without_a_pickle_is_sent_as_a_list():
-    assert call(VerifierPolicy("raise", 60.0), "view") == [1.0]
 
 
 @pytest.mark.parametrize("deed", TABLES["endings"])
