@@ -365,7 +365,7 @@ class CreditTrainer(ResumableTrainer):
         batch_size: int | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Log-probabilities of a rollout without padding; TRL's for the loss, and at weight 0 without images."""
+        """Log-probabilities of a rollout, without padding. The loss, and weight 0 without images, use TRL's method."""
         is_plain = not any(value is not None and value is not False for value in kwargs.values())
         is_own = any(self._prompt_images) or (model is self.model and self.args.distillation_weight > 0.0)
         if torch.is_grad_enabled() or not (is_plain and is_own):

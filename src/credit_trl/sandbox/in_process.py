@@ -33,7 +33,7 @@ _GRACE_SECONDS = 1.0
 
 
 class InProcess:
-    """A reward function that a process of its own calls, for one thread at a time.
+    """A reward function that runs in a process of its own; one thread at a time calls it.
 
     The process starts at the first call, which includes the import of the function's module. With all processes that
     the function has started it is killed at the deadline, and another one starts. Arguments, results and errors are
@@ -41,7 +41,7 @@ class InProcess:
 
     Args:
         function: what is called.
-        remaining_seconds: seconds until the deadline of a call, when it begins; None without one.
+        remaining_seconds: returns the seconds until the caller's deadline, or None without one.
 
     Raises:
         TypeError: another process cannot import the function by its name: it is a lambda, a method, an object, or a
@@ -147,7 +147,7 @@ def _answer(module: str, name: str, request: bytes) -> bytes:
         if inspect.iscoroutine(output):
             output = asyncio.run(output)
         if isinstance(output, Iterable) and not isinstance(output, list | Mapping | Set | str | bytes):
-            # Perhaps without an end, or without a pickle. One element too many is an error of the caller's.
+            # It may have no end or no pickle. The caller raises an error for one element too many.
             count = len(arguments["completions"]) + 1 if "completions" in arguments else None
             output = list(islice(output, count))
         return pickle.dumps((False, output))

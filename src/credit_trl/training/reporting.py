@@ -111,7 +111,7 @@ class RunLog(TrainerCallback):
             files.append_lines(path, *self._unwritten)
             self._unwritten.clear()
         except OSError as error:
-            logger.warning(f"{path} could not be written ({error}). {len(self._unwritten)} logs wait for a next try.")
+            logger.warning(f"{path} could not be written ({error}). {len(self._unwritten)} logs are kept for later.")
 
 
 def text_block(parts: Mapping[str, Any]) -> str:
