@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from credit_trl.loss.credit_loss import credit_loss
+from credit_trl.loss.credit_loss import CreditLoss, LossTokens, credit_loss
 from credit_trl.loss.head import LMHead
 from credit_trl.loss.scores import SupportConfig, score_tokens
-from credit_trl.loss.terms import CreditLoss, LossConfig, LossTokens
 from credit_trl.objective import Form
 from dense import buckets, divergence
 
@@ -105,6 +105,11 @@ def make_case(
     return case.copy(dtype)
 
 
+def loss_options(form: Form = "subtract", alpha: float = 1.0, is_clip: float | None = None) -> SimpleNamespace:
+    """What the loss reads of a `CreditConfig`."""
+    return SimpleNamespace(contrastive_form=form, distillation_alpha=alpha, distillation_is_clip=is_clip)
+
+
 def ours(
     case: Case,
     support: str,
@@ -119,8 +124,8 @@ def ours(
     head = case.head(case.reference_weight, case.reference_bias)
     with chunks_of(chunk_size):
         scores = score_tokens(case.teacher, case.contrasts, head, case.token_ids, chosen)
-        config = LossConfig(chosen, form, alpha, is_clip)
-        return credit_loss(case.hidden, case.head(case.weight, case.bias), case.tokens(), scores, config)
+        student = case.head(case.weight, case.bias)
+        return credit_loss(case.hidden, student, case.tokens(), scores, chosen, loss_options(form, alpha, is_clip))
 
 
 def dense_logps(hidden: Tensor, weight: Tensor, bias: Tensor | None, case: Case) -> Tensor:

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from credit_trl.loss.credit_loss import credit_loss
+from credit_trl.loss.credit_loss import LossTokens, credit_loss
 from credit_trl.loss.head import LMHead
 from credit_trl.loss.scores import SupportConfig, score_tokens
-from credit_trl.loss.terms import LossConfig, LossTokens
+from dense_reference import loss_options
 
 N, V, H, C, TOPK, COEF = 12, 31, 7, 2, 5, 0.3
 SCRIPT = Path(__file__).parents[2] / "examples" / "reference_loss.py"
@@ -31,7 +31,7 @@ def test_reference_loss_equals_the_real_one(tail, alpha):
     support = SupportConfig("teacher_topk", TOPK, tail)
     scores = score_tokens(states, contrast_states, LMHead(weight_of_teacher), token_ids, support)
     tokens = LossTokens(token_ids, weights, torch.full_like(weights, COEF))
-    ours = credit_loss(hidden, LMHead(weight), tokens, scores, LossConfig(support, alpha=alpha))
+    ours = credit_loss(hidden, LMHead(weight), tokens, scores, support, loss_options(alpha=alpha))
     teacher, contrasts = states @ weight_of_teacher.T, contrast_states @ weight_of_teacher.T
     token_loss, advantages = reference_loss(hidden @ weight.T, teacher, contrasts, token_ids, COEF, TOPK, tail, alpha)
     loss = (weights * token_loss).sum()

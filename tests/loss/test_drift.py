@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from credit_trl.loss.credit_loss import credit_loss
+from credit_trl.loss.credit_loss import LossTokens, credit_loss
 from credit_trl.loss.head import LMHead
 from credit_trl.loss.scores import SupportConfig, score_tokens
-from credit_trl.loss.terms import LossConfig, LossTokens
+from dense_reference import loss_options
 
 A, B = 0, 1
 DELTAS, SPREADS, COEFS = (0.2, 0.93, 3.0, 6.6), (0.5, 4.5, 7.5, 11.4), (0.05, 0.1, 0.2, 0.5)
@@ -52,7 +52,7 @@ class Branch:
         tokens = LossTokens(ids, torch.ones_like(self.coef) if weights is None else weights, self.coef)
         support = SupportConfig(topk=None)
         scores = score_tokens(teacher, contrast[None], self.head, ids, support)
-        return credit_loss(self.logits, self.head, tokens, scores, LossConfig(support, form, alpha)).loss
+        return credit_loss(self.logits, self.head, tokens, scores, support, loss_options(form, alpha)).loss
 
     def train(self, form: str, alpha: float = 1.0, steps: int = 120) -> Tensor:
         """Log-odds after training. Rprop converges whatever the scale of the gradient, which is p_A p_B."""

@@ -21,12 +21,11 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from credit_trl.loss import head, projection
-from credit_trl.loss.credit_loss import credit_loss
+from credit_trl.loss.credit_loss import CreditLoss, LossTokens, credit_loss
 from credit_trl.loss.head import BLANK, LMHead, choose_kernels
 from credit_trl.loss.projection import project
 from credit_trl.loss.scores import SupportConfig, score_tokens
-from credit_trl.loss.terms import CreditLoss, LossConfig, LossTokens
-from dense_reference import Case, assert_same, assert_same_gradients, dense, make_case, ours
+from dense_reference import Case, assert_same, assert_same_gradients, dense, loss_options, make_case, ours
 
 INSTALLED = importlib.util.find_spec("triton") is not None
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -141,9 +140,8 @@ def test_values_and_gradients_equal_the_torch_path(
     results = [ours(one, support, tail, alpha, topk, 2.0, chunk_size) for one in (plain, case)]
     for result in results:
         result.loss.backward()
-    for field in fields(CreditLoss):
-        a, b = (getattr(result, field.name) for result in results)
-        assert_close(b, a, rtol=1e-5, atol=1e-5, equal_nan=True, msg=lambda m, name=field.name: f"{name}: {m}")
+    for name, a, b in zip(CreditLoss._fields, *results, strict=True):
+        assert_close(b, a, rtol=1e-5, atol=1e-5, equal_nan=True, msg=lambda m, name=name: f"{name}: {m}")
     rounding = 2**-20 * (plain.weights.float() * results[0].ratio).sum() * options["scale"] / options["temperature"]
     for mine, theirs in zip(case.leaves(), plain.leaves(), strict=True):
         tolerance = 1e-5 if dtype == torch.float32 else torch.finfo(dtype).eps
@@ -293,9 +291,9 @@ def traffic(options: dict, kernels_: str = "torch") -> float:
     scores = score_tokens(case.teacher, case.contrasts, head, case.token_ids, SupportConfig("teacher_topk", 5))
     case.head = lambda w, b: replace(Case.head(case, w, b), kernels=kernels_)
     tokens = LossTokens(case.token_ids, case.weights, case.coef.float())
-    config = LossConfig(SupportConfig("teacher_topk", scores.support_ids.shape[-1]), alpha=0.5)
+    support = SupportConfig("teacher_topk", scores.support_ids.shape[-1])
     with Traffic(n * v) as counted:
-        credit_loss(case.hidden, case.head(case.weight, case.bias), tokens, scores, config)
+        credit_loss(case.hidden, case.head(case.weight, case.bias), tokens, scores, support, loss_options(alpha=0.5))
     return counted.bytes / (n * v)
 
 

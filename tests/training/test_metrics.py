@@ -2,7 +2,6 @@
 
 import math
 import warnings
-from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,7 +10,7 @@ import torch
 
 from credit_trl import Verdict
 from credit_trl.contexts.tokens import PrivilegedContext, TokenContexts
-from credit_trl.loss.terms import CreditLoss, MicroBatchLoss, joined
+from credit_trl.loss.credit_loss import CreditLoss, MicroBatchLoss
 from credit_trl.training.alarms import FLAT_REWARD_BATCHES, Alarms, CreditWarning
 from credit_trl.training.metrics import TokenMetrics, context_metrics
 from tables import tables_of
@@ -24,8 +23,7 @@ ZERO = torch.tensor(0.0)
 
 def terms(n, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    names = [field.name for field in fields(CreditLoss) if field.name != "loss"]
-    return CreditLoss(loss=torch.zeros(()), **{name: torch.randn(n, generator=generator) for name in names})
+    return CreditLoss(torch.zeros(()), *(torch.randn(n, generator=generator) for _ in CreditLoss._fields[1:]))
 
 
 def micro_batch(terms, contrasted, fidelity=ZERO, engine=None):
@@ -73,7 +71,8 @@ def test_sums_over_processes_give_global_metrics():
     losses = [micro_batch(*of, torch.tensor(0.25), engine) for *of, engine in zip(parts, masks, engines, strict=True)]
     token_metrics(losses[0], reduce=lambda local: gathered.append(local) or local)
     apart = token_metrics(losses[1], reduce=lambda local: gathered[0] + local)
-    whole = micro_batch(joined(parts), torch.cat(masks), torch.tensor(0.25), torch.cat(engines))
+    joined = CreditLoss(*map(torch.hstack, zip(*parts, strict=True)))
+    whole = micro_batch(joined, torch.cat(masks), torch.tensor(0.25), torch.cat(engines))
     together = token_metrics(whole)
     assert "sampling/importance_sampling_ratio/mean" in together
     medians = [part.ratio.median().item() for part in (*parts, whole.terms)]  # that of a log is their mean

@@ -2,41 +2,118 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import embedding
 
 from credit_trl import objective
+from credit_trl.config import CreditConfig
 from credit_trl.loss.blocks import accumulation_dtype, chunks
 from credit_trl.loss.head import HeadGradients, LMHead
 from credit_trl.loss.projection import backward_logps, project
-from credit_trl.loss.scores import Scores, condition
-from credit_trl.loss.terms import CreditLoss, LossConfig, LossTokens, joined
+from credit_trl.loss.scores import Scores, SupportConfig, condition
+
+
+class LossTokens(NamedTuple):
+    """N sampled tokens that carry loss."""
+
+    ids: Int[Tensor, " N"]
+    # Of each token's loss, without gradient; a token of weight 0 contributes nothing, whatever its scores.
+    weights: Float[Tensor, " N"]
+    contrastive_coef: Float[Tensor, " N"]  # λ; 0 where the sample has no contrast
+    # Log-probabilities at rollout time, NaN where an engine reported none; None when on-policy.
+    old_logps: Float[Tensor, " N"] | None = None
+    # What the vLLM engine reported, NaN where nothing, if the policy that sampled is the present one; None for no
+    # correction.
+    engine_logps: Float[Tensor, " N"] | None = None
+
+    def rows(self, rows: slice) -> LossTokens:
+        """The tokens of one chunk."""
+        return LossTokens(*(None if x is None else x[rows] for x in self))
+
+    def ratio(self, logps: Float[Tensor, " N"], config: CreditConfig) -> Float[Tensor, " N"]:
+        """Factor of each token's loss: importance ratio and correction for the engine, from log π_θ, both detached.
+
+        TRL's correction truncates ratios to the bounds, or masks (0) those outside; None is no bound.
+        """
+        ratio = torch.ones_like(logps)
+        is_clip = config.distillation_is_clip
+        if self.old_logps is not None and is_clip is not None:
+            ratio = engine_difference(logps, self.old_logps).clamp(-20.0, 20.0).exp().clamp(max=is_clip)
+        if self.engine_logps is None:
+            return ratio
+        correction = engine_difference(logps, self.engine_logps).exp()
+        low = config.vllm_importance_sampling_clip_min or 0.0
+        high = config.vllm_importance_sampling_clip_max
+        high = math.inf if high is None else high
+        if config.vllm_importance_sampling_mode == "token_truncate":
+            return ratio * correction.clamp(low, high)
+        return ratio * correction.masked_fill((correction < low) | (correction > high), 0.0)
+
+
+def engine_difference(logps: Float[Tensor, " N"], engine_logps: Float[Tensor, " N"]) -> Float[Tensor, " N"]:
+    """Log-probabilities minus those that a vLLM engine reported; 0 where it reported none."""
+    return torch.nan_to_num(logps - engine_logps, nan=0.0)
+
+
+class CreditLoss(NamedTuple):
+    """The loss and per-token values for logging; all but `loss` are detached.
+
+    Logarithms, entropies and divergences are in nats. With `"renormalize"` some values are conditional on the support,
+    see `credit_trl.loss`.
+    """
+
+    loss: Float[Tensor, ""]  # Σ_n weight_n · ratio_n · ℓ_n, differentiable once
+    token_loss: Float[Tensor, " N"]  # ℓ_n, without weight and ratio
+    token_logps: Float[Tensor, " N"]  # log π_θ of the sampled token
+    entropy: Float[Tensor, " N"]  # of the student
+    kl_to_target: Float[Tensor, " N"]  # KL(p ‖ softmax(a)) over the buckets; for "sampled" −R_t, an estimate
+    kl_to_teacher: Float[Tensor, " N"]  # KL(softmax(a) ‖ f) over the buckets; 0 for "sampled"
+    student_mass: Float[Tensor, " N"]  # probability of the support; NaN where the normaliser is not computed
+    teacher_mass: Float[Tensor, " N"]  # the same under the teacher
+    teacher_token_logps: Float[Tensor, " N"]  # f at the sampled token
+    generic_token_logps: Float[Tensor, " N"]  # Ĝ at the sampled token
+    teacher_entropy: Float[Tensor, " N"]
+    advantages: Float[Tensor, " N"]  # R_t at the sampled token
+    ratio: Float[Tensor, " N"]  # importance ratio, with the engine's correction; ones where there is none
+    policy_logps: Float[Tensor, " N"]  # log π_θ over the whole vocabulary; NaN where the normaliser is not computed
+
+
+@dataclass(frozen=True)
+class MicroBatchLoss:
+    """Loss of one micro-batch."""
+
+    terms: CreditLoss  # over the N tokens that carry loss
+    contrasted: Bool[Tensor, " N"]  # True where the sample has a contrast
+    # Part of the teacher's fidelity: Σ_i w_i mean_t ΔV_t of sample i, with the weights of
+    # `training.metrics.teacher_success_weights`; NaN where no group is mixed.
+    fidelity: Float[Tensor, ""]
+    aux_loss: Float[Tensor, ""] | None  # load-balancing loss of a mixture of experts
+    read: int  # tokens of the student's forward pass, with padding
+    valid: int  # the same without padding
+    engine_logps: Float[Tensor, " N"] | None  # what the engine reported, where the loss uses it
 
 
 class _Loss(torch.autograd.Function):
-    """A loss whose gradients are known: the backward pass scales them, in place and once."""
+    """A loss whose gradients are known: the backward pass scales them in place, so that torch refuses a second one."""
 
     @staticmethod
     def forward(ctx, loss: Tensor, gradients: list[Tensor | None], *inputs: Tensor | None) -> Tensor:
-        ctx.gradients = gradients
+        ctx.save_for_backward(*gradients)
         return loss.clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.gradients is None:
-            raise RuntimeError(
-                "An earlier backward pass released the gradient of this `credit_loss`. Call `credit_loss` again, or "
-                "add the losses that share it and call `backward` once."
-            )
-        scaled = [None if gradient is None else gradient.mul_(upstream) for gradient in ctx.gradients]
-        ctx.gradients = None
+        scaled = (None if gradient is None else gradient.mul_(upstream) for gradient in ctx.saved_tensors)
         return None, None, *scaled
 
 
@@ -45,7 +122,8 @@ def credit_loss(
     head: LMHead,
     tokens: LossTokens,
     teacher: Scores,
-    config: LossConfig,
+    support: SupportConfig,
+    config: CreditConfig,
 ) -> CreditLoss:
     """Weighted sum of the divergences from the student to the target a of f and Ĝ.
 
@@ -55,14 +133,14 @@ def credit_loss(
     Args:
         student_hidden: (N, H), hidden states at the positions that predict the tokens; receives a gradient.
         head: head of the student; weight and bias receive gradients. A sharded head is gathered once.
+        config: form of the target, α, and the bounds of the ratio of each token.
 
     Raises:
         ValueError: the weights require a gradient, or K exceeds the vocabulary.
     """
     if tokens.weights.requires_grad:
         raise ValueError("`weights` get no gradient: detach them.")
-    support = config.support.resolved(head.vocabulary_size)
-    config = replace(config, support=support)
+    support = support.resolved(head.vocabulary_size)
     head = head.gathered()
     inputs = (student_hidden, head.weight, head.bias)
     wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
@@ -71,7 +149,7 @@ def credit_loss(
     gradients = HeadGradients.of(student_hidden, head, len(hidden) <= size) if wanted else None
     with torch.no_grad():
         own_head = head.detached().for_products(hidden)
-        result = _loss_in_chunks(hidden, own_head, tokens, gradients, teacher, config, size)
+        result = _loss_in_chunks(hidden, own_head, tokens, gradients, teacher, support, config, size)
     if wanted:
         buffers = [gradients.hidden, gradients.weight, gradients.bias]
         del gradients
@@ -79,7 +157,7 @@ def credit_loss(
             # Gradients of fp16 inputs stay in fp32 until the loss scale is applied.
             if buffers[i] is not None and tensor.dtype != torch.float16:
                 buffers[i] = buffers[i].to(tensor.dtype)
-        result.loss = _Loss.apply(result.loss, buffers, *inputs)
+        result = result._replace(loss=_Loss.apply(result.loss, buffers, *inputs))
     return result
 
 
@@ -89,45 +167,60 @@ def _loss_in_chunks(
     tokens: LossTokens,
     gradients: HeadGradients | None,
     scores: Scores,
-    config: LossConfig,
+    support: SupportConfig,
+    config: CreditConfig,
     size: int,
 ) -> CreditLoss:
     """Form the loss in chunks of `size` tokens, with buffers that all chunks share."""
-    is_within = config.support.tail == "renormalize"
-    has_ratio = tokens.engine_logps is not None or (tokens.old_logps is not None and config.is_clip is not None)
+    is_within = support.tail == "renormalize"
+    is_clipped = tokens.old_logps is not None and config.distillation_is_clip is not None
     statistics = None
-    if is_within and has_ratio:  # in chunks of logits, which read the head less often
+    if is_within and (
+        is_clipped or tokens.engine_logps is not None
+    ):  # in chunks of logits, which read the head less often
         found = [project(head, hidden[rows]) for rows in chunks(len(hidden), head.chunk_size(hidden))]
         statistics = torch.cat([torch.stack([one.log_normalizer, one.entropy], dim=-1) for one in found])
     count = 0 if is_within else min(size, len(hidden))
     workspace = hidden.new_empty((count, head.vocabulary_size), dtype=accumulation_dtype(hidden.dtype))
     parts = []
     for rows in chunks(len(hidden), size):
-        of_chunk = (hidden[rows], tokens[rows], scores.support_ids[rows])
+        own = tokens.rows(rows)
+        teacher = Scores(*(values[rows] for values in scores))
         if is_within:
-            student = student_within_support(*of_chunk, head, None if statistics is None else statistics[rows])
+            of_chunk = None if statistics is None else statistics[rows]
+            student = student_within_support(hidden[rows], own.ids, teacher.support_ids, head, of_chunk)
         else:
             buffer = workspace[: rows.stop - rows.start]
-            student = student_over_vocabulary(*of_chunk, head, buffer)
+            student = student_over_vocabulary(hidden[rows], own.ids, teacher.support_ids, head, buffer)
         part = None if gradients is None else gradients.rows(rows)
-        parts.append(_chunk_loss(student, tokens[rows], scores[rows], config, part))
-    return joined(parts)
+        parts.append(_chunk_loss(student, own, teacher, support, config, part))
+    losses, *values = zip(*parts, strict=True)
+    return CreditLoss(torch.stack(losses).sum(), *map(torch.cat, values))
 
 
 def _chunk_loss(
-    student: Student, tokens: LossTokens, scores: Scores, config: LossConfig, gradients: HeadGradients | None
+    student: Student,
+    tokens: LossTokens,
+    scores: Scores,
+    support: SupportConfig,
+    config: CreditConfig,
+    gradients: HeadGradients | None,
 ) -> CreditLoss:
     """Loss of one chunk of tokens; writes its gradients."""
-    target_of = partial(objective.credit_target, contrastive_coef=tokens.contrastive_coef, form=config.form)
+    target_of = partial(
+        objective.credit_target, contrastive_coef=tokens.contrastive_coef, form=config.contrastive_form
+    )
     teacher = scores.teacher_logps
-    if config.support.tail == "renormalize":  # conditional on the support, as Ĝ is
+    if support.tail == "renormalize":  # conditional on the support, as Ĝ is
         teacher = objective.renormalize(teacher)
     target = target_of(teacher, scores.generic_logps)
     of_token = (scores.teacher_token_logps, scores.generic_token_logps)
     token_target = target_of(*(values.unsqueeze(-1) for values in of_token)).squeeze(-1)
     normalized = objective.renormalize(target)
     kl_to_teacher = torch.linalg.vecdot(normalized.exp(), normalized - objective.renormalize(teacher))
-    token_loss, kl_to_target, grads, outside_grads = support_divergence(student, target, config)
+    token_loss, kl_to_target, grads, outside_grads = support_divergence(
+        student, target, support, config.distillation_alpha
+    )
     ratio = tokens.ratio(student.policy_logps, config)
     # A token of weight 0 has no loss and no gradient, even where its scores are not finite.
     is_ignored = tokens.weights == 0
@@ -156,13 +249,12 @@ def _chunk_loss(
 
 
 def support_divergence(
-    student: Student, target: Float[Tensor, "n B"], config: LossConfig
+    student: Student, target: Float[Tensor, "n B"], support: SupportConfig, alpha: float
 ) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"], Float[Tensor, "n K"], Float[Tensor, " n"] | None]:
     """ℓ, `KL(p ‖ softmax(a))`, dℓ/d values and dℓ/d log_outside of the student, by the equations of `objective`.
 
     `target` is a, not normalised.
     """
-    support = config.support
     target = target.to(student.values.dtype)
     with torch.enable_grad():
         read = [student.values, student.log_outside] if support.tail == "bucket" else [student.values]
@@ -179,7 +271,7 @@ def support_divergence(
                 target = normalized
             else:
                 student_logps = objective.add_tail_bucket(*leaves) if support.tail == "bucket" else values
-            token_loss = objective.distillation_loss(student_logps, target, config.alpha)
+            token_loss = objective.distillation_loss(student_logps, target, alpha)
             kl = objective.distillation_loss(student_logps.detach(), normalized, alpha=1.0)
         grads = torch.autograd.grad(token_loss.sum(), leaves)
     return token_loss.detach(), kl, grads[0], grads[1] if support.tail == "bucket" else None
@@ -201,40 +293,33 @@ class Student:
 
 def student_over_vocabulary(
     hidden: Float[Tensor, "n H"],
-    tokens: LossTokens,
+    token_ids: Int[Tensor, " n"],
     support_ids: Int[Tensor, "n K"],
     head: LMHead,
     buffer: Float[Tensor, "n V"],
 ) -> Student:
     """True log-probabilities: of K tokens and of the rest of the vocabulary, or of the sampled token."""
-    found = project(head, hidden, buffer, tokens.ids.unsqueeze(-1), ids=support_ids)
+    found = project(head, hidden, buffer, token_ids.unsqueeze(-1), ids=support_ids)
     logps = found.logps
     token_logps = found.token_logps
-    return Student(
-        logps,
-        found.log_outside,
-        token_logps,
-        token_logps,
-        found.entropy,
-        logps.exp().sum(dim=-1),
-        partial(backward_logps, head, found, hidden),
-    )
+    mass = logps.exp().sum(dim=-1)
+    backward = partial(backward_logps, head, found, hidden)
+    return Student(logps, found.log_outside, token_logps, token_logps, found.entropy, mass, backward)
 
 
 def student_within_support(
     hidden: Float[Tensor, "n H"],
-    tokens: LossTokens,
+    token_ids: Int[Tensor, " n"],
     support_ids: Int[Tensor, "n K"],
     head: LMHead,
     statistics: Float[Tensor, "n 2"] | None,  # normaliser and entropy over the vocabulary, which a ratio needs
 ) -> Student:
     """Logits of K tokens and of the sampled one, for a renormalised support: nothing else of the head is used."""
-    ids = tokens.ids.unsqueeze(-1)
-    everything = torch.cat([support_ids, ids], dim=-1)
-    rows = head.gather_rows(everything)
+    everything = torch.cat([support_ids, token_ids.unsqueeze(-1)], dim=-1)
+    rows = embedding(everything, head.weight)
     logits = head.column_logits(hidden, rows, everything)
     values = logits[:, :-1]
-    logps, token_logps = condition(logits, (support_ids == ids).any(dim=-1))
+    logps, token_logps = condition(logits, everything)
     if statistics is None:
         policy_logps = mass = torch.full_like(token_logps, torch.nan)
         entropy = torch.special.entr(logps.exp()).sum(dim=-1)

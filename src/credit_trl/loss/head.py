@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Partial
 
 from credit_trl.loss.blocks import accumulation_dtype, chunks
 from credit_trl.teacher.causal_lm import unwrap_adapters
-from credit_trl.teacher.sharding import gathered
+from credit_trl.teacher.sharding import full_tensor
 
 # Bytes of one chunk on the CPU: of logits, and of gathered head rows, which should stay in cache.
 _CPU_LOGITS = 160 * 2**20
@@ -117,10 +117,6 @@ class LMHead:
     def detached(self) -> LMHead:
         """The head without gradients."""
         return self.map(Tensor.detach)
-
-    def gather_rows(self, ids: Int[Tensor, "n K"]) -> Float[Tensor, "n K H"]:
-        """Rows of the weight of the given tokens."""
-        return self.weight.index_select(0, ids.flatten()).view(*ids.shape, self.weight.shape[1])
 
     def column_logits(
         self, hidden: Float[Tensor, "n H"], rows: Float[Tensor, "n K H"], ids: Int[Tensor, "n K"]
@@ -288,8 +284,7 @@ def _gather(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """
     dtype = dtype or tensor.dtype
     if getattr(tensor, "ds_status", None) is not None and tensor.ds_status.name != "AVAILABLE":
-        with gathered([tensor]):
-            return tensor.detach().to(dtype, copy=True)
+        return full_tensor(tensor).to(dtype)
     tensor = tensor.to(dtype)
     if not isinstance(tensor, DTensor):
         return tensor

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
-from typing import Literal
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.nn.functional import embedding
 
 from credit_trl import objective
 from credit_trl.contexts.tokens import CompletionBatch, TokenContexts
@@ -45,8 +46,7 @@ class SupportConfig:
         return SupportConfig(self.kind, topk, None if topk == vocabulary else self.tail)
 
 
-@dataclass
-class Scores:
+class Scores(NamedTuple):
     """Log-probabilities of the teacher for N tokens, on the support. B = K buckets, or K + 1 with a tail bucket."""
 
     # The most likely first; all ids in their order for K = V; the sampled token for `"sampled"`.
@@ -57,9 +57,6 @@ class Scores:
     teacher_token_logps: Float[Tensor, " N"]  # f at the sampled token; for `"renormalize"` given support and token
     generic_token_logps: Float[Tensor, " N"]  # Ĝ at the sampled token, conditional likewise
     teacher_entropy: Float[Tensor, " N"]  # nats, over the whole vocabulary
-
-    def __getitem__(self, rows: slice) -> Scores:
-        return Scores(**{f.name: getattr(self, f.name)[rows] for f in fields(self)})
 
 
 def score_completions(
@@ -96,8 +93,8 @@ def score_completions(
         dtype = torch.promote_types(head.weight.dtype, torch.float32)
         buckets = (support.topk + (support.tail == "bucket"),)
         trailing = {"teacher_logps": buckets, "generic_logps": buckets}  # dimensions after (B, T)
-        names = [f.name for f in fields(Scores)]
-        stored = {name: batch.ids.new_zeros(*batch.ids.shape, *trailing.get(name, ()), dtype=dtype) for name in names}
+        shapes = {name: (*batch.ids.shape, *trailing.get(name, ())) for name in Scores._fields}
+        stored = {name: batch.ids.new_zeros(shape, dtype=dtype) for name, shape in shapes.items()}
         stored["support_ids"] = batch.ids.new_zeros(*batch.ids.shape, support.topk, dtype=torch.int32)
         states = token_states(teacher, model, contexts, batch, batch_tokens, packed)
         for samples, positions, hidden, contrast_hidden in states:
@@ -110,9 +107,8 @@ def score_completions(
 
 def stored_scores(inputs: dict[str, Tensor], pick: Callable[[Tensor], Tensor]) -> Scores:
     """The scores of N tokens, from what `score_completions` returned; `pick` takes them from (B, T, …)."""
-    picked = {f.name: pick(inputs[f.name]) for f in fields(Scores)}
-    picked["support_ids"] = picked["support_ids"].long()
-    return Scores(**picked)
+    scores = Scores(*(pick(inputs[name]) for name in Scores._fields))
+    return scores._replace(support_ids=scores.support_ids.long())
 
 
 @torch.no_grad()
@@ -150,17 +146,17 @@ def score_tokens(
         teacher = project(head, hidden[rows], out, tokens, **chosen)
         logps = _buckets(teacher, support)
         token_logps = teacher.token_logps
-        generic = (torch.zeros_like(logps), torch.zeros_like(token_logps))
+        generic = logps.new_zeros(len(logps), logps.shape[1] + 1)  # the last column is the sampled token
         contrasts = contrast_hidden[:, rows]
+        everything = torch.cat([teacher.ids, tokens], dim=-1)
         if support.tail == "renormalize":
-            logits = torch.cat([teacher.columns, teacher.token_logits], dim=-1)
-            _, token_logps = condition(logits, (teacher.ids == tokens).any(dim=-1))
+            _, token_logps = condition(torch.cat([teacher.columns, teacher.token_logits], dim=-1), everything)
             if len(contrasts):
-                generic = _generic_scores_within(head, contrasts, teacher.ids, tokens)
+                generic = _generic_scores_within(head, contrasts, everything)
         elif len(contrasts):
             generic = _generic_scores(head, contrasts, teacher.ids, tokens, support, out)
-        parts.append(Scores(teacher.ids, logps, generic[0], token_logps, generic[1], teacher.entropy))
-    return Scores(*(torch.cat([getattr(part, f.name) for part in parts]) for f in fields(Scores)))
+        parts.append(Scores(teacher.ids, logps, generic[:, :-1], token_logps, generic[:, -1], teacher.entropy))
+    return Scores(*map(torch.cat, zip(*parts, strict=True)))
 
 
 def _generic_scores(
@@ -170,46 +166,44 @@ def _generic_scores(
     tokens: Int[Tensor, "n 1"],
     support: SupportConfig,
     out: Float[Tensor, "n V"],
-) -> tuple[Float[Tensor, "n B"], Float[Tensor, " n"]]:
+) -> Float[Tensor, "n B+1"]:
     """Ĝ of one chunk on the support and at the sampled token; overwrites `out`."""
     buffer = None if out.device.type == "cpu" else out  # a CPU takes narrow blocks
     generic = 0.0
     for hidden in contrast_hidden:
         contrast = project(head, hidden, buffer, tokens, ids, None, False, False)
-        # The last column is the sampled token.
         logps = torch.cat([_buckets(contrast, support), contrast.token_logps.unsqueeze(-1)], dim=-1)
         generic = generic + logps / len(contrast_hidden)
-    return generic[:, :-1], generic[:, -1]
+    return generic
 
 
 def _generic_scores_within(
-    head: LMHead, contrast_hidden: Float[Tensor, "C n H"], ids: Int[Tensor, "n K"], tokens: Int[Tensor, "n 1"]
-) -> tuple[Float[Tensor, "n K"], Float[Tensor, " n"]]:
-    """Ĝ conditional on the support, of which only the K columns and the sampled token are projected."""
-    everything = torch.cat([ids, tokens], dim=-1)
-    in_support = (ids == tokens).any(dim=-1)
+    head: LMHead, contrast_hidden: Float[Tensor, "C n H"], ids: Int[Tensor, "n K+1"]
+) -> Float[Tensor, "n K+1"]:
+    """Ĝ conditional on the support, of which only the K columns and the sampled token, the last, are projected."""
     parts = []
-    for rows in chunks(len(ids), head.chunk_size(contrast_hidden[0], everything.shape[-1])):
-        rows_of_head = head.gather_rows(everything[rows])  # once for all C contrasts
+    for rows in chunks(len(ids), head.chunk_size(contrast_hidden[0], ids.shape[-1])):
+        rows_of_head = embedding(ids[rows], head.weight)  # once for all C contrasts
         generic = 0.0
         for hidden in contrast_hidden[:, rows]:
-            logits = head.column_logits(hidden, rows_of_head, everything[rows])
-            logps, token_logps = condition(logits, in_support[rows])
+            logits = head.column_logits(hidden, rows_of_head, ids[rows])
+            logps, token_logps = condition(logits, ids[rows])
             generic = generic + torch.cat([logps, token_logps.unsqueeze(-1)], dim=-1) / len(contrast_hidden)
         parts.append(generic)
-    generic = torch.cat(parts)
-    return generic[:, :-1], generic[:, -1]
+    return torch.cat(parts)
 
 
 def condition(
-    logits: Float[Tensor, "n K+1"], in_support: Bool[Tensor, " n"]
+    logits: Float[Tensor, "n K+1"], ids: Int[Tensor, "n K+1"]
 ) -> tuple[Float[Tensor, "n K"], Float[Tensor, " n"]]:
     """Log-probabilities conditional on the support, and of the sampled token conditional on the support and itself.
 
-    `logits` are those of the K tokens of the support and, last, of the sampled token, which may be one of the K.
+    The logits of the `ids` are those of the K tokens of the support and, last, of the sampled token, which may be one
+    of the K.
     """
     support, token = logits[:, :-1], logits[:, -1]
     normalizer = support.logsumexp(dim=-1)
+    in_support = (ids[:, :-1] == ids[:, -1:]).any(dim=-1)
     wider = torch.where(in_support, normalizer, torch.logaddexp(normalizer, token))
     return support - normalizer.unsqueeze(-1), token - wider
 

@@ -8,16 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
-
-
-def identity(values: Any) -> Any:
-    """What gathers or sums values over one process."""
-    return values
+from trl.trainer.utils import identity
 
 
 @dataclass(frozen=True)
@@ -32,7 +27,7 @@ class TokenCredit:
     advantages: Float[Tensor, " B"]  # GRPO's advantage of each sample
     rewards: Float[Tensor, " B"]  # weighted sums over the reward functions; NaN where none applied
     mask: Bool[Tensor, "B T"]  # True on tokens that the teacher scored; other entries above have no meaning
-    reduce: Callable[[Tensor], Tensor] = identity  # sums a tensor over processes, for `mean`
+    reduce: Callable[[Tensor], Tensor] = identity  # sums over processes, for `mean`; the default serves one
 
     def mean(self, values: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"] | None = None) -> Float[Tensor, ""]:
         """Mean over the tokens of all processes where `mask` (by default the scored ones) is True; 0 without any."""

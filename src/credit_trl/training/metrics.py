@@ -12,7 +12,7 @@ from torch import Tensor
 
 from credit_trl.config import CreditConfig
 from credit_trl.contexts.tokens import TokenContexts
-from credit_trl.loss.terms import MicroBatchLoss, engine_difference
+from credit_trl.loss.credit_loss import MicroBatchLoss, engine_difference
 from credit_trl.rollout.batch import GenerationBatch, is_successful
 
 # Tokens that the teacher gives at least this probability, in nats, are accepted.

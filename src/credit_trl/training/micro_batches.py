@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import fields
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from credit_trl.teacher.packing import to_device
 _COMPLETION_FIELDS = {
     *"completion_ids completion_mask tool_mask old_per_token_logps ref_per_token_logps".split(),
     *"sampling_per_token_logps importance_sampling_ratio advantages token_weight".split(),
-    *(f.name for f in fields(Scores)),
+    *Scores._fields,
 }
 
 

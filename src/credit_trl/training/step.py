@@ -15,17 +15,17 @@ from typing import Any, Literal
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
+from trl.trainer.utils import identity
 
 from credit_trl.config import CreditConfig
 from credit_trl.contexts.build import build_contexts
 from credit_trl.contexts.builder import ContextBuilder
 from credit_trl.contexts.tokens import CompletionBatch, TokenContexts
-from credit_trl.loss.credit_loss import credit_loss
+from credit_trl.loss.credit_loss import CreditLoss, LossTokens, MicroBatchLoss, credit_loss
 from credit_trl.loss.head import LMHead, choose_kernels, lm_head
 from credit_trl.loss.projection import token_logps
 from credit_trl.loss.scores import SupportConfig, score_completions, stored_scores
-from credit_trl.loss.terms import CreditLoss, LossConfig, LossTokens, MicroBatchLoss
-from credit_trl.loss.token_weight import TokenCredit, TokenWeight, identity, weigh_tokens
+from credit_trl.loss.token_weight import TokenCredit, TokenWeight, weigh_tokens
 from credit_trl.rollout.batch import GenerationBatch, loss_mask
 from credit_trl.teacher.models import Teacher
 from credit_trl.teacher.packing import cannot_pack, enable_packing
@@ -72,14 +72,6 @@ class CreditStep:
                 "`distillation_tail='renormalize'` conditions f and Ĝ on the support, so that a `token_weight` would "
                 "compare them with other log-probabilities. Set `distillation_tail='bucket'`."
             )
-        self.loss_config = LossConfig(
-            self.support,
-            config.contrastive_form,
-            config.distillation_alpha,
-            config.distillation_is_clip,
-            config.vllm_importance_sampling_mode,
-            (config.vllm_importance_sampling_clip_min, config.vllm_importance_sampling_clip_max),
-        )
         self.engine_role = engine_role(config)
         may_have_images = self.context_builder.reader is not None  # which packed rows do not support
         can_pack = cannot_pack(teacher.student) is None and not (config.packed is None and may_have_images)
@@ -199,8 +191,8 @@ class CreditStep:
                 hidden, read, aux_loss = policy_states(
                     policy, sequences, packed=self.packed, router_loss=self.router_loss
                 )
-            terms = credit_loss(hidden, self.head(policy), tokens, scores, self.loss_config)
-            return vars(terms), read, aux_loss
+            terms = credit_loss(hidden, self.head(policy), tokens, scores, self.support, self.config)
+            return terms._asdict(), read, aux_loss
 
         # Inside the wrapper's forward, DDP and FSDP see that backbone and head are used.
         values, read, aux_loss = run_in_wrapped_forward(model, policy, policy_loss, sequences.chosen)
