@@ -8,8 +8,7 @@ import time
 import pytest
 import torch
 
-from credit_trl.rollout.deadline import remaining_seconds
-from credit_trl.rollout.verdict import FAILED, VerdictLog, VerifierPolicy, VerifierTimeout
+from credit_trl.rollout.verdict import FAILED, VerdictLog, VerifierPolicy, VerifierTimeout, remaining_seconds
 from tiny import length_verdicts
 
 

@@ -12,8 +12,7 @@ import pytest
 from datasets import Dataset
 
 from credit_trl import Verdict
-from credit_trl.rollout.deadline import deadline_in
-from credit_trl.rollout.verdict import FAILED, VerifierPolicy
+from credit_trl.rollout.verdict import FAILED, VerifierPolicy, deadline_in
 from credit_trl.sandbox import Outcome, Program, Sandbox, open_sandbox
 from credit_trl.tasks import livecodebench, load_task
 from credit_trl.tasks.lcb_cases import CUT_OFF, WRONG_FORMAT

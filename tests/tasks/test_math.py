@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 
 from credit_trl import Verdict
-from credit_trl.rollout.deadline import deadline_in
+from credit_trl.rollout.verdict import deadline_in
 from credit_trl.tasks import load_task
 from credit_trl.tasks import math as math_task
 from tables import rows_of, tables_of

@@ -4,7 +4,7 @@ import pytest
 from datasets import Dataset
 
 from credit_trl import Verdict
-from credit_trl.rollout.deadline import deadline_in, remaining_seconds
+from credit_trl.rollout.verdict import deadline_in, remaining_seconds
 from credit_trl.tasks import Task, batch_of
 from credit_trl.tasks.task import call_reward, response_text
 

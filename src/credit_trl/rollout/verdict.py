@@ -1,7 +1,7 @@
 """Verdicts of verifiers, the error and timeout policy for reward functions, and the feedback of a generation batch.
 
 A reward function may return a list of `Verdict`s instead of floats. A verdict holds the scalar reward that GRPO uses
-and the feedback that the teacher conditions on.
+and the feedback that the teacher conditions on. The deadline of a call can be read by the code that it runs.
 """
 
 from __future__ import annotations
@@ -12,15 +12,18 @@ import logging
 import math
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future, wait
+from contextlib import contextmanager
+from contextvars import ContextVar, copy_context
 from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
-from typing import Any, Literal
+from threading import Thread
+from typing import Any, Literal, TypeVar
 
-from credit_trl.rollout.deadline import call_in_thread, deadline_in
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +75,11 @@ class Verdict:
 
 
 _NO_LIST = (Mapping, Set, str, bytes)
+
+# The caller's own time-out comes first, so that its error is the one that is raised.
+_MARGIN_SECONDS = 1.0
+
+_deadline: ContextVar[float] = ContextVar("deadline", default=math.inf)  # on the clock of `time.monotonic`
 
 # Result of a reward function that failed and is skipped.
 FAILED = object()
@@ -152,6 +160,48 @@ class VerifierPolicy:
             raise error
         logger.warning(f"{name} failed ({type(error).__name__}: {error}); the rollouts of this call are skipped.")
         return FAILED
+
+
+@contextmanager
+def deadline_in(seconds: float | None) -> Iterator[None]:
+    """Set the deadline of the code in this context to one second after its caller stops waiting.
+
+    The caller waits `seconds`, or without limit. An earlier deadline of an outer context stays.
+    """
+    deadline = math.inf if seconds is None else time.monotonic() + seconds + _MARGIN_SECONDS
+    token = _deadline.set(min(_deadline.get(), deadline))
+    try:
+        yield
+    finally:
+        _deadline.reset(token)
+
+
+def remaining_seconds(limit: float | None = None) -> float | None:
+    """Seconds until the deadline, at most `limit`; `None` if there is neither. Negative after the deadline."""
+    remaining = _deadline.get() - time.monotonic()
+    return limit if remaining == math.inf else min(remaining, math.inf if limit is None else limit)
+
+
+def call_in_thread(name: str, work: Callable[[], T]) -> Future[T]:
+    """Run `work` in a daemon thread with the caller's deadline and current device, and return its future.
+
+    A call that never returns does not keep the process alive. torch stores the current device per thread.
+    """
+    import torch  # deferred: tasks import this module without torch
+
+    device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
+    outcome: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            if device is not None:
+                torch.accelerator.set_device_index(device)
+            outcome.set_result(work())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    Thread(target=copy_context().run, args=(run,), name=name, daemon=True).start()
+    return outcome
 
 
 class VerdictLog:

@@ -32,7 +32,7 @@ from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration
 from trl.import_utils import is_requests_available
 
-from credit_trl.rollout.deadline import call_in_thread
+from credit_trl.rollout.verdict import call_in_thread
 
 if is_requests_available():  # it comes with the extra `vllm`
     import requests

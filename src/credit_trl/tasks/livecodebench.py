@@ -21,9 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm.auto import tqdm
 
-from credit_trl.rollout.deadline import remaining_seconds
 from credit_trl.rollout.thinking import answer_part
-from credit_trl.rollout.verdict import Verdict
+from credit_trl.rollout.verdict import Verdict, remaining_seconds
 from credit_trl.tasks import lcb_cases
 from credit_trl.tasks.lcb_cases import CUT_OFF, WRONG_FORMAT, Answer, Cases, Result, parse_answer, result_of
 from credit_trl.tasks.lcb_program import find_program, prelude_for

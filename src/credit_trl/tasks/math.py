@@ -25,9 +25,8 @@ from latex2sympy2_extended.latex2sympy2 import ConversionConfig, latex2sympy
 from pebble import ProcessPool
 from sympy import Float, I, Rational, S, Symbol, nan, sstr
 
-from credit_trl.rollout.deadline import remaining_seconds
 from credit_trl.rollout.thinking import answer_part
-from credit_trl.rollout.verdict import Verdict
+from credit_trl.rollout.verdict import Verdict, remaining_seconds
 from credit_trl.sandbox.cgroups import worker_count
 from credit_trl.tasks.records import dataset_of, read_rows
 from credit_trl.tasks.task import BATCH_SECONDS, in_process, response_text

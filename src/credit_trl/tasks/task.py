@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from credit_trl.rollout.deadline import call_in_thread, remaining_seconds
-from credit_trl.rollout.verdict import Verdict, as_verdicts, join_feedback, takes
+from credit_trl.rollout.verdict import Verdict, as_verdicts, call_in_thread, join_feedback, remaining_seconds, takes
 from credit_trl.sandbox.in_process import InProcess
 
 if TYPE_CHECKING:
