@@ -70,7 +70,3 @@ class CompletionBatch:
     ids: Int[Tensor, "B T"]  # int64, the sampled ids
     mask: Int[Tensor, "B T"]  # 1 on tokens of the completion, tool output included: the teacher reads them
     loss_mask: Bool[Tensor, "B T"]  # True on tokens that are scored
-
-    def lengths(self) -> list[int]:
-        """Tokens of each completion up to its last unmasked one."""
-        return ((self.mask.cumsum(-1) * self.mask).argmax(-1) + 1).tolist()

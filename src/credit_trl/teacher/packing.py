@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
+from trl.data_utils import common_prefix_length
 
 try:
     from torch.nn.attention.varlen import varlen_attn
@@ -85,14 +86,17 @@ def packed_row(
         In main memory: tokens of the row, its pieces one after the other; position of each in its sequence; layout;
         and (ΣL,) index in the row of each token of the sequences, one sequence after the other.
     """
-    groups = _prefix_groups(sequences) if shares else [([i], 0) for i in range(len(sequences))]
+    order = sorted(range(len(sequences)), key=sequences.__getitem__) if shares else range(len(sequences))
+    sharing = PrefixSharing()
+    for one, other in itertools.pairwise(order):
+        sharing.add(common_prefix_length(sequences[one], sequences[other]) if shares else 0)
     pieces: list[tuple[int, int | None]] = []  # tokens, parent
     own: list[list[int]] = [[] for _ in sequences]  # pieces of each sequence
-    for group, common in groups:
+    for start, end, common in sharing.groups():
         parent = len(pieces) if common else None
         if common:
             pieces.append((common, None))
-        for i in group:
+        for i in order[start:end]:
             own[i] = [] if parent is None else [parent]
             if len(sequences[i]) > common:
                 own[i].append(len(pieces))
@@ -107,15 +111,6 @@ def packed_row(
     return ids, positions, RowLayout(lengths, parents), indices
 
 
-def _prefix_groups(sequences: Sequence[list[int]]) -> list[tuple[list[int], int]]:
-    """Groups of sequences, as indices, and the length of the prefix that each shares; 0 for a single sequence."""
-    order = sorted(range(len(sequences)), key=sequences.__getitem__)
-    sharing = PrefixSharing()
-    for one, other in itertools.pairwise(order):
-        sharing.add(common_length(sequences[one], sequences[other]))
-    return [(order[start:end], common) for start, end, common in sharing.groups()]
-
-
 class PrefixSharing:
     """Shared prefixes of a first sequence and of those that are added after it, in the order of their tokens.
 
@@ -124,21 +119,20 @@ class PrefixSharing:
 
     def __init__(self) -> None:
         self._lengths = [0]  # of what each sequence has in common with the one before
-        self._saved = [0, 0]  # tokens that the first n sequences save at most
-        self._last = [(0, 0), (0, 0)]  # start and common length of the last group then
+        # Of the first n sequences: tokens that they save at most; start and common length of the last group then.
+        self._best = [(0, 0, 0), (0, 0, 0)]
 
     def add(self, common: int) -> int:
         """Add a sequence with so many tokens in common with the one before; return the tokens that all save."""
         self._lengths.append(common)
         end = len(self._lengths)
-        best = (self._saved[-1], end - 1, 0)
+        best = (self._best[-1][0], end - 1, 0)
         for start in range(end - 2, -1, -1):
             common = min(common, self._lengths[start + 1])
             if common < SHORTEST_SHARED:
                 break
-            best = max(best, (self._saved[start] + common * (end - start - 1), start, common))
-        self._saved.append(best[0])
-        self._last.append(best[1:])
+            best = max(best, (self._best[start][0] + common * (end - start - 1), start, common))
+        self._best.append(best)
         return best[0]
 
     def groups(self) -> list[tuple[int, int, int]]:
@@ -146,16 +140,10 @@ class PrefixSharing:
         groups = []
         end = len(self._lengths)
         while end:
-            start, common = self._last[end]
+            _, start, common = self._best[end]
             groups.append((start, end, common))
             end = start
         return groups[::-1]
-
-
-def common_length(one: list[int], other: list[int]) -> int:
-    """Tokens that two sequences begin with in common."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def packed_sdpa(
@@ -257,8 +245,7 @@ AttentionMaskInterface.register(PACKED_SDPA, sdpa_mask)
 
 def attention_of(model: nn.Module) -> str:
     """Name of a model's attention implementation."""
-    config = unwrap_adapters(model).config.get_text_config()
-    return getattr(config, "_attn_implementation", None) or ""
+    return unwrap_adapters(model).config.get_text_config()._attn_implementation or ""
 
 
 def cannot_pack(model: nn.Module) -> str | None:

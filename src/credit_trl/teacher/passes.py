@@ -21,13 +21,14 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
+from trl.data_utils import common_prefix_length
 
 from credit_trl.contexts.images import PromptImages
 from credit_trl.contexts.tokens import CompletionBatch, TokenContexts
 from credit_trl.teacher.causal_lm import backbone, head_input
 from credit_trl.teacher.image_inputs import image_inputs, zero_of_tower
 from credit_trl.teacher.models import Teacher
-from credit_trl.teacher.packing import PrefixSharing, common_length, model_inputs, shares_prefixes, to_device
+from credit_trl.teacher.packing import PrefixSharing, model_inputs, shares_prefixes, to_device
 from credit_trl.teacher.sharding import run_in_wrapped_forward
 
 # Maximum size of a group, in passes. A larger group sorts better, a smaller one holds fewer hidden states.
@@ -130,7 +131,8 @@ def token_states(
 
 def _sequences_of(contexts: Sequence[TokenContexts], batch: CompletionBatch) -> dict[int, list[_Sequence]]:
     """The sequences of every sample that has a teacher and scored tokens."""
-    completions = [ids[:length] for ids, length in zip(batch.ids.tolist(), batch.lengths(), strict=True)]
+    lengths = (batch.mask.cumsum(-1) * batch.mask).argmax(-1) + 1  # up to the last unmasked token
+    completions = [ids[:length] for ids, length in zip(batch.ids.tolist(), lengths.tolist(), strict=True)]
     is_scored = batch.loss_mask.any(dim=1).tolist()
     return {
         i: [
@@ -204,7 +206,7 @@ def passes(
         tokens = real + len(sequence) if packed else (len(batch) + 1) * len(sequence)
         padding = tokens - real - len(sequence)
         if shares and batch:
-            tokens -= sharing.add(common_length(batch[-1].opening, sequence.opening))
+            tokens -= sharing.add(common_prefix_length(batch[-1].opening, sequence.opening))
         if batch and (tokens > batch_tokens or padding > PADDING_SHARE * batch_tokens):
             yield batch
             batch = []

@@ -6,8 +6,8 @@ Every process must call these functions, in the same order.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -32,20 +32,17 @@ def is_zero3(accelerator: Accelerator | None) -> bool:
     return plugin is not None and plugin.zero_stage == 3
 
 
-@contextmanager
-def gathered(parameters: Iterable[Tensor], *, write: bool = False) -> Iterator[None]:
+def gathered(parameters: Iterable[Tensor], *, write: bool = False) -> AbstractContextManager[None]:
     """Gather those of the parameters that ZeRO-3 has partitioned inside the block.
 
     With `write` the block changes them, with the same result on every process.
     """
     partitioned = [parameter for parameter in parameters if hasattr(parameter, "ds_tensor")]
     if not partitioned:
-        yield
-        return
+        return nullcontext()
     import deepspeed
 
-    with deepspeed.zero.GatheredParameters(partitioned, modifier_rank=0 if write else None):
-        yield
+    return deepspeed.zero.GatheredParameters(partitioned, modifier_rank=0 if write else None)
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
