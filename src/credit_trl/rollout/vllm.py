@@ -188,18 +188,12 @@ class WatchedClient(VLLMClient):
         while not wait([outcome], timeout=POLL_SECONDS).done:
             if self.failure is not None:  # the broadcast of weights still waits for its receiver
                 raise self.failure
-            silence = _ask_health(self.base_url, min(CONNECT_SECONDS, self.patience))
-            if silence is None:
+            try:
+                health = requests.get(f"{self.base_url}/health", timeout=min(CONNECT_SECONDS, self.patience))
+                health.raise_for_status()
                 last_answer = time.monotonic()
-            if time.monotonic() - last_answer >= self.patience:
-                problem = f"has not answered for {self.patience:g} s ({silence}) while {activity}"
-                raise VLLMServerError(self.base_url, problem)
+            except requests.RequestException as silence:
+                if time.monotonic() - last_answer >= self.patience:
+                    problem = f"has not answered for {self.patience:g} s ({silence}) while {activity}"
+                    raise VLLMServerError(self.base_url, problem) from silence
         return outcome.result()
-
-
-def _ask_health(url: str, timeout: float) -> str | None:
-    try:
-        response = requests.get(f"{url}/health", timeout=timeout)
-    except requests.RequestException as error:
-        return str(error)
-    return None if response.status_code == 200 else f"/health returned {response.status_code}"
