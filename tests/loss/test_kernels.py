@@ -12,8 +12,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from credit_trl.loss.blocks import top_columns
 from credit_trl.loss.credit_loss import CreditLoss, credit_loss
+from credit_trl.loss.projection import top_columns
 from credit_trl.loss.scores import SupportConfig, score_tokens
 from dense_reference import (
     SUPPORTS,

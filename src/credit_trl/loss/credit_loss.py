@@ -16,8 +16,7 @@ from torch.nn.functional import embedding
 
 from credit_trl import objective
 from credit_trl.config import CreditConfig
-from credit_trl.loss.blocks import accumulation_dtype, chunks
-from credit_trl.loss.head import HeadGradients, LMHead
+from credit_trl.loss.head import HeadGradients, LMHead, accumulation_dtype, chunks
 from credit_trl.loss.projection import backward_logps, project
 from credit_trl.loss.scores import Scores, SupportConfig, condition
 

@@ -1,4 +1,4 @@
-"""The language-model head, applied to blocks of the vocabulary or to the K columns of a support.
+"""The language-model head, applied to blocks of the vocabulary, with sums over them, or to K columns of a support.
 
 `projection.py` projects chunks of tokens with it, so that no (tokens × vocabulary) tensor exists.
 """
@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Literal
@@ -16,7 +16,6 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 
-from credit_trl.loss.blocks import accumulation_dtype, chunks
 from credit_trl.teacher.causal_lm import unwrap_adapters
 from credit_trl.teacher.sharding import full_tensor
 
@@ -36,6 +35,47 @@ Kernels = Literal["torch", "triton"]
 
 # Replaces logits of the support: exp is 0, and products with 0 stay finite, unlike −∞.
 BLANK = -1e15
+
+
+def chunks(n: int, size: int) -> Iterator[slice]:
+    """Slices of at most `size` rows; one empty slice for n = 0, so that results keep their shapes."""
+    for start in range(0, max(n, 1), size):
+        yield slice(start, min(start + size, n))
+
+
+def accumulation_dtype(hidden: torch.dtype) -> torch.dtype:
+    """fp64 for fp64 hidden states, else fp32."""
+    return torch.promote_types(hidden, torch.float32)
+
+
+class Statistics:
+    """Streaming `log Σ exp z`, and optionally `Σ p z`, of rows whose logits arrive in blocks."""
+
+    def __init__(self, wants_entropy: bool) -> None:
+        self.wants_entropy = wants_entropy
+        self.maxima: list[Tensor] = []
+        self.sums: list[Tensor] = []
+        self.weighted: list[Tensor] = []
+
+    def fold(self, logits: Float[Tensor, "n w"], scratch: Float[Tensor, "n s"]) -> None:
+        """Add a block of logits, in pieces as wide as `scratch`, which is overwritten."""
+        for piece in logits.split(max(scratch.shape[1], 1), dim=1):
+            self.maxima.append(piece.amax(dim=-1))
+            mass = torch.sub(piece, self.maxima[-1].unsqueeze(-1), out=scratch[:, : piece.shape[1]]).exp_()
+            self.sums.append(mass.sum(dim=-1))
+            if self.wants_entropy:
+                self.weighted.append(mass.mul_(piece).sum(dim=-1))
+
+    def result(self) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"] | None]:
+        """Log-normaliser, and entropy `log Σ exp z − Σ p z` or None."""
+        maxima = torch.stack(self.maxima)
+        top = maxima.amax(dim=0)
+        scale = torch.exp(maxima - top)
+        total = (torch.stack(self.sums) * scale).sum(dim=0)
+        log_normalizer = top + total.log()
+        if not self.wants_entropy:
+            return log_normalizer, None
+        return log_normalizer, log_normalizer - (torch.stack(self.weighted) * scale).sum(dim=0) / total
 
 
 @dataclass
@@ -58,29 +98,6 @@ class HeadGradients:
     def rows(self, rows: slice) -> HeadGradients:
         """The same buffers for one chunk of tokens."""
         return replace(self, hidden=None if self.hidden is None else self.hidden[rows])
-
-
-@dataclass
-class Projection:
-    """Distribution of one chunk over the vocabulary. What was not asked for is None."""
-
-    logits: Float[Tensor, "n V"] | None  # those of the support are replaced by `BLANK`
-    log_normalizer: Float[Tensor, " n"]  # log Σ_v exp z_v
-    entropy: Float[Tensor, " n"] | None  # nats
-    ids: Int[Tensor, "n K"] | None = None  # the support
-    columns: Float[Tensor, "n K"] | None = None  # logits of the support
-    log_outside: Float[Tensor, " n"] | None = None  # log-probability outside, summed over the tokens outside
-    token_logits: Float[Tensor, "n 1"] | None = None  # of the sampled tokens
-
-    @property
-    def logps(self) -> Float[Tensor, "n K"]:
-        """Log-probabilities of the support."""
-        return self.columns - self.log_normalizer.unsqueeze(-1)
-
-    @property
-    def token_logps(self) -> Float[Tensor, " n"]:
-        """Log-probabilities of the sampled tokens."""
-        return self.token_logits.squeeze(-1) - self.log_normalizer
 
 
 @dataclass(frozen=True)

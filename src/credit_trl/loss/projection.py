@@ -2,17 +2,90 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from types import ModuleType
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from credit_trl.loss.blocks import ByBlock, Statistics, accumulation_dtype, chunks, top_columns
-from credit_trl.loss.head import BLANK, HeadGradients, LMHead, Projection, matmul_dtype
+from credit_trl.loss.head import BLANK, HeadGradients, LMHead, Statistics, accumulation_dtype, chunks, matmul_dtype
 
 # Columns whose exponentials exist at once on an accelerator; blocks on a CPU are narrower.
 _FOLDED_COLUMNS = 2**15
+# Columns of one group in `top_columns`.
+_TOPK_GROUP = 32
+
+
+@dataclass
+class Projection:
+    """Distribution of one chunk over the vocabulary. What was not asked for is None."""
+
+    logits: Float[Tensor, "n V"] | None  # those of the support are replaced by `BLANK`
+    log_normalizer: Float[Tensor, " n"]  # log Σ_v exp z_v
+    entropy: Float[Tensor, " n"] | None  # nats
+    ids: Int[Tensor, "n K"] | None = None  # the support
+    columns: Float[Tensor, "n K"] | None = None  # logits of the support
+    log_outside: Float[Tensor, " n"] | None = None  # log-probability outside, summed over the tokens outside
+    token_logits: Float[Tensor, "n 1"] | None = None  # of the sampled tokens
+
+    @property
+    def logps(self) -> Float[Tensor, "n K"]:
+        """Log-probabilities of the support."""
+        return self.columns - self.log_normalizer.unsqueeze(-1)
+
+    @property
+    def token_logps(self) -> Float[Tensor, " n"]:
+        """Log-probabilities of the sampled tokens."""
+        return self.token_logits.squeeze(-1) - self.log_normalizer
+
+
+class ByBlock:
+    """Entries of (n, K) token ids, grouped by the vocabulary block of the id."""
+
+    def __init__(self, ids: Int[Tensor, "n K"], blocks: list[slice]) -> None:
+        flat = ids.flatten()
+        self.entries = [torch.arange(len(flat), device=ids.device)]
+        if len(blocks) > 1:
+            order = flat.argsort()
+            starts = torch.tensor([block.start for block in blocks[1:]], device=ids.device)
+            self.entries = order.tensor_split(torch.searchsorted(flat[order], starts).tolist())
+        self.cells = [
+            (entries // ids.shape[-1], flat[entries] - block.start)
+            for entries, block in zip(self.entries, blocks, strict=True)
+        ]
+
+    def take(self, block: int, tile: Float[Tensor, "n w"], out: Float[Tensor, "n K"]) -> None:
+        """Copy the tile's values at the ids in this block to their places in `out`."""
+        out.view(-1)[self.entries[block]] = tile[self.cells[block]]
+
+    def put(self, block: int, tile: Float[Tensor, "n w"], values: Float[Tensor, "n K"] | float) -> None:
+        """Set the tile's values at the ids in this block."""
+        if isinstance(values, Tensor):
+            tile[self.cells[block]] = values.view(-1)[self.entries[block]]
+        else:
+            # A number would be copied to a GPU, which waits.
+            tile.index_put_(self.cells[block], tile.new_full((), values))
+
+
+def top_columns(logits: Float[Tensor, "n V"], k: int) -> Int[Tensor, "n K"]:
+    """Ids of the k largest logits of each row, the largest first; all ids in their order for k = V.
+
+    The k largest lie in the k groups of columns with the largest maxima, so that only the maxima and the columns of
+    these groups are searched.
+    """
+    size = logits.shape[-1]
+    if k == size:
+        return torch.arange(size, device=logits.device).repeat(len(logits), 1)
+    if 8 * _TOPK_GROUP * k > size:  # the groups are too large a part of the row to save time
+        return logits.topk(k, dim=-1).indices
+    grouped = size - size % _TOPK_GROUP
+    maxima = logits[:, :grouped].unflatten(-1, (-1, _TOPK_GROUP)).amax(dim=-1)
+    groups = maxima.topk(k, dim=-1, sorted=False).indices
+    candidates = (groups.unsqueeze(-1) * _TOPK_GROUP + torch.arange(_TOPK_GROUP, device=logits.device)).flatten(1)
+    rest = torch.arange(grouped, size, device=logits.device).expand(len(logits), -1)
+    candidates = torch.cat([candidates, rest], dim=-1)
+    return candidates.gather(-1, logits.gather(-1, candidates).topk(k, dim=-1).indices)
 
 
 def project(

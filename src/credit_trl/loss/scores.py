@@ -13,9 +13,8 @@ from torch.nn.functional import embedding
 
 from credit_trl import objective
 from credit_trl.contexts.tokens import CompletionBatch, TokenContexts
-from credit_trl.loss.blocks import accumulation_dtype, chunks
-from credit_trl.loss.head import LMHead, Projection, matmul_dtype
-from credit_trl.loss.projection import project
+from credit_trl.loss.head import LMHead, accumulation_dtype, chunks, matmul_dtype
+from credit_trl.loss.projection import Projection, project
 from credit_trl.teacher.causal_lm import head_input
 from credit_trl.teacher.models import Teacher
 from credit_trl.teacher.passes import token_states

@@ -15,16 +15,13 @@ docs/performance.md counts the bytes that they save, and has the time. Needs the
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-
 import torch
 import triton
 import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
 
-from credit_trl.loss.blocks import Statistics
-from credit_trl.loss.head import BLANK, LMHead
+from credit_trl.loss.head import BLANK, LMHead, Statistics
 
 # Read when the kernels are defined, below, as Triton does.
 INTERPRETED = bool(triton.knobs.runtime.interpret)
@@ -36,11 +33,6 @@ WARPS = 8
 def runs_on(device: torch.device) -> bool:
     """Whether the kernels run on a device: a GPU, or any device in Triton's interpreter."""
     return device.type == "cuda" or INTERPRETED
-
-
-def launching_on(tensor: Tensor) -> AbstractContextManager:
-    """Make the tensor's device current, on which Triton launches."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
 
 
 @triton.jit
@@ -151,7 +143,7 @@ class RowStatistics(Statistics):
         kept = [self.maxima, self.sums, self.weighted][: 2 + self.wants_entropy]
         for of_block in kept:
             of_block.append(logits.new_empty(n))
-        with launching_on(logits):
+        with torch.cuda.device_of(logits):  # on which Triton launches
             _finish_and_fold[(n,)](
                 logits,
                 bias,
@@ -182,7 +174,7 @@ def logit_gradients(
 ) -> Float[Tensor, "n w"]:
     """`factor · exp(z − log_normalizer)`, times the soft-cap's slope; in place where the dtype is the logits'."""
     grads = logits if logits.dtype == dtype else torch.empty_like(logits, dtype=dtype)
-    with launching_on(logits):
+    with torch.cuda.device_of(logits):
         _write_gradients[len(logits), triton.cdiv(logits.shape[1], BLOCK)](
             logits,
             grads,

@@ -296,6 +296,5 @@ def _router_loss(model: nn.Module, outputs: Any, mask: Int[Tensor, "B L"] | None
     if not outputs.router_logits:  # dense, with the configuration of a mixture of experts
         return outputs.last_hidden_state.new_zeros(())
     config = model.config.get_text_config()
-    # The name of the number of experts differs between configurations.
-    experts = getattr(config, "num_experts", None) or outputs.router_logits[0].shape[-1]
+    experts = outputs.router_logits[0].shape[-1]  # whose name differs between configurations
     return load_balancing_loss_func(outputs.router_logits, experts, config.num_experts_per_tok, mask)

@@ -10,8 +10,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from credit_trl.loss.blocks import accumulation_dtype
-from credit_trl.loss.head import lm_head
+from credit_trl.loss.head import accumulation_dtype, lm_head
 from credit_trl.loss.projection import project
 from credit_trl.teacher.causal_lm import backbone, unwrap_adapters
 from credit_trl.teacher.models import eval_mode

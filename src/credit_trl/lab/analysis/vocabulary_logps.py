@@ -16,8 +16,7 @@ from torch import Tensor
 
 from credit_trl.contexts.images import PromptImages
 from credit_trl.contexts.tokens import CompletionBatch, TokenContexts
-from credit_trl.loss.blocks import accumulation_dtype
-from credit_trl.loss.head import LMHead, lm_head
+from credit_trl.loss.head import LMHead, accumulation_dtype, lm_head
 from credit_trl.teacher.models import Teacher
 from credit_trl.teacher.passes import PADDING_SHARE, token_states
 
