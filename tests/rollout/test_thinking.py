@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from credit_trl.rollout.thinking import COMMON_MARKS, answer_part, mark_thinking, split_thinking, thinking_marks
+from credit_trl.rollout.thinking import COMMON_MARKS, mark_thinking, split_thinking, thinking_marks
 from tables import rows_of
 from tiny import build_tokenizer
 
@@ -14,7 +14,7 @@ THINK = COMMON_MARKS[:1]
 
 @pytest.mark.parametrize(("text", "answer"), rows_of(__file__, "answers"))
 def test_answer_is_what_follows_the_thinking(text, answer):
-    assert answer_part(text) == answer
+    assert split_thinking(text)[1] == answer
 
 
 @pytest.mark.parametrize("unit", ["<think>", "</think>", "<think>x", "<think></think>", "x</think>", " <think>"])

@@ -206,29 +206,23 @@ def _chunk_loss(
     gradients: HeadGradients | None,
 ) -> CreditLoss:
     """Loss of one chunk of tokens; writes its gradients."""
-    target_of = partial(
-        objective.credit_target, contrastive_coef=tokens.contrastive_coef, form=config.contrastive_form
-    )
+    coef_and_form = (tokens.contrastive_coef, config.contrastive_form)
     teacher = scores.teacher_logps
     if support.tail == "renormalize":  # conditional on the support, as Ĝ is
         teacher = objective.renormalize(teacher)
-    target = target_of(teacher, scores.generic_logps)
-    of_token = (scores.teacher_token_logps, scores.generic_token_logps)
-    token_target = target_of(*(values.unsqueeze(-1) for values in of_token)).squeeze(-1)
+    target = objective.credit_target(teacher, scores.generic_logps, *coef_and_form)
+    of_token = (scores.teacher_token_logps.unsqueeze(-1), scores.generic_token_logps.unsqueeze(-1))
+    token_target = objective.credit_target(*of_token, *coef_and_form).squeeze(-1)
     normalized = objective.renormalize(target)
     kl_to_teacher = torch.linalg.vecdot(normalized.exp(), normalized - objective.renormalize(teacher))
-    token_loss, kl_to_target, grads, outside_grads = support_divergence(
-        student, target, support, config.distillation_alpha
-    )
+    token_loss, kl_to_target, grads = support_divergence(student, target, support, config.distillation_alpha)
     ratio = tokens.ratio(student.policy_logps, config)
     # A token of weight 0 has no loss and no gradient, even where its scores are not finite.
     is_ignored = tokens.weights == 0
     if gradients is not None:
-        factors = tokens.weights * ratio
-        grads = grads.mul_(factors.unsqueeze(-1)).masked_fill_(is_ignored.unsqueeze(-1), 0.0)
-        if outside_grads is not None:
-            outside_grads = outside_grads.mul_(factors).masked_fill_(is_ignored, 0.0)
-        student.backward(grads, outside_grads, gradients)
+        for grad in grads:  # (n, K) and (n,)
+            grad.t().mul_(tokens.weights * ratio).masked_fill_(is_ignored, 0.0)
+        student.backward(gradients, *grads)
     return CreditLoss(
         loss=(token_loss * ratio * tokens.weights).masked_fill(is_ignored, 0.0).sum(),
         token_loss=token_loss,
@@ -249,10 +243,10 @@ def _chunk_loss(
 
 def support_divergence(
     student: Student, target: Float[Tensor, "n B"], support: SupportConfig, alpha: float
-) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"], Float[Tensor, "n K"], Float[Tensor, " n"] | None]:
-    """ℓ, `KL(p ‖ softmax(a))`, dℓ/d values and dℓ/d log_outside of the student, by the equations of `objective`.
+) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"], tuple[Tensor, ...]]:
+    """ℓ, `KL(p ‖ softmax(a))`, and dℓ/d values and dℓ/d log_outside of the student, by the equations of `objective`.
 
-    `target` is a, not normalised.
+    `target` is a, not normalised. Only a tail bucket has the gradient of `log_outside`.
     """
     target = target.to(student.values.dtype)
     with torch.enable_grad():
@@ -273,7 +267,7 @@ def support_divergence(
             token_loss = objective.distillation_loss(student_logps, target, alpha)
             kl = objective.distillation_loss(student_logps.detach(), normalized, alpha=1.0)
         grads = torch.autograd.grad(token_loss.sum(), leaves)
-    return token_loss.detach(), kl, grads[0], grads[1] if support.tail == "bucket" else None
+    return token_loss.detach(), kl, grads
 
 
 @dataclass
@@ -286,8 +280,9 @@ class Student:
     policy_logps: Float[Tensor, " n"]  # the same over the whole vocabulary; NaN where it is not computed
     entropy: Float[Tensor, " n"]  # nats; of the distribution on the support where no normaliser is computed
     mass: Float[Tensor, " n"]  # probability of the support; NaN where it is not computed
-    # Backpropagates gradients of `values` and `log_outside`; may overwrite the logits.
-    backward: Callable[[Float[Tensor, "n K"], Float[Tensor, " n"] | None, HeadGradients], None]
+    # Backpropagates gradients of `values` and `log_outside` to `HeadGradients`, the first argument; may overwrite the
+    # logits.
+    backward: Callable[..., None]
 
 
 def student_over_vocabulary(

@@ -148,9 +148,8 @@ class LMHead:
         ids: Int[Tensor, "n K"],
         logits: Float[Tensor, "n K"],
         hidden: Float[Tensor, "n H"],
-        logit_grads: Float[Tensor, "n K"],
-        outside_grads: None,
         gradients: HeadGradients,
+        logit_grads: Float[Tensor, "n K"],
     ) -> None:
         """Backpropagate a gradient of K logits per position; other rows of the head get none."""
         grads = logit_grads * (self.scale / self.temperature)

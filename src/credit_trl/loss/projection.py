@@ -169,9 +169,9 @@ def backward_logps(
     head: LMHead,
     projection: Projection,
     hidden: Float[Tensor, "n H"],
-    column_grads: Float[Tensor, "n K"],
-    outside_grads: Float[Tensor, " n"] | None,
     gradients: HeadGradients,
+    column_grads: Float[Tensor, "n K"],
+    outside_grads: Float[Tensor, " n"] | None = None,
 ) -> None:
     """Backpropagate gradients G of the support's log-probabilities and τ of `log_outside`; overwrites the logits.
 

@@ -71,11 +71,6 @@ def split_thinking(
     return thinking, None if is_open else "".join(answer)
 
 
-def answer_part(text: str, marks: ThinkingMarks = COMMON_MARKS, *, opened: bool | None = None) -> str | None:
-    """The answer of a response without its thinking; None where the thinking is not closed. See `split_thinking`."""
-    return split_thinking(text, marks, opened=opened)[1]
-
-
 def opening_mark(prompt: str, marks: ThinkingMarks) -> str:
     """The opening mark that a rendered prompt ends with; empty without one."""
     return next((opening for opening, _ in marks if prompt.rstrip().endswith(opening)), "")
@@ -114,7 +109,7 @@ def mark_thinking(
             continue
         plain = own if text == own else tokenizer.decode(completion_ids[index], skip_special_tokens=True)
         content = own if text == plain else text
-        if answer_part(content, marks, opened=True) is None:
+        if split_thinking(content, marks, opened=True)[1] is None:
             content = opening_mark(prompt_of(index), marks) + content
         if content != own:
             marked[index] = content if is_text else [{**completion[0], "content": content}]

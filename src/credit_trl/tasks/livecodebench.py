@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm.auto import tqdm
 
-from credit_trl.rollout.thinking import answer_part
+from credit_trl.rollout.thinking import split_thinking
 from credit_trl.rollout.verdict import Verdict, remaining_seconds
 from credit_trl.tasks import lcb_cases
 from credit_trl.tasks.lcb_cases import CUT_OFF, WRONG_FORMAT, Answer, Cases, Result, parse_answer, result_of
@@ -120,7 +120,7 @@ def reward(
     """
     parsed = {text: parse_answer(text) for text in {text for text in answer if isinstance(text, str)}}
     graded_by = [parsed[gold] if isinstance(gold, str) else parse_answer(gold) for gold in answer]
-    sources = [find_program(answer_part(response_text(completion)) or "") for completion in completions]
+    sources = [find_program(split_thinking(response_text(completion))[1] or "") for completion in completions]
     programs: list[Program] = []
     tests: list[tuple[Cases, int]] = []
     for group, (source, cases) in enumerate(zip(sources, graded_by, strict=True)):

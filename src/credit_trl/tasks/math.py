@@ -25,7 +25,7 @@ from latex2sympy2_extended.latex2sympy2 import ConversionConfig, latex2sympy
 from pebble import ProcessPool
 from sympy import Float, I, Rational, S, Symbol, nan, sstr
 
-from credit_trl.rollout.thinking import answer_part
+from credit_trl.rollout.thinking import split_thinking
 from credit_trl.rollout.verdict import Verdict, remaining_seconds
 from credit_trl.sandbox.cgroups import worker_count
 from credit_trl.tasks.records import dataset_of, read_rows
@@ -76,7 +76,7 @@ def reward(
     for gold in answer:
         if not isinstance(gold, str) or not gold.strip():
             raise ValueError(f"A math answer must be a text that is not blank, got {gold!r}.")
-    boxes = [last_boxed(answer_part(response_text(completion)) or "") for completion in completions]
+    boxes = [last_boxed(split_thinking(response_text(completion))[1] or "") for completion in completions]
     pairs = list(zip(answer, boxes, strict=True))
     results: dict[Any, bool | str] = {(gold, box): gold.strip() == box for gold, box in pairs}
     unread = [pair for pair in results if not results[pair] and pair[1] and max(map(len, pair)) <= LONGEST]
