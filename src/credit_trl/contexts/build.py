@@ -1,7 +1,5 @@
 """Contexts of a generation batch: (x, z) and (x'_k, z) of every sample, as token ids."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial

@@ -6,8 +6,6 @@ The chat template renders slots in their place, once for all samples that share 
 is for the student.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import secrets

@@ -5,8 +5,6 @@ an example. Its stream is keyed by `(seed, batch.index, sample)`, with the index
 that a draw does not depend on the number of processes.
 """
 
-from __future__ import annotations
-
 import inspect
 import pkgutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -4,8 +4,6 @@ The processor of the model is called once for each distinct list of images, with
 encodes the prompt as any text, so that the processor never sees z: a placeholder in z stays text.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Prompts in plain-text and conversational form."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

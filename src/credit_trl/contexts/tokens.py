@@ -1,7 +1,5 @@
 """Privileged context z as text, prompts of the teacher as token ids, and completions beside them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 

@@ -1,12 +1,10 @@
 """The loss of the student; the gradients of its hidden states and head are computed in the forward pass."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -34,7 +32,7 @@ class LossTokens(NamedTuple):
     # correction.
     engine_logps: Float[Tensor, " N"] | None = None
 
-    def rows(self, rows: slice) -> LossTokens:
+    def rows(self, rows: slice) -> Self:
         """The tokens of one chunk."""
         return LossTokens(*(None if x is None else x[rows] for x in self))
 
@@ -197,6 +195,21 @@ def _loss_in_chunks(
     return CreditLoss(torch.stack(losses).sum(), *map(torch.cat, values))
 
 
+@dataclass
+class Student:
+    """The student at one chunk of tokens."""
+
+    values: Float[Tensor, "n K"]  # log-probabilities of the support; logits where the support is renormalised
+    log_outside: Float[Tensor, " n"] | None  # log-probability outside the support; None where that is renormalised
+    token_logps: Float[Tensor, " n"]  # of the sampled token; given support and token where that is renormalised
+    policy_logps: Float[Tensor, " n"]  # the same over the whole vocabulary; NaN where it is not computed
+    entropy: Float[Tensor, " n"]  # nats; of the distribution on the support where no normaliser is computed
+    mass: Float[Tensor, " n"]  # probability of the support; NaN where it is not computed
+    # Backpropagates gradients of `values` and `log_outside` to `HeadGradients`, the first argument; may overwrite the
+    # logits.
+    backward: Callable[..., None]
+
+
 def _chunk_loss(
     student: Student,
     tokens: LossTokens,
@@ -268,21 +281,6 @@ def support_divergence(
             kl = objective.distillation_loss(student_logps.detach(), normalized, alpha=1.0)
         grads = torch.autograd.grad(token_loss.sum(), leaves)
     return token_loss.detach(), kl, grads
-
-
-@dataclass
-class Student:
-    """The student at one chunk of tokens."""
-
-    values: Float[Tensor, "n K"]  # log-probabilities of the support; logits where the support is renormalised
-    log_outside: Float[Tensor, " n"] | None  # log-probability outside the support; None where that is renormalised
-    token_logps: Float[Tensor, " n"]  # of the sampled token; given support and token where that is renormalised
-    policy_logps: Float[Tensor, " n"]  # the same over the whole vocabulary; NaN where it is not computed
-    entropy: Float[Tensor, " n"]  # nats; of the distribution on the support where no normaliser is computed
-    mass: Float[Tensor, " n"]  # probability of the support; NaN where it is not computed
-    # Backpropagates gradients of `values` and `log_outside` to `HeadGradients`, the first argument; may overwrite the
-    # logits.
-    backward: Callable[..., None]
 
 
 def student_over_vocabulary(

@@ -3,13 +3,11 @@
 `projection.py` projects chunks of tokens with it, so that no (tokens × vocabulary) tensor exists.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from typing import Literal
+from typing import Literal, Self
 
 import torch
 from jaxtyping import Float, Int
@@ -87,7 +85,7 @@ class HeadGradients:
     bias: Float[Tensor, " V"] | None
 
     @classmethod
-    def of(cls, hidden: Tensor, head: LMHead, in_one_chunk: bool) -> HeadGradients:
+    def of(cls, hidden: Tensor, head: "LMHead", in_one_chunk: bool) -> Self:
         """Buffers for the tensors that require a gradient."""
         dtype = accumulation_dtype(hidden.dtype)
         rounded = in_one_chunk and head.weight.dtype == matmul_dtype(hidden)
@@ -95,7 +93,7 @@ class HeadGradients:
         tensors = zip((hidden, head.weight, head.bias), dtypes, strict=True)
         return cls(*(torch.zeros_like(t, dtype=d) if t is not None and t.requires_grad else None for t, d in tensors))
 
-    def rows(self, rows: slice) -> HeadGradients:
+    def rows(self, rows: slice) -> Self:
         """The same buffers for one chunk of tokens."""
         return replace(self, hidden=None if self.hidden is None else self.hidden[rows])
 
@@ -116,22 +114,22 @@ class LMHead:
     def vocabulary_size(self) -> int:
         return self.weight.shape[0]
 
-    def gathered(self, dtype: torch.dtype | None = None) -> LMHead:
+    def gathered(self, dtype: torch.dtype | None = None) -> Self:
         """The head with sharded tensors gathered; gradients are averaged over the mesh.
 
         A shard of the weight is converted to `dtype`, if that is not None, before it is gathered.
         """
         return replace(self, weight=_gather(self.weight, dtype)).map(_gather)
 
-    def for_products(self, hidden: Tensor) -> LMHead:
+    def for_products(self, hidden: Tensor) -> Self:
         """The head in the dtype of its products with `hidden`; a CPU converts the block that it uses."""
         return self if hidden.device.type == "cpu" else replace(self, weight=self.weight.to(matmul_dtype(hidden)))
 
-    def map(self, change: Callable[[Tensor], Tensor]) -> LMHead:
+    def map(self, change: Callable[[Tensor], Tensor]) -> Self:
         """The head with a function of tensors applied to weight and bias."""
         return replace(self, weight=change(self.weight), bias=None if self.bias is None else change(self.bias))
 
-    def detached(self) -> LMHead:
+    def detached(self) -> Self:
         """The head without gradients."""
         return self.map(Tensor.detach)
 

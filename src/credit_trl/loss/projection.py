@@ -1,7 +1,5 @@
 """Projection of hidden states on the vocabulary and its backward pass, one chunk of tokens at a time."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from types import ModuleType
 

@@ -1,10 +1,8 @@
 """Scores of the teacher: its log-probabilities of the sampled tokens and of the tokens of the support."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Self
 
 import torch
 from jaxtyping import Float, Int
@@ -31,7 +29,7 @@ class SupportConfig:
     # None where nothing lies outside, see `resolved`.
     tail: Literal["bucket", "renormalize"] | None = "bucket"
 
-    def resolved(self, vocabulary: int) -> SupportConfig:
+    def resolved(self, vocabulary: int) -> Self:
         """The support for a vocabulary of V tokens: one with K = V, and the sampled token, have no tail.
 
         Raises:
@@ -102,12 +100,6 @@ def score_completions(
             for name, values in stored.items():
                 values[at] = getattr(part, name).to(values.dtype)
     return stored
-
-
-def stored_scores(inputs: dict[str, Tensor], pick: Callable[[Tensor], Tensor]) -> Scores:
-    """The scores of N tokens, from what `score_completions` returned; `pick` takes them from (B, T, …)."""
-    scores = Scores(*(pick(inputs[name]) for name in Scores._fields))
-    return scores._replace(support_ids=scores.support_ids.long())
 
 
 @torch.no_grad()

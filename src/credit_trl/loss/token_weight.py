@@ -4,8 +4,6 @@ The argument `token_weight` of `CreditTrainer` is such a function, called once f
 CONTRIBUTING.md has an example.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 

@@ -4,14 +4,12 @@ Local lists have one entry for each sample of this process, global lists one for
 order of the ranks. That order does not depend on the number of processes.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -77,7 +75,7 @@ class GenerationBatch:
     # Local, the tools that the chat template lists for each sample; empty where no sample has any.
     tools: list[list[Any] | None] = field(default_factory=list)
 
-    def with_turns(self, mask: Bool[Tensor, "B T"]) -> GenerationBatch:
+    def with_turns(self, mask: Bool[Tensor, "B T"]) -> Self:
         """The batch with the turns of its completions, and without feedback on turns that they lack.
 
         `mask` is that of `loss_mask`.

@@ -5,8 +5,6 @@ ends with an opening mark, and the first closing mark ends it. The answer is the
 whose last block is not closed has none. A mark in quotes or backticks is part of the text.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from typing import Any

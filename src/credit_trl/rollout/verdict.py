@@ -4,8 +4,6 @@ A reward function may return a list of `Verdict`s instead of floats. A verdict h
 and the feedback that the teacher conditions on. The deadline of a call can be read by the code that it runs.
 """
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import logging

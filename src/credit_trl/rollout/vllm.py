@@ -11,15 +11,13 @@
   is polled, which the server answers during its work. If the answer fails to come, the run ends with an error.
 """
 
-from __future__ import annotations
-
 import copy
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import wait
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from accelerate.utils import is_peft_model
@@ -57,7 +55,7 @@ class PolicyGeneration(VLLMGeneration):
     unexpanded: Mapping[tuple[int, ...], list[int]] = MappingProxyType({})
 
     @classmethod
-    def adopt(cls, generation: VLLMGeneration, seed: int) -> PolicyGeneration:
+    def adopt(cls, generation: VLLMGeneration, seed: int) -> Self:
         """Convert the generation layer that TRL's trainer has built. `seed` is that of the run.
 
         Processes that share a colocated engine share a random stream.
@@ -79,11 +77,9 @@ class PolicyGeneration(VLLMGeneration):
         Raises:
             ValueError: the engine expands a prompt to other ids than the policy reads.
         """
-        if images is None:
-            return super().generate(prompts, images, *args, **kwargs)
-        if self.mode == "server":
-            if self.accelerator.is_main_process:
-                self.vllm_client.reset_encoder_cache()
+        if images is not None and self.mode == "server" and self.accelerator.is_main_process:
+            self.vllm_client.reset_encoder_cache()
+        if images is None or self.mode == "server":
             return super().generate(prompts, images, *args, **kwargs)
         self.llm.llm_engine.reset_encoder_cache()
         given = list(map(self._unexpanded, prompts))
@@ -147,7 +143,7 @@ class WatchedClient(VLLMClient):
     """TRL's client with calls that raise a `VLLMServerError` when the server fails, instead of waiting forever."""
 
     @classmethod
-    def adopt(cls, client: VLLMClient, patience: float) -> WatchedClient:
+    def adopt(cls, client: VLLMClient, patience: float) -> Self:
         """Convert a connected client; `/health` or a weight update may stay unanswered for `patience` seconds."""
         watched = cls.__new__(cls)
         vars(watched).update(vars(client))

@@ -1,7 +1,5 @@
 """Backbone and LM head of causal language models."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

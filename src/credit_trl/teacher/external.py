@@ -1,7 +1,5 @@
 """Another model as the teacher, with its own dtype, quantisation and adapter."""
 
-from __future__ import annotations
-
 import json
 import math
 from contextlib import AbstractContextManager

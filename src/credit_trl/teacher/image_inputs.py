@@ -1,7 +1,5 @@
 """Inputs of a forward pass whose prompts have images; the vision tower encodes each list of images once."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Sequence
 from itertools import chain

@@ -4,8 +4,6 @@ Full fine-tuning stores a second copy of the weights. LoRA stores a frozen adapt
 the same base. The EMA is stored in fp32, because at a rate of 0.01 a bf16 average rounds the updates away.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext

@@ -7,8 +7,6 @@ several sequences share once (`packed_row`): the rollouts of a group have one pr
 of others.
 """
 
-from __future__ import annotations
-
 import inspect
 import itertools
 from collections.abc import Sequence

@@ -10,8 +10,6 @@ Policy: TRL pads prompts on the left and completions on the right, to the longes
 one sequence from position 0, padded on the right to the longest of the micro-batch, or packed.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

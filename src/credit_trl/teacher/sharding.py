@@ -3,8 +3,6 @@
 Every process must call these functions, in the same order.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext

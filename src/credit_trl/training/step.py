@@ -24,7 +24,7 @@ from credit_trl.contexts.tokens import CompletionBatch, TokenContexts
 from credit_trl.loss.credit_loss import CreditLoss, LossTokens, MicroBatchLoss, credit_loss
 from credit_trl.loss.head import LMHead, choose_kernels, lm_head
 from credit_trl.loss.projection import token_logps
-from credit_trl.loss.scores import SupportConfig, score_completions, stored_scores
+from credit_trl.loss.scores import Scores, SupportConfig, score_completions
 from credit_trl.loss.token_weight import TokenCredit, TokenWeight, weigh_tokens
 from credit_trl.rollout.batch import GenerationBatch, loss_mask
 from credit_trl.teacher.models import Teacher
@@ -183,7 +183,8 @@ class CreditStep:
             engine_logps if self.engine_role == "old" else sequences.pick(inputs.get("old_per_token_logps")),
             engine_logps if self.engine_role == "correction" else None,
         )
-        scores = stored_scores(inputs, sequences.pick)
+        scores = Scores(*(sequences.pick(inputs[name]) for name in Scores._fields))
+        scores = scores._replace(support_ids=scores.support_ids.long())
         policy = self.teacher.unwrapped(model)
 
         def policy_loss(_: Int[Tensor, " N"]) -> tuple[dict[str, Tensor], int, Tensor | None]:
