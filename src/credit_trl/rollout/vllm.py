@@ -14,9 +14,8 @@
 import copy
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import wait
-from types import MappingProxyType
 from typing import Any, Self
 
 import torch
@@ -51,9 +50,6 @@ _RESTART = (
 class PolicyGeneration(VLLMGeneration):
     """TRL's `VLLMGeneration` for a policy whose weights the teacher may share."""
 
-    # Ids of prompts with images -> those with one placeholder for each image. Set before each generation.
-    unexpanded: Mapping[tuple[int, ...], list[int]] = MappingProxyType({})
-
     @classmethod
     def adopt(cls, generation: VLLMGeneration, seed: int) -> Self:
         """Convert the generation layer that TRL's trainer has built. `seed` is that of the run.
@@ -62,6 +58,8 @@ class PolicyGeneration(VLLMGeneration):
         """
         adopted = cls.__new__(cls)
         vars(adopted).update(vars(generation))
+        # Ids of prompts with images -> those with one placeholder for each image. Set before each generation.
+        adopted.unexpanded = {}
         if adopted.mode == "colocate":
             set_seed(seed + adopted.accelerator.process_index // adopted.tensor_parallel_size)
         elif adopted.accelerator.is_main_process:
