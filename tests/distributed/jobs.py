@@ -165,10 +165,10 @@ class LocalLosses(CreditTrainer):
     def _distillation_loss(self, *args: Any) -> torch.Tensor:
         credit_loss = step.credit_loss
 
-        def record(hidden: Any, head: Any, tokens: Any, scores: Any, config: Any) -> Any:
-            parts = [*vars(tokens).values(), *vars(scores).values()]
+        def record(hidden: Any, head: Any, tokens: Any, scores: Any, *options: Any) -> Any:
+            parts = [*tokens, *scores]
             self.dtypes |= {str(part.dtype) for part in parts if torch.is_tensor(part) and part.is_floating_point()}
-            return credit_loss(hidden, head, tokens, scores, config)
+            return credit_loss(hidden, head, tokens, scores, *options)
 
         with patch.object(step, "credit_loss", record):
             loss = super()._distillation_loss(*args)
