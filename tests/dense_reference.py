@@ -211,4 +211,4 @@ def assert_same(result: CreditLoss, expected: CreditLoss, weights: Tensor, toler
     scale = (expected.token_loss * expected.ratio * weights).abs().sum()
     rounding = 2**-21 * (expected.ratio * weights).sum()
     assert abs(result.loss.item() - expected.loss.item()) <= tolerance * scale + rounding
-    assert_close(result.token_loss.double(), expected.token_loss, rtol=tolerance, atol=2 * tolerance)
+    assert_close(result.token_loss.double().cpu(), expected.token_loss, rtol=tolerance, atol=2 * tolerance)
