@@ -40,7 +40,6 @@ from credit_trl.teacher.packing import cannot_pack
 from credit_trl.training import checks, micro_batches, reporting
 from credit_trl.training.alarms import FLAT_REWARD_BATCHES, Alarms
 from credit_trl.training.check_model import check_logits, check_model
-from credit_trl.training.check_prompts import check_image_options, check_prompts, check_rollout_images
 from credit_trl.training.check_run import check_run
 from credit_trl.training.checkpoints import ResumableTrainer
 from credit_trl.training.metrics import TokenMetrics, context_metrics, drop_undefined, teacher_success_weights
@@ -126,9 +125,7 @@ class CreditTrainer(ResumableTrainer):
         self.clock = reporting.StageClock(counts=lambda: self.model.training)
         self.credit_step: CreditStep | None = None
         datasets = checks.named_datasets(train_dataset, eval_dataset)
-        checks.check_datasets(
-            args, datasets, reward_funcs, kwargs.get("environment_factory"), kwargs.get("rollout_func")
-        )
+        checks.check_datasets(args, datasets, reward_funcs, kwargs)
         checks.check_teacher(args)
         if isinstance(train_dataset, Dataset):
             fit_batch(args, len(train_dataset))
@@ -152,8 +149,7 @@ class CreditTrainer(ResumableTrainer):
         self._init_reports()
         self.run_log.facts["data"] = describe_data(reward_funcs or [], args.reward_weights)
         self.run_log.rows = {"train": train_dataset, "test": eval_dataset}
-        checks.check_ends(self)
-        check_prompts(self, datasets, distills=distills)
+        checks.check_prompts(self, datasets, distills=distills)
         if distills:
             self._init_credit(token_weight)
         reporting.add_run_callbacks(self)
@@ -212,7 +208,7 @@ class CreditTrainer(ResumableTrainer):
             return super()._generate(prompts)
         builder = self.context_builder
         if any(map(images_of, prompts)):
-            check_image_options(self.accelerator, self._is_vlm)
+            checks.check_image_options(self.accelerator, self._is_vlm)
         if builder.reader is not None:
             builder.reader.clear()
             self._prompt_images = list(map(builder.read_images, prompts))
@@ -220,7 +216,7 @@ class CreditTrainer(ResumableTrainer):
         if self.use_vllm and builder.reader is not None:
             self.vllm_generation.unexpanded = builder.unexpanded(prompts, tools)
         *generated, _, tool_images = super()._generate(prompts)
-        check_rollout_images(tool_images, generated[0], prompts, builder, tools, is_first=self.state.global_step == 0)
+        checks.check_rollout_images(self, prompts, generated[0], tools, tool_images)
         return *generated, None, tool_images
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:

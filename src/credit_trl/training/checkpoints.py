@@ -38,8 +38,7 @@ from credit_trl.teacher.causal_lm import load_renamed_weights
 from credit_trl.teacher.models import Teacher
 from credit_trl.teacher.sharding import full_tensor
 from credit_trl.training.alarms import Alarms
-from credit_trl.training.checks import check_enough_rows
-from credit_trl.training.run_directory import read_json, remove_scratch_files, run_lock, sync, write_atomically
+from credit_trl.training.run_directory import read_json, run_lock, sync, write_atomically
 from credit_trl.training.trl_compat import check_trl
 from credit_trl.training.weights import NonFiniteError, guarded, nonfinite_weight, source_of
 
@@ -335,7 +334,18 @@ class ResumableTrainer(GRPOTrainer):
         self._step = state["step"]
 
     def _get_train_sampler(self, dataset: Dataset | None = None) -> RepeatSampler:
-        check_enough_rows(self.args, self.train_dataset if dataset is None else dataset)
+        """TRL's sampler, which drops an incomplete generation batch.
+
+        Raises:
+            ValueError: the dataset does not fill one, so that training would end before its first step.
+        """
+        if len(self._sampler) == 0:
+            raise ValueError(
+                f"`train_dataset` has {self._sampler.num_samples} rows, but a generation batch of "
+                f"{self.args.generation_batch_size} rollouts with `num_generations={self.num_generations}` needs "
+                f"{self._sampler.batch_size}. Add rows, or lower `gradient_accumulation_steps`, "
+                "`per_device_train_batch_size` or `generation_batch_size`."
+            )
         self._sampler = super()._get_train_sampler(dataset)
         return self._sampler
 
