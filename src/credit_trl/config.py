@@ -373,17 +373,11 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], tuple[str, ...]]] = {
     "at least 1 or None": (lambda x: x is None or x >= 1, ("distillation_topk", "teacher_sync_steps")),
 }
 
-# Options of GRPO's loss and their values without effect, for `distillation_weight=1`, which does not compute it.
-_POLICY_LOSS = {
-    "beta": 0.0,
-    "entropy_coef": 0.0,
-    "use_adaptive_entropy": False,
-    "top_entropy_quantile": 1.0,
-    "off_policy_mask_threshold": None,
-    "importance_sampling_level": "token",
-    "delta": None,
-    "epsilon_high": None,
-}
+# Options of GRPO's loss, which `distillation_weight=1` does not compute. TRL's defaults have no effect.
+_POLICY_LOSS = (
+    "beta entropy_coef use_adaptive_entropy top_entropy_quantile off_policy_mask_threshold importance_sampling_level "
+    "delta epsilon_high".split()
+)
 
 
 def _check_values(config: CreditConfig) -> None:
@@ -435,7 +429,7 @@ def _check_combinations(config: CreditConfig) -> None:
     for fails, message in _COMBINATIONS:
         if fails(config):
             raise ValueError(message.format(c=config))
-    policy = [name for name, value in _POLICY_LOSS.items() if getattr(config, name) != value]
+    policy = [name for name in _POLICY_LOSS if getattr(config, name) != getattr(GRPOConfig, name)]
     if config.loss_type == "luspo" and "importance_sampling_level" in policy:
         policy.remove("importance_sampling_level")  # TRL asks for "sequence" there
     if config.distillation_weight == 1.0 and policy:
