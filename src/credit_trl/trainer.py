@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import textwrap
 from collections.abc import Sequence
+from importlib.metadata import entry_points
 from importlib.resources import files
 from typing import Any, ClassVar
 
@@ -152,7 +153,9 @@ class CreditTrainer(ResumableTrainer):
         checks.check_prompts(self, datasets, distills=distills)
         if distills:
             self._init_credit(token_weight)
-        reporting.add_run_callbacks(self)
+        for entry in entry_points(group="credit_trl.callbacks"):  # of this package, token maps and the report
+            for callback in entry.load()(self):
+                self.add_callback(callback)
 
     def _init_reports(self) -> None:
         self._eval_batches = 0
@@ -306,9 +309,7 @@ class CreditTrainer(ResumableTrainer):
                 output["success_weights"] = self._weigh_successes(batch, contexts, loss_mask(output))
             with self.clock.stage("scores"):
                 output.update(self.credit_step.prepare(batch, output, contexts))
-        decode = self.processing_class.batch_decode
-        shows_images = self.log_completions and self.log_multimodal
-        reporting.add_completion_columns(self._logs, output, batch, contexts, decode, shows_images)
+        reporting.add_completion_columns(self, output, batch, contexts)
         return output
 
     def _build_contexts(self, batch: GenerationBatch) -> list[TokenContexts]:
