@@ -131,7 +131,6 @@ class ResumableTrainer(GRPOTrainer):
             with raised_on_all():
                 if self.is_world_process_zero():
                     held.enter_context(run_lock(output_dir))
-                    remove_scratch_files(output_dir)
                     if resume_from_checkpoint:
                         requested = LATEST if resume_from_checkpoint is True else str(resume_from_checkpoint)
                         found[0] = checkpoint_to_resume(requested, output_dir)  # reads all of its files

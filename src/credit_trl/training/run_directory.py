@@ -59,12 +59,6 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def remove_scratch_files(folder: Path) -> None:
-    """Remove unfinished files of `write_atomically` by killed processes. Called while nothing else writes there."""
-    for path in folder.rglob(".*.tmp"):
-        path.unlink(missing_ok=True)
-
-
 def write_json(path: str | Path, value: Any) -> None:
     """Write a value as JSON with `write_atomically`. NaN and infinities become null, as JSON has neither."""
     write_atomically(path, json.dumps(without_nan(value), indent=2, ensure_ascii=False, sort_keys=True) + "\n")
@@ -126,7 +120,9 @@ class RunLockedError(RuntimeError):
 
 @contextmanager
 def run_lock(folder: Path) -> Iterator[None]:
-    """Hold the lock of a run directory inside the block. One process of a run calls it.
+    """Hold the lock of a run directory inside the block, and first remove unfinished files of killed processes.
+
+    One process of a run calls it.
 
     The system releases the lock (`flock`, on network file systems too) when its process ends in any way, so that no
     lock is stale. On a file system without locks the run goes on with a warning.
@@ -151,6 +147,8 @@ def run_lock(folder: Path) -> Iterator[None]:
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}, started {datetime.now():%Y-%m-%d %H:%M:%S}")
         file.flush()
+        for scratch in folder.rglob(".*.tmp"):  # of `write_atomically`
+            scratch.unlink(missing_ok=True)
         yield
         file.truncate(0)
 
