@@ -354,25 +354,18 @@ class CreditTrainer(ResumableTrainer):
         return inputs
 
     def _get_per_token_logps_and_entropies(
-        self,
-        model: Any,
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        logits_to_keep: int,
-        batch_size: int | None = None,
-        **kwargs: Any,
+        self, model: Any, *args: Any, batch_size: int | None = None, **kwargs: Any
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Log-probabilities of a rollout, without padding. The loss, and weight 0 without images, use TRL's method."""
         is_plain = not any(value is not None and value is not False for value in kwargs.values())
         is_own = any(self._prompt_images) or (model is self.model and self.args.distillation_weight > 0.0)
         if torch.is_grad_enabled() or not (is_plain and is_own):
-            return super()._get_per_token_logps_and_entropies(
-                model, input_ids, attention_mask, logits_to_keep, batch_size, **kwargs
-            )
+            return super()._get_per_token_logps_and_entropies(model, *args, batch_size=batch_size, **kwargs)
         corrects = self.use_vllm and self.vllm_importance_sampling_correction
         has_ratio = self.args.distillation_is_clip is not None and self.credit_step.engine_role != "old"
         if self.args.distillation_weight == 1.0 and not has_ratio and not corrects:
             return None, None, None  # nothing reads them
+        input_ids, attention_mask, logits_to_keep = args
         parts = {}
         for kind, values in (("ids", input_ids), ("mask", attention_mask)):
             parts[f"prompt_{kind}"] = values[:, :-logits_to_keep]

@@ -55,7 +55,7 @@ def evened(batches: Sequence[dict[str, Any]], exchanged: int, packed: bool) -> l
         merged = {name: _join([batch[name] for batch in inside]) for name in inside[0]}
         lengths = (merged["prompt_mask"].sum(dim=1) + merged["completion_mask"].sum(dim=1)).tolist()
         groups = even_groups(lengths, len(inside), packed) if len(inside) > 1 else [list(range(len(lengths)))]
-        result += [without_padding(_take(merged, rows)) for rows in groups]
+        result += [without_padding(take_rows(merged, rows)) for rows in groups]
     return result
 
 
@@ -91,7 +91,7 @@ def _join(values: list[Any]) -> Any:
     return torch.cat(values) if isinstance(values[0], Tensor) else list(itertools.chain(*values))
 
 
-def _take(batch: dict[str, Any], rows: list[int]) -> dict[str, Any]:
+def take_rows(batch: dict[str, Any], rows: list[int]) -> dict[str, Any]:
     """Some samples of a batch, by one index that is copied to the device."""
     index = to_device(torch.tensor(rows), batch["completion_ids"].device)
     taken = dict(batch)
