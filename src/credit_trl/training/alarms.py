@@ -109,8 +109,8 @@ class Alarms:
     def check_drift(self, log_history: Sequence[Mapping[str, Any]], *, frozen_teacher: bool = False) -> None:
         """Compare the last values of a run's logs with its first ones, or its best reward.
 
-        Changes within the noise of consecutive logs are ignored. The fidelity of a frozen teacher falls as the policy
-        learns what it shows, since ΔV_t shrinks, and raises no alarm.
+        Changes within the noise, by the differences of consecutive logs, are ignored. The fidelity of a frozen teacher
+        falls as the policy learns what it shows, since ΔV_t shrinks, and raises no alarm.
         """
         for name, cause in _WATCHED.items():
             values = [row[name] for row in log_history if row.get(name) is not None]
@@ -121,11 +121,6 @@ class Alarms:
             start = max(windows) if cause == "drift_collapse" else windows[0]
             latest = windows[-1]
             is_drift = latest > HIGH_RATIO * start if cause == "drift_length" else latest < LOW_SHARE * start
-            is_real = start > 0.0 and abs(latest - start) > _noise(values)
+            variance = sum((b - a) ** 2 for a, b in pairwise(values)) / (2 * (len(values) - 1))
+            is_real = start > 0.0 and abs(latest - start) > NOISE * math.sqrt(variance / WINDOW)
             self.raise_if(is_drift and is_real, cause, start=start, latest=latest)
-
-
-def _noise(values: Sequence[float]) -> float:
-    """Difference of two windows that may be noise, by the differences of consecutive values."""
-    variance = sum((b - a) ** 2 for a, b in pairwise(values)) / (2 * (len(values) - 1))
-    return NOISE * math.sqrt(variance / WINDOW)

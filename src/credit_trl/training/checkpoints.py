@@ -338,6 +338,7 @@ class ResumableTrainer(GRPOTrainer):
         Raises:
             ValueError: the dataset does not fill one, so that training would end before its first step.
         """
+        self._sampler = super()._get_train_sampler(dataset)
         if len(self._sampler) == 0:
             raise ValueError(
                 f"`train_dataset` has {self._sampler.num_samples} rows, but a generation batch of "
@@ -345,7 +346,6 @@ class ResumableTrainer(GRPOTrainer):
                 f"{self._sampler.batch_size}. Add rows, or lower `gradient_accumulation_steps`, "
                 "`per_device_train_batch_size` or `generation_batch_size`."
             )
-        self._sampler = super()._get_train_sampler(dataset)
         return self._sampler
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
@@ -383,22 +383,20 @@ def checkpoint_to_resume(requested: str, output_dir: str | Path) -> str | None:
     Raises:
         ValueError: the checkpoint does not exist or is damaged, or `"latest"` finds damaged ones only.
     """
-    if requested != LATEST:
-        folder = Path(requested)
-        if damage := find_damage(folder) if folder.is_dir() else "there is no such folder":
-            raise ValueError(
-                f"`resume_from_checkpoint={requested}`: {damage}. Give a checkpoint (`<output_dir>/checkpoint-"
-                f"<step>`), or `{LATEST}` for the newest in `output_dir`, which also starts a run that has none yet."
-            )
-        return requested
     damages = []
-    for path in reversed(sort_checkpoints(str(output_dir), use_mtime=True)):
+    paths = sort_checkpoints(str(output_dir), use_mtime=True) if requested == LATEST else [requested]
+    for path in reversed(paths):
         damage = find_damage(Path(path))
         if damage is None:
             if damages:
                 logger.warning(f"DAMAGED CHECKPOINT: {'; '.join(damages)}. The run resumes from {path} instead.")
             return path
         damages.append(damage)
+    if requested != LATEST:
+        raise ValueError(
+            f"`resume_from_checkpoint={requested}`: {damages[0]}. Give a checkpoint (`<output_dir>/checkpoint-<step>"
+            f"`), or `{LATEST}` for the newest in `output_dir`, which also starts a run that has none yet."
+        )
     if damages:
         raise ValueError(
             f"Every checkpoint in {output_dir} is damaged: {'; '.join(damages)}. To start again set another "
@@ -423,6 +421,8 @@ def write_manifest(folder: Path, hashes: dict[str, str]) -> None:
 def find_damage(folder: Path) -> str | None:
     """What differs from the manifest, beginning with the path of the file; None for an undamaged folder."""
     manifest = folder / MANIFEST_FILE
+    if not folder.is_dir():
+        return "there is no such folder"
     try:
         found = read_json(manifest)
     except FileNotFoundError:

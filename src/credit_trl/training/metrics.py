@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 
 import torch
 from accelerate.utils import gather_object
@@ -93,16 +93,6 @@ def token_sums(loss: MicroBatchLoss) -> dict[str, Float[Tensor, " 2"]]:
     return {name: torch.stack([x.to(dtype).sum(), one * count]) for name, (x, count) in values.items()}
 
 
-def token_means(sums: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """Means, standard deviations and the root mean square of `token_sums`, in nats; NaN where no token counts."""
-    means = {name: total / count if count else math.nan for name, (total, count) in sums.items()}
-    means["credit/s_accepted"] = math.sqrt(means["credit/s_accepted"])
-    for name in ("credit/advantage", "credit/delta_v", "credit/s"):
-        variance = means[f"{name}_std"] - means[f"{name}_mean"] ** 2
-        means[f"{name}_std"] = 0.0 if variance <= 0.0 else math.sqrt(variance)  # NaN stays NaN
-    return means
-
-
 class TokenMetrics:
     """Metrics of the credit at the sampled tokens of all micro-batches since the last log.
 
@@ -127,11 +117,18 @@ class TokenMetrics:
         self._sums[mode] = self._sums[mode] + added if mode in self._sums else added
 
     def read(self, mode: str) -> dict[str, float]:
-        """Metrics of the micro-batches since the last call; empty without any."""
+        """Means, standard deviations and the root mean square of the micro-batches since the last call, in nats.
+
+        A value is NaN where no token counts for it. Empty without any micro-batch.
+        """
         if mode not in self._sums:
             return {}
-        sums = self._reduce(self._sums.pop(mode)).tolist()
-        means = token_means(dict(zip(self._names, sums, strict=True)))
+        sums = zip(self._names, self._reduce(self._sums.pop(mode)).tolist(), strict=True)
+        means = {name: total / count if count else math.nan for name, (total, count) in sums}
+        means["credit/s_accepted"] = math.sqrt(means["credit/s_accepted"])
+        for name in ("credit/advantage", "credit/delta_v", "credit/s"):
+            variance = means[f"{name}_std"] - means[f"{name}_mean"] ** 2
+            means[f"{name}_std"] = 0.0 if variance <= 0.0 else math.sqrt(variance)  # NaN stays NaN
         return {name: value for name, value in means.items() if name not in self._dropped}
 
 
@@ -148,12 +145,11 @@ def teacher_success_weights(
     has_loss = mask.any(dim=1).tolist()
     is_scored = gather_object([c.teacher is not None and loss for c, loss in zip(contexts, has_loss, strict=True)])
     successful = is_successful(batch.rewards, threshold)
-    has_reward = [not math.isnan(reward) for reward in batch.rewards]
+    counts = [scored and not math.isnan(reward) for scored, reward in zip(is_scored, batch.rewards, strict=True)]
     weights = [0.0] * len(is_scored)
     mixed = 0
     for start in range(0, len(is_scored), batch.group_size):
-        end = min(start + batch.group_size, len(is_scored))
-        group = [i for i in range(start, end) if is_scored[i] and has_reward[i]]
+        group = [i for i in range(len(is_scored))[start : start + batch.group_size] if counts[i]]
         count = sum(successful[i] for i in group)
         if 0 < count < len(group):
             mixed += 1
