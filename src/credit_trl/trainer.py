@@ -320,9 +320,8 @@ class CreditTrainer(ResumableTrainer):
         self.alarms.check_contexts(shares, self._metrics[self._mode].get("credit/frac_verifier_skipped", [0.0])[-1])
         pairs = zip(contexts, batch.completion_ids, strict=True)
         longest = max((len(ids) + len(y) for own, y in pairs for ids, _ in own.sequences()), default=0)
-        positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-        exceeds = positions is not None and longest > positions
-        self.alarms.raise_if(exceeds, "positions", longest=longest, positions=positions)
+        positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or longest
+        self.alarms.raise_if(longest > positions, "positions", longest=longest, positions=positions)
         is_ignored, missing_turns = ignored_feedback(batch, self.args)
         self.alarms.raise_if(is_ignored, "feedback_off")
         self.alarms.raise_if(bool(missing_turns), "lost_turns", turn=min(missing_turns, default=None))

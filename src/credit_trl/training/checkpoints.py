@@ -247,10 +247,7 @@ class ResumableTrainer(GRPOTrainer):
             shutil.rmtree(unfinished.parent, ignore_errors=True)
         if self.args.should_save:
             best = self.state.best_model_checkpoint
-            limit = self.args.save_total_limit
-            rotate_checkpoints(
-                output_dir=str(output_dir), save_total_limit=limit, best_model_checkpoint=best, use_mtime=True
-            )
+            rotate_checkpoints(str(output_dir), self.args.save_total_limit, best, use_mtime=True)
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(finished))
 

@@ -74,15 +74,11 @@ def without_padding(batch: dict[str, Any]) -> dict[str, Any]:
     prompt = max(int(batch["prompt_mask"].any(dim=0).sum()), 1)
     used = batch["completion_mask"].any(dim=0).nonzero()
     completion = int(used[-1]) + 1 if len(used) else 1
-    cut = dict(batch)
-    for name, values in batch.items():
-        if values is None:
-            continue
-        if name in ("prompt_ids", "prompt_mask"):
-            cut[name] = values[:, -prompt:].contiguous()
-        elif name in _COMPLETION_FIELDS and values.ndim > 1:
-            cut[name] = values[:, :completion].contiguous()
-    return cut
+    cut = {name: batch[name][:, -prompt:].contiguous() for name in ("prompt_ids", "prompt_mask")}
+    for name in _COMPLETION_FIELDS.intersection(batch):
+        if batch[name] is not None and batch[name].ndim > 1:
+            cut[name] = batch[name][:, :completion].contiguous()
+    return batch | cut
 
 
 def _join(values: list[Any]) -> Any:
