@@ -39,11 +39,10 @@ from credit_trl.teacher.external import build_teacher
 from credit_trl.teacher.models import TeacherUpdate
 from credit_trl.teacher.packing import cannot_pack
 from credit_trl.training import checks, micro_batches, reporting
-from credit_trl.training.alarms import FLAT_REWARD_BATCHES, Alarms
 from credit_trl.training.check_model import check_logits, check_model
 from credit_trl.training.check_run import check_run
 from credit_trl.training.checkpoints import ResumableTrainer
-from credit_trl.training.metrics import TokenMetrics, context_metrics, drop_undefined, teacher_success_weights
+from credit_trl.training.metrics import Alarms, TokenMetrics, context_metrics, drop_undefined, teacher_success_weights
 from credit_trl.training.run_directory import describe_data
 from credit_trl.training.step import CreditStep
 from credit_trl.training.weights import WeightChange, reduce_gradients_in_fp32
@@ -295,7 +294,7 @@ class CreditTrainer(ResumableTrainer):
         if self.model.training:
             checks.check_truncated(self, metrics["completions/clipped_ratio"][-1])
             is_flat = metrics["frac_reward_zero_std"][-1] == 1.0  # in every group
-            self.alarms.raise_if(is_flat, "flat_reward", FLAT_REWARD_BATCHES, mean=metrics["reward"][-1])
+            self.alarms.raise_if(is_flat, "flat_reward", mean=metrics["reward"][-1])
         if "importance_sampling_ratio" in output:  # TRL's, of which it logs the other moments
             ratio = output["importance_sampling_ratio"].expand_as(output["completion_mask"])
             median = self.accelerator.gather(ratio[loss_mask(output)].median())

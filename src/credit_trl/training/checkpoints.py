@@ -37,7 +37,7 @@ from credit_trl.config import CreditConfig
 from credit_trl.teacher.causal_lm import load_renamed_weights
 from credit_trl.teacher.models import Teacher
 from credit_trl.teacher.sharding import full_tensor
-from credit_trl.training.alarms import Alarms
+from credit_trl.training.metrics import Alarms
 from credit_trl.training.run_directory import read_json, run_lock, sync, write_atomically
 from credit_trl.training.trl_compat import check_trl
 from credit_trl.training.weights import NonFiniteError, guarded, nonfinite_weight, source_of

@@ -22,8 +22,8 @@ from credit_trl.contexts.tokens import TokenContexts
 from credit_trl.rollout.batch import GenerationBatch, loss_mask
 from credit_trl.teacher.sharding import full_shape
 from credit_trl.training import run_directory as files
-from credit_trl.training.alarms import Alarms
 from credit_trl.training.checkpoints import stored_options
+from credit_trl.training.metrics import Alarms
 
 logger = logging.getLogger(__name__)
 
