@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import functools
-import itertools
 import math
 import os
 import re
@@ -280,8 +279,8 @@ def _processes() -> int:
 def _accumulation(config: CreditConfig, prompts: int) -> int:
     """Fewest accumulation steps with whole groups and at least this many prompts."""
     rollouts = config.per_device_train_batch_size * _processes()
-    fewest = math.ceil(prompts * config.num_generations / rollouts)
-    return next(n for n in itertools.count(fewest) if n * rollouts % config.num_generations == 0)
+    steps = config.num_generations // math.gcd(config.num_generations, rollouts)  # of whole groups
+    return steps * math.ceil(prompts * config.num_generations / (rollouts * steps))
 
 
 def fit_batch(config: CreditConfig, rows: int) -> None:

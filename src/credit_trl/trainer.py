@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import textwrap
 from collections.abc import Sequence
 from importlib.metadata import entry_points
@@ -42,7 +43,7 @@ from credit_trl.training import checks, micro_batches, reporting
 from credit_trl.training.check_model import check_logits, check_model
 from credit_trl.training.check_run import check_run
 from credit_trl.training.checkpoints import ResumableTrainer
-from credit_trl.training.metrics import Alarms, TokenMetrics, context_metrics, drop_undefined, teacher_success_weights
+from credit_trl.training.metrics import Alarms, TokenMetrics, context_metrics, teacher_success_weights
 from credit_trl.training.run_directory import describe_data
 from credit_trl.training.step import CreditStep
 from credit_trl.training.weights import WeightChange, reduce_gradients_in_fp32
@@ -404,7 +405,9 @@ class CreditTrainer(ResumableTrainer):
             if self.credit_step is not None:
                 self._log_values({"credit/teacher_drift": self.teacher.drift()})
         self._eval_batches = 0  # so that every evaluation draws the same contrast prompts
-        drop_undefined(metrics)
+        for name, values in list(metrics.items()):
+            if not any(value is not None and math.isfinite(value) for value in values):
+                del metrics[name]  # which loggers would show as NaN or None
         super().log(logs, start_time)
         is_frozen = self.args.teacher_model_kind in ("base", "model")
         self.alarms.check_drift(self.state.log_history, frozen_teacher=is_frozen)
