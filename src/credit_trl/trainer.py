@@ -211,7 +211,7 @@ class CreditTrainer(ResumableTrainer):
             return super()._generate(prompts)
         builder = self.context_builder
         if any(map(images_of, prompts)):
-            checks.check_image_options(self.accelerator, self._is_vlm)
+            checks.check_image_options(self)
         if builder.reader is not None:
             builder.reader.clear()
             self._prompt_images = list(map(builder.read_images, prompts))

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from accelerate import Accelerator
 from datasets import Dataset
 from torch import nn
 from transformers import AutoConfig
@@ -132,14 +131,14 @@ def check_column_names(rows: str, columns: Iterable[str]) -> None:
         )
 
 
-def check_image_options(accelerator: Accelerator, has_processor: bool) -> None:
+def check_image_options(trainer: Any) -> None:
     """Raise a `ValueError` where a run cannot train on prompts with images."""
-    if not has_processor:
+    if not trainer._is_vlm:
         raise ValueError(
             "The prompts have images, and `processing_class` is a tokenizer. Pass the processor of a vision-language "
             "model, or remove the images."
         )
-    if accelerator.distributed_type == "FSDP" or is_zero3(accelerator):
+    if trainer.accelerator.distributed_type == "FSDP" or is_zero3(trainer.accelerator):
         raise ValueError(
             "FSDP2 and ZeRO-3 do not support prompts with images: a pass without images would not gather the vision "
             "tower's weights as the others do. Use DDP or ZeRO-2, with LoRA if memory is short."
@@ -170,7 +169,7 @@ def check_prompts(trainer: Any, datasets: dict[str, Any], *, distills: bool) -> 
         prompt = row_prompt(row) if distills else row["prompt"]
         has_images = "image" in columns or "images" in columns or bool(images_of(prompt))
         if distills and has_images:
-            check_image_options(trainer.accelerator, trainer._is_vlm)
+            check_image_options(trainer)
         builder.read_images(prompt)
         if is_changed or not has_prompts or (has_images and not distills):
             continue
