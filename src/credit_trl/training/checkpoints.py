@@ -131,6 +131,8 @@ class ResumableTrainer(GRPOTrainer):
             with raised_on_all():
                 if self.is_world_process_zero():
                     held.enter_context(run_lock(output_dir))
+                    for scratch in output_dir.rglob(".*.tmp"):  # of `write_atomically` in a killed run
+                        scratch.unlink(missing_ok=True)
                     if resume_from_checkpoint:
                         requested = LATEST if resume_from_checkpoint is True else str(resume_from_checkpoint)
                         found[0] = checkpoint_to_resume(requested, output_dir)  # reads all of its files

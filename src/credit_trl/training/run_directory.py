@@ -120,9 +120,7 @@ class RunLockedError(RuntimeError):
 
 @contextmanager
 def run_lock(folder: Path) -> Iterator[None]:
-    """Hold the lock of a run directory inside the block, and first remove unfinished files of killed processes.
-
-    One process of a run calls it.
+    """Hold the lock of a run directory inside the block. One process of a run calls it.
 
     The system releases the lock (`flock`, on network file systems too) when its process ends in any way, so that no
     lock is stale. On a file system without locks the run goes on with a warning.
@@ -147,8 +145,6 @@ def run_lock(folder: Path) -> Iterator[None]:
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}, started {datetime.now():%Y-%m-%d %H:%M:%S}")
         file.flush()
-        for scratch in folder.rglob(".*.tmp"):  # of `write_atomically`
-            scratch.unlink(missing_ok=True)
         yield
         file.truncate(0)
 
