@@ -150,11 +150,11 @@ def teacher_success_weights(
     has_loss = mask.any(dim=1).tolist()
     is_scored = gather_object([c.teacher is not None and loss for c, loss in zip(contexts, has_loss, strict=True)])
     successful = is_successful(batch.rewards, threshold)
-    counts = [scored and not math.isnan(reward) for scored, reward in zip(is_scored, batch.rewards, strict=True)]
+    usable = [scored and not math.isnan(reward) for scored, reward in zip(is_scored, batch.rewards, strict=True)]
     weights = [0.0] * len(is_scored)
     mixed = 0
     for start in range(0, len(is_scored), batch.group_size):
-        group = [i for i in range(len(is_scored))[start : start + batch.group_size] if counts[i]]
+        group = [i for i in range(len(is_scored))[start : start + batch.group_size] if usable[i]]
         count = sum(successful[i] for i in group)
         if 0 < count < len(group):
             mixed += 1
