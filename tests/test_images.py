@@ -38,7 +38,7 @@ from credit_trl.rollout.batch import content_key, prompt_key
 from credit_trl.tasks.registry import Task
 from credit_trl.teacher import passes
 from credit_trl.teacher.models import make_teacher
-from credit_trl.training import check_prompts
+from credit_trl.training import checks
 from dense import buckets, divergence, gradients, move
 from tables import tables_of
 from tiny import QUIET, build_model
@@ -433,7 +433,7 @@ def test_what_cannot_train_is_refused_before_the_loss(make_config, monkeypatch, 
         monkeypatch.setattr(type(processor), "__call__", with_another)
     own = processor.tokenizer if options.pop("tokenizer", False) else processor
     if options.pop("sharded", False):
-        monkeypatch.setattr(check_prompts, "is_zero3", lambda accelerator: True)
+        monkeypatch.setattr(checks, "is_zero3", lambda accelerator: True)
     dataset = Dataset.from_list(given)
     at_batch = streams or "contrastive_source" in options
     if streams:
