@@ -63,33 +63,22 @@ def own_options(argv: list[str]) -> tuple[Namespace, list[str]]:
     return given, others
 
 
-@contextmanager
-def sigterm_to_children() -> Iterator[None]:
-    """Pass SIGTERM on to the child processes and keep waiting for them."""
+def launch(launched: Namespace) -> int:
+    """Run the processes of `accelerate launch`, pass SIGTERM on to them, and return the exit code."""
+    from accelerate.commands.launch import launch_command
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     def forward(number: int, frame: Any) -> None:
         for child in psutil.Process().children():
             child.send_signal(number)
 
-    previous = signal.signal(signal.SIGTERM, forward)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
-
-
-def launch(launched: Namespace) -> int:
-    """Run the processes of `accelerate launch` and return the exit code."""
-    from accelerate.commands.launch import launch_command
-    from torch.distributed.elastic.multiprocessing import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
     launched.signals_to_handle = "SIGINT,SIGHUP,SIGQUIT"  # not SIGTERM, after which torch kills the processes in 30 s
     launched.quiet = False  # with it, accelerate replaces the exit code
     logging.getLogger("accelerate.commands.launch").setLevel(logging.ERROR)  # six lines of its defaults
+    previous = signal.signal(signal.SIGTERM, forward)
     try:
-        with sigterm_to_children():
-            launch_command(launched)
+        launch_command(launched)
     except ValueError as error:  # accelerate's arguments exclude each other
         return report_user_error(PROG, error, code=2)
     except subprocess.CalledProcessError as error:
@@ -99,6 +88,8 @@ def launch(launched: Namespace) -> int:
     except (KeyboardInterrupt, SignalException) as error:  # with one process, with several
         print(f"{PROG}: interrupted; `--resume_from_checkpoint latest` continues the run", file=sys.stderr)
         return 128 + getattr(error, "sigval", signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGTERM, previous)
     return 0
 
 
