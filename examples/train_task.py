@@ -13,7 +13,8 @@ programs in a sandbox: without one an error names what to install, and programs 
 from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
 
 from credit_trl import CreditConfig, CreditTrainer
-from credit_trl.cli.training import CreditScriptArguments, evaluate_during_training, first_rows, model_init_kwargs
+from credit_trl.cli.data import CreditScriptArguments, first_rows
+from credit_trl.cli.training import evaluate_during_training, model_init_kwargs
 from credit_trl.tasks import load_task
 
 
