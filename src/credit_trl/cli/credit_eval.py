@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from contextlib import suppress
 from pathlib import Path
 
 from credit_trl.cli.run_folder import add_run_arguments, model_of_run, read_run, task_of_run
@@ -15,13 +16,11 @@ EVALUATION_FOLDER = "credit_eval"  # of a run directory
 
 def json_object(text: str) -> dict[str, object]:
     """Argument type of a JSON object."""
-    try:
+    with suppress(ValueError):
         value = json.loads(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"not JSON ({error}): {text!r}") from error
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f'a JSON object such as {{"key": "value"}}, not {text!r}')
-    return value
+        if isinstance(value, dict):
+            return value
+    raise argparse.ArgumentTypeError(f'expected a JSON object such as {{"key": "value"}}, got {text!r}')
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -12,8 +12,8 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Iterable
-from contextlib import suppress
 from importlib.util import find_spec
+from io import TextIOWrapper
 from pathlib import Path
 from signal import SIGKILL, SIGPIPE, SIGTERM, strsignal
 from typing import TYPE_CHECKING
@@ -58,10 +58,8 @@ def _printable_lines(text: str) -> str:
 
 def spell_unencodable() -> None:
     """Print characters that the locale lacks, such as λ in Latin-1, as `\\u03bb` instead of failing."""
-    fails = getattr(sys.stdout, "errors", None) in ("strict", "surrogateescape")  # the latter in the locale C
-    if fails and hasattr(sys.stdout, "reconfigure"):
-        with suppress(OSError, ValueError):  # a descriptor that was replaced, a stream that was closed
-            sys.stdout.reconfigure(errors="backslashreplace")
+    if isinstance(sys.stdout, TextIOWrapper):  # a notebook has another stream
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _output_is_closed() -> bool:
