@@ -21,12 +21,11 @@ from credit_trl.tasks import load_task
 def main(script: CreditScriptArguments, config: CreditConfig, model: ModelConfig) -> None:
     task = load_task(script.task)
     config.model_init_kwargs = model_init_kwargs(model, config)
-    rows = task.build("train", script.dataset_path)
     trainer = CreditTrainer(
         model=model.model_name_or_path,
         reward_funcs=task.reward,
         args=config,
-        train_dataset=first_rows(rows, script.max_train_rows),
+        train_dataset=first_rows(task.build("train", script.dataset_path), script.max_train_rows),
         quantization_config=get_quantization_config(model),
         peft_config=get_peft_config(model),
     )

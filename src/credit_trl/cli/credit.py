@@ -110,9 +110,8 @@ def launch_arguments(argv: list[str]) -> Namespace:
     check_names(known | {"--config", "--accelerate_config", "--env"}, argv)
     on_line = argv[2:] if argv[:1] == ["--config"] else argv
     _, from_line = parser.parse_known_args(on_line)
-    own = {action.dest for action in parser._actions} | {"env"}
-    others = {key: value for key, value in config_file(argv).items() if key not in own}
-    from_file = [word for key, value in others.items() for word in (f"--{key}", str(value))]
+    in_file = {key: value for key, value in config_file(argv).items() if key != "env"}
+    from_file = parser.set_defaults_with_config(**in_file)  # words for the options that are not the parser's
     options = resolve_accelerate_config_argument(from_file + from_line)
     launched = launcher.parse_args([*options, "--module", TRAINING_MODULE, *_subtract_subsequence(argv, from_line)])
     word = launched.training_script

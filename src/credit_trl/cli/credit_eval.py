@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--group_by", metavar="COLUMN", help="column whose values are reported separately")
     parser.add_argument("--seed", metavar="N", type=int, default=0, help="sampling seed (default 0)")
     parser.add_argument("--engine", choices=("transformers", "vllm"), default="transformers")
-    parser.add_argument("--engine_options", type=json_object, default={}, metavar="JSON", help="of the engine")
+    parser.add_argument("--engine_options", type=json_object, default="{}", metavar="JSON", help="of the engine")
     parser.add_argument("--batch_size", metavar="N", type=int, help="responses generated at a time")
     parser.add_argument("--output_dir", metavar="PATH", help=f"of samples (default: RUN/{EVALUATION_FOLDER}, or none)")
 
@@ -54,7 +54,6 @@ def run(args: argparse.Namespace) -> int:
     choose_sandbox(args.sandbox, args.allow_unsandboxed)
     others = ("run", "model", "task", "reward_funcs", "sandbox", "allow_unsandboxed")
     options = {name: value for name, value in vars(args).items() if name not in others}
-    options["engine_options"] = dict(args.engine_options)
     model = args.model
     if args.run is not None:
         config = read_run(args.run)["config"]

@@ -47,13 +47,9 @@ def report_user_error(command: str, error: BaseException, code: int = 1) -> int:
     tqdm = sys.modules.get("tqdm.std")
     for bar in list(getattr(tqdm and tqdm.tqdm, "_instances", ())):
         bar.close()  # so that the error begins on a line of its own
-    place = _user_line(error)
-    print(f"{command}: error: {_printable_lines(str(error))}{f' ({place})' if place else ''}", file=sys.stderr)
+    text = printable(str(error), kept="\n")
+    print(f"{command}: error: {text}{_user_line(error)}", file=sys.stderr)
     return code
-
-
-def _printable_lines(text: str) -> str:
-    return "\n".join(map(printable, text.split("\n")))
 
 
 def spell_unencodable() -> None:
@@ -106,7 +102,8 @@ def report_failed_process(command: str, error: ChildFailedError) -> int:
     rank = min(error.failures, key=order)
     failure = error.failures[rank]
     reason = failure.message["message"] if isinstance(failure.message, dict) else failure.message
-    print(f"{command}: error: process {rank} failed: {_printable_lines(reason)}", file=sys.stderr)
+    text = printable(reason, kept="\n")
+    print(f"{command}: error: process {rank} failed: {text}", file=sys.stderr)
     return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
 
 
@@ -131,10 +128,10 @@ def is_user_error(error: BaseException) -> bool:
 
 
 def _user_line(error: BaseException) -> str:
-    """`my_verifier.py, line 12`: the innermost frame in a file that is not installed, or an empty string."""
+    """` (my_verifier.py, line 12)`: the innermost frame in a file that is not installed, or an empty string."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         path = Path(frame.filename)
         installed = any(path.is_relative_to(folder) for folder in (_PACKAGE, *_INSTALLED))
         if path.is_file() and not installed and path.name not in ("trl", "credit-trl"):  # the scripts in bin/
-            return f"{path.name}, line {frame.lineno}"
+            return f" ({path.name}, line {frame.lineno})"
     return ""
