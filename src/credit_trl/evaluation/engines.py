@@ -23,7 +23,7 @@ from trl.models.utils import unwrap_model_for_generation
 from credit_trl.contexts.images import ImageReader
 from credit_trl.contexts.prompts import chat_renderer, images_of
 from credit_trl.evaluation.config import SamplingConfig
-from credit_trl.evaluation.generation import Response, end_of_turn_ids, generate_ids, pad_id, read_responses
+from credit_trl.evaluation.generation import Response, end_of_turn_ids, generate_ids, read_responses
 from credit_trl.rollout.batch import Prompt
 from credit_trl.tasks.quickstart_model import model_path, naming_model
 from credit_trl.teacher.models import eval_mode
@@ -127,9 +127,8 @@ class TransformersEngine(Engine):
         return eval_mode(self.model)
 
     def sample(self, prompt_ids: Ids, seeds: list[int], sampling: SamplingConfig, images: Images = ()) -> Ids:
-        ends = {"eos_token_ids": self.eos_token_ids, "pad_token_id": pad_id(self.tokenizer)}
         read = [self.reader.read(own) for own in images]
-        return generate_ids(self.model, prompt_ids, sampling, seeds=seeds, images=read, **ends)
+        return generate_ids(self.model, prompt_ids, sampling, self.eos_token_ids, seeds=seeds, images=read)
 
 
 class VLLMEngine(Engine):
