@@ -35,9 +35,7 @@ class EvaluationMismatchError(ValueError):
     """`output_dir` holds an evaluation with other settings, data or weights."""
 
 
-def evaluate(
-    model: Any, task: str | Task, k: int = 16, temperature: float = 0.6, top_p: float = 0.95, **options: Any
-) -> Evaluation:
+def evaluate(model: Any, task: str | Task, k: int = 16, **options: Any) -> Evaluation:
     """Sample k completions per prompt, grade them and compute avg@k with a 95 % bootstrap interval over prompts.
 
     Args:
@@ -45,8 +43,7 @@ def evaluate(
             trainer's own sampling settings are ignored.
         task: a name for `load_task`, or a [`Task`].
         k: samples per prompt.
-        temperature, top_p: see [`SamplingConfig`].
-        **options: the other fields of [`EvaluationConfig`].
+        **options: the other fields of [`EvaluationConfig`], such as `temperature` and `top_p`.
 
     Returns:
         The [`Evaluation`], on every process of a distributed run.
@@ -59,7 +56,7 @@ def evaluate(
         VerifierFailed: the verifier failed and `policy` has `on_error="skip"`.
         EvaluationMismatchError: `output_dir` holds another evaluation; the message lists the differences.
     """
-    config = EvaluationConfig(k=k, temperature=temperature, top_p=top_p, **options)
+    config = EvaluationConfig(k=k, **options)
     task = load_task(task)
     rows = task_rows(task, config)
     groups = _groups(rows, config.group_by)
@@ -96,8 +93,8 @@ def make_engine(model: Any, config: EvaluationConfig) -> Engine:
     if config.batch_size is not None:
         options["batch_size"] = config.batch_size
     if isinstance(model, str | Path):
-        engine_type = VLLMEngine if config.engine == "vllm" else TransformersEngine
-        return engine_type.from_pretrained(str(model), **options)
+        start = VLLMEngine if config.engine == "vllm" else TransformersEngine.from_pretrained
+        return start(str(model), **options)
     if hasattr(model, "accelerator") and hasattr(model, "processing_class"):
         return TrainerEngine(model, **options)
     if callable(getattr(model, "session", None)):
