@@ -18,6 +18,7 @@ from tempfile import NamedTemporaryFile
 from typing import Any
 
 import psutil
+import yaml
 
 from credit_trl.cli.credit_init import accelerate_file, recipe_names, recipe_path
 from credit_trl.cli.errors import USER_ERRORS, report_exit_code, report_failed_process, report_user_error, suggest
@@ -94,7 +95,7 @@ def launch(launched: Namespace) -> int:
 
 
 def launch_arguments(argv: list[str]) -> Namespace:
-    """Arguments of `accelerate launch` that start the training module, for a line of `one_config`.
+    """Arguments of `accelerate launch` that start the training module, for a line that `one_config` yields.
 
     Raises:
         ValueError: an argument is unknown or has a wrong value.
@@ -108,8 +109,7 @@ def launch_arguments(argv: list[str]) -> Namespace:
     launcher.error = refuse
     known = {*parser._option_string_actions, *launcher._option_string_actions}
     check_names(known | {"--config", "--accelerate_config", "--env"}, argv)
-    on_line = argv[2:] if argv[:1] == ["--config"] else argv
-    _, from_line = parser.parse_known_args(on_line)
+    _, from_line = parser.parse_known_args(argv[2:])
     in_file = {key: value for key, value in config_file(argv).items() if key != "env"}
     from_file = parser.set_defaults_with_config(**in_file)  # words for the options that are not the parser's
     options = resolve_accelerate_config_argument(from_file + from_line)
@@ -131,18 +131,13 @@ def one_config(given: Namespace, others: list[str]) -> Iterator[list[str]]:
     """Merge the files of `--recipe`, then those of `--config`, into a temporary one, since TRL's parser reads one.
 
     Options of a later file override those of an earlier one, variables of `env` each by itself. An accelerate file of
-    the package is found from any directory.
+    the package is found from any directory. The line that is yielded begins with the file.
     """
-    import yaml
-
     merged: dict[str, Any] = {}
     for file in (*map(recipe_path, given.recipe), *given.config):
         options = read_options(file)
         env = {**(merged.get("env") or {}), **(options.get("env") or {})}
         merged |= {**options, "env": env} if env else options
-    if not merged:
-        yield others
-        return
     if "accelerate_config" in merged:
         merged["accelerate_config"] = accelerate_file(merged["accelerate_config"])
     with NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
@@ -187,6 +182,5 @@ def check_names(known: set[str], argv: list[str]) -> None:
         fix = f" {fixes[name[2:]]}" if name[2:] in fixes else suggest(name, known - {name})
         problems.append(f"{name}.{fix}")
     if problems:
-        many = "s" if len(problems) > 1 else ""
-        place = "(on the command line or, without the dashes, in the YAML file)"
-        raise ValueError(f"unknown argument{many} {place}: {' '.join(problems)}")
+        place = "on the command line or, without the dashes, in the YAML file"
+        raise ValueError(f"unknown {place}: {' '.join(problems)}")

@@ -54,20 +54,19 @@ def run(args: argparse.Namespace) -> int:
     choose_sandbox(args.sandbox, args.allow_unsandboxed)
     others = ("run", "model", "task", "reward_funcs", "sandbox", "allow_unsandboxed")
     options = {name: value for name, value in vars(args).items() if name not in others}
-    model = args.model
     if args.run is not None:
         config = read_run(args.run)["config"]
-        model = model or str(model_of_run(args.run))
+        args.model = args.model or str(model_of_run(args.run))
         options["output_dir"] = args.output_dir or str(Path(args.run) / EVALUATION_FOLDER)
         options["max_completion_length"] = args.max_completion_length or config["max_completion_length"]
         options["engine_options"].setdefault("chat_template_kwargs", config.get("chat_template_kwargs"))
-    elif model is None or args.task is None:
+    elif args.model is None or args.task is None:
         raise ValueError("give a run directory, or --model and --task.")
     options["max_completion_length"] = options["max_completion_length"] or 4096
     folder = options["output_dir"]
     if folder and (Path(folder) / RUN_FILE).is_file():
         raise ValueError(f"`--output_dir {folder}` is the folder of a training run; give another one.")
-    print(evaluate(model, task_of_run(args.run, args.task, args.reward_funcs), **options))
+    print(evaluate(args.model, task_of_run(args.run, args.task, args.reward_funcs), **options))
     if folder:
         print(f"  written to {folder}")
     return 0

@@ -24,7 +24,7 @@ from credit_trl.sandbox import SandboxError
 from credit_trl.sandbox.protocol import printable
 
 if TYPE_CHECKING:
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 # Exception types that may report a user error: a wrong value, name, file, module, sandbox or YAML. Those of a run that
 # cannot go on, such as `CheckpointError`, `NonFiniteError` and `RunLockedError`, are `RuntimeError`s.
@@ -91,16 +91,14 @@ def report_failed_process(command: str, error: ChildFailedError) -> int:
     """
     from credit_trl.cli.preemption import REQUEUE
 
-    def order(rank: int) -> tuple[int, float]:
-        failure = error.failures[rank]
+    def order(failure: ProcessFailure) -> tuple[int, float]:
         kinds = {2: 0, 1: 2, -SIGTERM: 3}  # user error, (killed,) exception, ended by the launcher
         file = Path(failure.error_file)
         return kinds.get(failure.exitcode, 1), file.stat().st_mtime if file.is_file() else failure.timestamp
 
     if any(one.exitcode == REQUEUE for one in error.failures.values()):  # others are ended by the launcher
         return REQUEUE
-    rank = min(error.failures, key=order)
-    failure = error.failures[rank]
+    rank, failure = min(error.failures.items(), key=lambda item: order(item[1]))
     reason = failure.message["message"] if isinstance(failure.message, dict) else failure.message
     text = printable(reason, kept="\n")
     print(f"{command}: error: process {rank} failed: {text}", file=sys.stderr)

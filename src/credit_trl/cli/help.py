@@ -10,10 +10,8 @@ import textwrap
 from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from trl import TrlParser
+from trl import TrlParser
 
 WIDTH = 80
 

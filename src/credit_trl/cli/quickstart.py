@@ -79,9 +79,8 @@ def run_quickstart(output_dir: str | Path, steps: int = 130, **options: Any) -> 
 
 def quickstart_trainer(config: CreditConfig) -> CreditTrainer:
     """The trainer of the embedded base with held-out evaluations, which prints no logs."""
-    model, tokenizer = quickstart.load_model()
     task = load_task(quickstart.TASK)
-    trainer = CreditTrainer(model, task.reward, config, task.build("train"), processing_class=tokenizer)
+    trainer = CreditTrainer("quickstart", task.reward, config, task.build("train"))
     for callback in (LogLines, analysis.CreditMapCallback):  # the page shows `token_maps`
         trainer.remove_callback(callback)
     evaluation = EvaluationCallback(
