@@ -31,7 +31,7 @@ from credit_trl.teacher.sharding import local_part, reshard
 
 Ids = list[list[int]]  # of each prompt or completion
 Images = Sequence[Sequence[Any]]  # of each prompt; empty where none has any
-Template = Mapping[str, Any] | None  # arguments of the chat template
+TemplateKwargs = Mapping[str, Any] | None  # arguments of the chat template
 
 
 class Engine:
@@ -57,7 +57,7 @@ class Engine:
     expands_images = True
     eos_token_ids: Sequence[int] = ()
 
-    def __init__(self, name: str, tokenizer: Any, batch_size: int, chat_template_kwargs: Template) -> None:
+    def __init__(self, name: str, tokenizer: Any, batch_size: int, chat_template_kwargs: TemplateKwargs) -> None:
         self.name = name
         self.processor = tokenizer
         self.tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
@@ -94,7 +94,7 @@ class TransformersEngine(Engine):
         *,
         name: str = "",
         batch_size: int = 32,
-        chat_template_kwargs: Template = None,
+        chat_template_kwargs: TemplateKwargs = None,
     ) -> None:
         name = name or getattr(model, "name_or_path", "") or type(model).__name__
         super().__init__(name, tokenizer, batch_size, chat_template_kwargs)
@@ -102,7 +102,7 @@ class TransformersEngine(Engine):
         self.model = model
 
     @classmethod
-    def from_pretrained(cls, name: str, *, batch_size: int = 32, chat_template_kwargs: Template = None) -> Self:
+    def from_pretrained(cls, name: str, *, batch_size: int = 32, chat_template_kwargs: TemplateKwargs = None) -> Self:
         """Load a model and its processor or tokenizer by name or directory, onto the accelerator if there is one."""
         path = model_path(name)
         device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
@@ -130,7 +130,7 @@ class VLLMEngine(Engine):
     expands_images = False  # vLLM does
 
     def __init__(
-        self, name: str, *, batch_size: int = 512, chat_template_kwargs: Template = None, **options: Any
+        self, name: str, *, batch_size: int = 512, chat_template_kwargs: TemplateKwargs = None, **options: Any
     ) -> None:
         """Start the engine of a model by name or directory with other `options` of `vllm.LLM`."""
         try:
@@ -252,9 +252,11 @@ class TrainerEngine(TransformersEngine):
         settings = {name: getattr(sampling, name) for name in shared}
         settings |= {"min_p": None, "repetition_penalty": 1.0, "generation_kwargs": {}}
         kept = {name: getattr(generation, name) for name in settings}
+        device = torch.accelerator.current_accelerator(check_available=True)
+        devices = [] if device is None else [torch.accelerator.current_device_index()]
         vars(generation).update(settings)
-        try:
-            with _forked_random_state():
+        try:  # a colocated engine draws from torch's random state even with seeded requests
+            with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
                 yield
         finally:
             vars(generation).update(kept)
@@ -305,13 +307,6 @@ def seeded(generation: VLLMGeneration, seeds: Sequence[int]) -> Iterator[None]:
         yield
     finally:
         engine.generate = generate
-
-
-def _forked_random_state() -> AbstractContextManager[None]:
-    """Restore torch's random state afterwards: a colocated engine draws from it even with seeded requests."""
-    device = torch.accelerator.current_accelerator(check_available=True)
-    devices = [] if device is None else [torch.accelerator.current_device_index()]
-    return torch.random.fork_rng(devices, device_type=device.type if devices else "cuda")
 
 
 @torch.no_grad()
