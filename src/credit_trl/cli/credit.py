@@ -4,8 +4,6 @@ Accepts the arguments of TRL's training commands: `--config FILE.yaml` with over
 and `--accelerate_config`. Arguments that neither the trainer nor accelerate defines fail before the launch.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

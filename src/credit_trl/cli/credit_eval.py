@@ -1,7 +1,5 @@
 """`trl credit-eval`: avg@k of a run or a model on a task, with bootstrap intervals. Resumable."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from contextlib import suppress

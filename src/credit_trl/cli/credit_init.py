@@ -1,7 +1,5 @@
 """`trl credit-init`: a folder with a configuration, a verifier and rows that run as they are and are to be edited."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Data and verifier of `trl credit`: a task, or TRL's dataset options with reward functions of the user's own."""
 
-from __future__ import annotations
-
 import os
 import sys
 from dataclasses import dataclass, field

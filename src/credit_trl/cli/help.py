@@ -1,7 +1,5 @@
 """Help of `trl credit` in layers: the options people set (`help.txt`), those of a topic, and all."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

@@ -1,7 +1,5 @@
 """The one reader of YAML and JSON files of options, with limits on depth, size and merged keys."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from itertools import islice

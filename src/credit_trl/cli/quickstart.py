@@ -3,8 +3,6 @@
 The embedded model is part of the package, the data are generated.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Trainer callback: avg@k during training, with its files of the run directory."""
 
-from __future__ import annotations
-
 import logging
 import shutil
 from dataclasses import replace

@@ -4,8 +4,6 @@ Every sample has a seed of its own, so it does not depend on its batch and an in
 with the same samples.
 """
 
-from __future__ import annotations
-
 import hashlib
 import inspect
 from collections.abc import Iterator, Mapping, Sequence

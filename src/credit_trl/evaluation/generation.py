@@ -5,8 +5,6 @@ from its own seed. A completion therefore does not depend on the other rows of i
 batched matrix products, and torch's random state does not change.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass

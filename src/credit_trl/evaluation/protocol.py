@@ -4,8 +4,6 @@ Each sample has its own random stream, seeded by the base seed, the prompt's id 
 written to disk as soon as they are graded, so an interrupted evaluation continues and ends with the same files.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Result of an evaluation: per-prompt scores and the statistics over them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass

@@ -10,8 +10,6 @@ intervals a third too narrow. The test is conservative where seeds have little e
 counts their interaction more than once.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Graded samples of an evaluation: by the task's verifier, with a finite reward each."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Mapping, Sequence
