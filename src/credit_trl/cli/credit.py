@@ -93,7 +93,7 @@ def launch(launched: Namespace) -> int:
 
 
 def launch_arguments(argv: list[str]) -> Namespace:
-    """Arguments of `accelerate launch` that start the training module, for a line that `one_config` yields.
+    """Arguments of `accelerate launch` that start the training module, for a line of `one_config`.
 
     Raises:
         ValueError: an argument is unknown or has a wrong value.
@@ -107,7 +107,8 @@ def launch_arguments(argv: list[str]) -> Namespace:
     launcher.error = refuse
     known = {*parser._option_string_actions, *launcher._option_string_actions}
     check_names(known | {"--config", "--accelerate_config", "--env"}, argv)
-    _, from_line = parser.parse_known_args(argv[2:])
+    on_line = argv[2:] if argv[:1] == ["--config"] else argv
+    _, from_line = parser.parse_known_args(on_line)
     in_file = {key: value for key, value in config_file(argv).items() if key != "env"}
     from_file = parser.set_defaults_with_config(**in_file)  # words for the options that are not the parser's
     options = resolve_accelerate_config_argument(from_file + from_line)
@@ -129,13 +130,16 @@ def one_config(given: Namespace, others: list[str]) -> Iterator[list[str]]:
     """Merge the files of `--recipe`, then those of `--config`, into a temporary one, since TRL's parser reads one.
 
     Options of a later file override those of an earlier one, variables of `env` each by itself. An accelerate file of
-    the package is found from any directory. The line that is yielded begins with the file.
+    the package is found from any directory.
     """
     merged: dict[str, Any] = {}
     for file in (*map(recipe_path, given.recipe), *given.config):
         options = read_options(file)
         env = {**(merged.get("env") or {}), **(options.get("env") or {})}
         merged |= {**options, "env": env} if env else options
+    if not merged:
+        yield others
+        return
     if "accelerate_config" in merged:
         merged["accelerate_config"] = accelerate_file(merged["accelerate_config"])
     with NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
@@ -180,5 +184,6 @@ def check_names(known: set[str], argv: list[str]) -> None:
         fix = f" {fixes[name[2:]]}" if name[2:] in fixes else suggest(name, known - {name})
         problems.append(f"{name}.{fix}")
     if problems:
-        place = "on the command line or, without the dashes, in the YAML file"
-        raise ValueError(f"unknown {place}: {' '.join(problems)}")
+        many = "s" if len(problems) > 1 else ""
+        place = "(on the command line or, without the dashes, in the YAML file)"
+        raise ValueError(f"unknown argument{many} {place}: {' '.join(problems)}")

@@ -12,6 +12,7 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Iterable
+from contextlib import suppress
 from importlib.util import find_spec
 from io import TextIOWrapper
 from pathlib import Path
@@ -55,7 +56,8 @@ def report_user_error(command: str, error: BaseException, code: int = 1) -> int:
 def spell_unencodable() -> None:
     """Print characters that the locale lacks, such as λ in Latin-1, as `\\u03bb` instead of failing."""
     if isinstance(sys.stdout, TextIOWrapper):  # a notebook has another stream
-        sys.stdout.reconfigure(errors="backslashreplace")
+        with suppress(OSError, ValueError):  # a descriptor that was replaced, a stream that was closed
+            sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _output_is_closed() -> bool:
