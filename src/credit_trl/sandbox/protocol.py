@@ -166,9 +166,9 @@ class Outcome:
         return self.status == "ok"
 
 
-def printable(text: str) -> str:
+def printable(text: str, kept: str = "") -> str:
     """Text with its non-printable characters spelled out, so that it cannot control a terminal or start a line."""
-    return "".join(c if c.isprintable() else f"⟨U+{ord(c):04X}⟩" for c in text)
+    return "".join(c if c.isprintable() or c in kept else f"⟨U+{ord(c):04X}⟩" for c in text)
 
 
 def excerpt(text: str) -> str:

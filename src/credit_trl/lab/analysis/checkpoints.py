@@ -18,7 +18,7 @@ from credit_trl.contexts.builder import ContextBuilder
 from credit_trl.contexts.prompts import Prompt, chat_renderer
 from credit_trl.evaluation.config import SamplingConfig
 from credit_trl.evaluation.engines import encode_prompt
-from credit_trl.evaluation.generation import end_of_turn_ids, generate_ids, pad_id
+from credit_trl.evaluation.generation import end_of_turn_ids, generate_ids
 from credit_trl.tasks.quickstart_model import model_path, naming_model
 from credit_trl.teacher.models import TEACHER_FILE, CopyTeacher, Teacher, make_teacher
 from credit_trl.training.check_model import check_logits
@@ -108,9 +108,8 @@ class Checkpoint:
         self, prompts: Sequence[Sequence[int]], sampling: SamplingConfig, batch_size: int = 64
     ) -> list[list[int]]:
         """Sample a completion of each prompt (token ids) from the student, see `evaluation.generate_ids`."""
-        ends = {"eos_token_ids": self.end_ids(), "pad_token_id": pad_id(self.tokenizer)}
         with self.student.active() as model:
-            return generate_ids(model, prompts, sampling, batch_size=batch_size, **ends)
+            return generate_ids(model, prompts, sampling, self.end_ids(), batch_size=batch_size)
 
     def end_ids(self) -> list[int]:
         """Ids that end a response, sorted."""
