@@ -32,7 +32,7 @@ from credit_trl.contexts.tokens import PrivilegedContext, TokenContexts
 from credit_trl.evaluation import evaluate
 from credit_trl.lab.analysis.callback import CreditMapCallback
 from credit_trl.lab.analysis.responses import data_url
-from credit_trl.lab.analysis.tokenmap_json import read_maps
+from credit_trl.lab.analysis.tokenmap import read_maps
 from credit_trl.lab.report.callback import ReportCallback
 from credit_trl.rollout.batch import content_key, prompt_key
 from credit_trl.tasks.registry import Task

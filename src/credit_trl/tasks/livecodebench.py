@@ -17,23 +17,20 @@ from dataclasses import replace
 from datetime import date, datetime
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from datasets import Dataset
 from tqdm.auto import tqdm
 
 from credit_trl.rollout.deadline import remaining_seconds
 from credit_trl.rollout.thinking import answer_part
 from credit_trl.rollout.verdict import Verdict
+from credit_trl.sandbox import Limits, Outcome, Program, Sandbox, open_sandbox
 from credit_trl.tasks import lcb_cases
 from credit_trl.tasks.lcb_cases import CUT_OFF, WRONG_FORMAT, Answer, Cases, Result, parse_answer, result_of
 from credit_trl.tasks.lcb_program import find_program, prelude_for
 from credit_trl.tasks.records import Row, dataset_of, hub_rows, read_rows
 from credit_trl.tasks.task import BATCH_SECONDS, PROMPTS, response_text
-
-if TYPE_CHECKING:
-    from datasets import Dataset
-
-    from credit_trl.sandbox import Outcome, Program, Sandbox
 
 HUB = "livecodebench/code_generation_lite"
 EXAMPLES = Path(__file__).parent / "examples" / "problems.jsonl"
@@ -154,8 +151,6 @@ def _run(box: Sandbox, programs: list[Program], tests: list[tuple[Cases, int]]) 
 @functools.cache
 def _sandbox(process: int) -> Sandbox:
     """The sandbox of a process, which must have opened it itself."""
-    from credit_trl.sandbox import open_sandbox
-
     opened = open_sandbox()
     atexit.register(opened.close)
     return opened
@@ -163,8 +158,6 @@ def _sandbox(process: int) -> Sandbox:
 
 def _programs(source: str, cases: Cases, group: int) -> list[Program]:
     """One program per test, with limits that follow from the tests."""
-    from credit_trl.sandbox import Limits, Program
-
     source = source.encode("utf-8", "replace").decode("utf-8")
     longest = 65_536 + 4 * max(len(output.encode("utf-8", "replace")) for output in cases.outputs)
     limits = Limits(

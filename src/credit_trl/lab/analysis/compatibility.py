@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from jaxtyping import Float
 from numpy.typing import NDArray
+from scipy.optimize import linprog
+from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from credit_trl.contexts.prompts import Prompt
@@ -49,8 +51,6 @@ def fit_posterior(
     Raises:
         ValueError: a row is not a distribution.
     """
-    from scipy.optimize import linprog
-
     for name, rows in (("student", student), ("teachers", teachers)):
         if not (np.isfinite(rows).all() and (rows >= 0).all() and np.allclose(rows.sum(-1), 1.0, atol=1e-4)):
             raise ValueError(f"`{name}` must hold distributions: numbers in [0, 1] that sum to 1 over the letters.")
@@ -148,8 +148,6 @@ def measure_compatibility(
         prefix: forced start of the response, right before the letter.
         progress: whether to show a progress bar.
     """
-    from tqdm.auto import tqdm
-
     distinct = sorted({letter for q in questions for letter in q.letters})
     ids = dict(zip(distinct, letter_ids(checkpoint.tokenizer, distinct), strict=True))
     builder = checkpoint.context_builder(analysis_config(**_TEMPLATES))

@@ -18,17 +18,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
+from pandas import DataFrame
 from torch import Tensor
 
 from credit_trl.lab.analysis.tokenmap import TokenMap
 from credit_trl.objective import Form
 from credit_trl.tasks.escaping import markdown_table, table_cell
-
-if TYPE_CHECKING:
-    from pandas import DataFrame
 
 # A and B are chosen among the alternatives to which student or teacher gives this probability.
 MIN_PROBABILITY = 0.01
@@ -145,8 +142,6 @@ def branch_table(maps: Sequence[TokenMap], rate: float, batches: int) -> str:
         rate: ρ of the teacher.
         batches: T, generation batches of the predicted drift.
     """
-    from pandas import DataFrame
-
     found = [_with_predictions(token_map, rate, batches) for token_map in maps]
     labels = [m.classes[t] for m, own in zip(maps, found, strict=True) for t in own["positions"].tolist()]
     if not labels:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float
@@ -16,13 +15,11 @@ from torch import Tensor
 
 from credit_trl.contexts.images import PromptImages
 from credit_trl.contexts.tokens import CompletionBatch, TokenContexts
+from credit_trl.lab.analysis.checkpoints import Checkpoint
 from credit_trl.loss.blocks import accumulation_dtype
 from credit_trl.loss.head import LMHead, lm_head
 from credit_trl.teacher.models import Teacher
 from credit_trl.teacher.passes import PADDING_SHARE, token_states
-
-if TYPE_CHECKING:
-    from credit_trl.lab.analysis.checkpoints import Checkpoint
 
 # Elements of all log-probabilities in memory at once: 256 MB in fp32.
 _CHUNK_ELEMENTS = 2**26

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pyarrow import parquet
 
 from credit_trl.training import run_directory as files
 
@@ -137,8 +138,6 @@ def short_names(paths: Sequence[str | Path], parts: int = 1) -> list[str]:
 
 def read_completions(run: Run, steps: int = 12, rows: int = 8) -> list[dict[str, Any]]:
     """Rows of TRL's tables of completions: the first `rows` of each of at most `steps` steps, evenly spaced."""
-    import pyarrow.parquet as parquet
-
     paths = sorted((run.folder / COMPLETIONS).glob("completions_*.parquet"))
     count = min(steps, len(paths))
     chosen = [paths[round(i * (len(paths) - 1) / max(1, count - 1))] for i in range(count)]

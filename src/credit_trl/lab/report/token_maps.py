@@ -16,9 +16,7 @@ from torch import Tensor
 from credit_trl.contexts.prompts import Prompt, user_text
 from credit_trl.lab import MAPS_FOLDER
 from credit_trl.lab.analysis.responses import Rollout, feedback_text
-from credit_trl.lab.analysis.tokenmap import QUANTITIES, TokenMap
-from credit_trl.lab.analysis.tokenmap_json import read_maps, scores_record
-from credit_trl.lab.analysis.tokenmap_summary import summarize_maps
+from credit_trl.lab.analysis.tokenmap import QUANTITIES, TokenMap, read_maps, scores_record, summarize_maps
 from credit_trl.lab.analysis.tokentext import visible
 
 # Quantile of a group's magnitudes at which colours saturate. A lower one hides the change of large values in training.
