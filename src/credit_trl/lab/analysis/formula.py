@@ -17,13 +17,6 @@ from credit_trl.config import CreditConfig
 from credit_trl.lab.analysis.vocabulary_logps import CreditLogps
 from credit_trl.objective import Form
 
-_MEANINGS = {
-    "specific": "input-specific part of the teacher's log-probability: f − Ĝ",
-    "delta_v": "self-distillation reward of the token: f − log π_θ",
-    "generic": "mean log-probability under contrast prompts with the same feedback",
-    "student_logps": "the student's log-probability",
-}
-
 
 @dataclass(frozen=True)
 class CreditFormula:
@@ -56,15 +49,13 @@ class CreditFormula:
 
         Without contrast prompts λ is 0.
         """
-        student = logps.student.gather(-1, ids)
-        teacher = logps.teacher.gather(-1, ids)
-        contrasts = logps.contrasts.gather(-1, ids.expand(len(logps.contrasts), -1, -1))
+        passes = (logps.student, logps.teacher, logps.contrasts)
+        chosen = [one.gather(-1, ids.expand(*one.shape[:-1], -1)) for one in passes]
         if self._renormalizes(logps):
             support = self._support(logps)
             is_outside = (support[:, None] != ids[..., None]).all(dim=-1)
-            student = student - _log_mass(logps.student, support, student, is_outside)
-            teacher = teacher - _log_mass(logps.teacher, support, teacher, is_outside)
-            contrasts = contrasts - _log_mass(logps.contrasts, support, contrasts, is_outside)
+            chosen = [own - _log_mass(one, support, own, is_outside) for one, own in zip(passes, chosen, strict=True)]
+        student, teacher, contrasts = chosen
         return self._target(teacher, contrasts) - student
 
     def policy_mean(self, logps: CreditLogps) -> Float[Tensor, " n"]:
@@ -118,7 +109,10 @@ class CreditFormula:
         return {
             "centred": f"R_t = {self.symbols}, minus its mean under the policy: a step raises positive tokens",
             "advantage": f"CREDIT's advantage: {self.symbols}",
-            **_MEANINGS,
+            "specific": "input-specific part of the teacher's log-probability: f − Ĝ",
+            "delta_v": "self-distillation reward of the token: f − log π_θ",
+            "generic": "mean log-probability under contrast prompts with the same feedback",
+            "student_logps": "the student's log-probability",
         }
 
 

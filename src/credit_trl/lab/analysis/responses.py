@@ -16,7 +16,7 @@ from credit_trl.config import CreditConfig
 from credit_trl.contexts.build import gather_contrast_batch
 from credit_trl.contexts.contrast import Contrast, ContrastBatch, draw_contrasts, find_source
 from credit_trl.contexts.images import thumbnail
-from credit_trl.contexts.prompts import Prompt, user_text
+from credit_trl.contexts.prompts import Prompt
 from credit_trl.contexts.tokens import PrivilegedContext
 from credit_trl.evaluation.config import SamplingConfig
 from credit_trl.evaluation.generation import read_responses
@@ -48,11 +48,6 @@ class Rollout:
     def group(self) -> str:
         """Key of the group: rollouts of the same prompt."""
         return prompt_key(self.prompt)
-
-    @property
-    def problem(self) -> str:
-        """Text of the last user turn."""
-        return user_text(self.prompt)
 
     @classmethod
     def from_json(cls, record: dict[str, Any]) -> Rollout:

@@ -47,6 +47,11 @@ class Run:
         """Name of the evaluated task, "" without evaluations."""
         return str(self.evaluations[-1]["task"]) if self.evaluations else ""
 
+    def text(self, option: str) -> str:
+        """An option's value as text or JSON."""
+        value = self.options.get(option)
+        return value if isinstance(value, str) else json.dumps(value, sort_keys=True)
+
     def series(self, name: str) -> dict[int, float]:
         """A logged number by step."""
         return {row["step"]: float(row[name]) for row in self.log if isinstance(row.get(name), int | float)}
@@ -113,7 +118,7 @@ def arms_of(runs: Sequence[Run]) -> dict[str, list[Run]]:
     arms: dict[str, list[Run]] = {}
     shown = differing_options(runs)
     for run, folder in zip(runs, short_names([run.folder for run in runs]), strict=True):
-        name = ", ".join(f"{option}={_text(_value(run, option))}" for option in shown) or runs[0].folder.resolve().name
+        name = ", ".join(f"{option}={_compared(run, option)}" for option in shown) or runs[0].folder.resolve().name
         is_twin = any(other.seed == run.seed for other in arms.get(name, ()))
         arms.setdefault(f"{name} ({folder})" if is_twin else name, []).append(run)
     return arms
@@ -122,7 +127,7 @@ def arms_of(runs: Sequence[Run]) -> dict[str, list[Run]]:
 def differing_options(runs: Sequence[Run]) -> list[str]:
     """Options whose values differ among the runs, without seeds and those that do not affect training."""
     names = sorted({name for run in runs for name in run.options if not _IGNORED_OPTIONS.fullmatch(name)})
-    return [name for name in names if len({_text(_value(run, name)) for run in runs}) > 1]
+    return [name for name in names if len({_compared(run, name) for run in runs}) > 1]
 
 
 def short_names(paths: Sequence[str | Path], parts: int = 1) -> list[str]:
@@ -150,13 +155,9 @@ def read_completions(run: Run, steps: int = 12, rows: int = 8) -> list[dict[str,
     return found
 
 
-def _value(run: Run, option: str) -> Any:
-    """Value of an option; a number in the model's path that is the run's seed does not count."""
-    value = run.options.get(option)
-    if option == "model" and isinstance(value, str) and run.seed is not None:
-        return re.sub(rf"(?<!\d){run.seed}(?!\d)", "{seed}", value)
-    return value
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, sort_keys=True)
+def _compared(run: Run, option: str) -> str:
+    """Text of an option; a number in the model's path that is the run's seed does not count."""
+    text = run.text(option)
+    if option == "model" and run.seed is not None:
+        return re.sub(rf"(?<!\d){run.seed}(?!\d)", "{seed}", text)
+    return text

@@ -103,18 +103,13 @@ def report_document(runs: Sequence[Run]) -> dict[str, Any]:
         "runs": [visible(name) for name in names],
         "arms": [visible(name) for name in arms],
         "options": [
-            {"run": visible(name), "seed": run.seed} | {visible(one): visible(_option(run, one)) for one in shown}
+            {"run": visible(name), "seed": run.seed} | {visible(one): visible(run.text(one)) for one in shown}
             for name, run in zip(names, runs, strict=True)
         ],
         "curves": curves(arms),
         "training": [row | {"arm": visible(row["arm"])} for row in training_table(arms)],
         "comparison": [row | {name: visible(row[name]) for name in ("task", "arm")} for row in compare_arms(arms)],
     }
-
-
-def _option(run: Run, name: str) -> str:
-    value = run.options.get(name)
-    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _of_runs(runs: Sequence[Run], names: Sequence[str]) -> dict[str, Any]:
