@@ -70,7 +70,7 @@ class Unprotected(Isolation):
     description = "unprotected"
 
     def enter(self) -> None:
-        kernel.no_new_privileges()
+        kernel.prctl(kernel.NO_NEW_PRIVILEGES, 1)
 
 
 def start(isolation: Isolation, program: Program, group: MemoryGroup | None) -> tuple[int, list[int]]:
@@ -126,7 +126,7 @@ def _become_program(isolation: Isolation, program: Program, inherited: list[int]
             os.setgroups([])
             os.setresgid(USER, USER, USER)
             os.setresuid(USER, USER, USER)
-        kernel.die_with_parent(signal.SIGKILL)  # after the change of user, which clears it
+        kernel.prctl(kernel.DIE_WITH_PARENT, signal.SIGKILL)  # after the change of user, which clears it
         if os.getppid() != server:
             os._exit(127)
         isolation.enter()

@@ -12,8 +12,7 @@ import time
 from dataclasses import asdict, replace
 
 from credit_trl.sandbox.batch import Batch, Sandbox
-from credit_trl.sandbox.frames import Channel
-from credit_trl.sandbox.protocol import Outcome, SandboxError, sandbox_error
+from credit_trl.sandbox.protocol import Channel, Outcome, SandboxError, sandbox_error
 
 # The server runs without this process's packages. An empty package named `credit_trl` with this package's directory as
 # its path lets it import the sandbox and nothing else of the project.

@@ -97,13 +97,9 @@ class Question:
         """Letter of the correct option, which has to be looked up in the prompt."""
         return f"Correct option: {self.letter}."
 
-    @property
-    def thought(self) -> str:
-        return f"{self.cue} is about {self.topic}."
-
     def response(self, thought: str | None = None) -> str:
         """Gold response; `thought` replaces the sentence after `Thought:`."""
-        thought = self.thought if thought is None else thought
+        thought = f"{self.cue} is about {self.topic}." if thought is None else thought
         return f'Thought: {thought}\nAction: {tool(self.topic)}\nAction Input: {{"city": "{self.city}"}}'
 
 

@@ -1,7 +1,7 @@
 """Token maps: the credit of every token of a response, in the paper's symbols, as JSON, and summed over classes.
 
-`map_response` runs the models. R_t is computed as in the run's loss (`formula`); every other quantity is a property of
-`ScoredTokens` and one function of `objective.py`. `lab.report` shows maps.
+`map_response` runs the models. R_t is computed as in the run's loss, by `CreditFormula`; every other quantity is a
+property of `ScoredTokens` and one function of `objective.py`. `lab.report` shows maps.
 """
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ from torch import Tensor
 from credit_trl import objective
 from credit_trl.config import CreditConfig
 from credit_trl.lab.analysis.checkpoints import Checkpoint
-from credit_trl.lab.analysis.formula import CreditFormula
 from credit_trl.lab.analysis.responses import Rollout, rollout_contexts
 from credit_trl.lab.analysis.token_classes import Classify, default_classes
 from credit_trl.lab.analysis.tokentext import TokenText, token_texts, visible
-from credit_trl.lab.analysis.vocabulary_logps import CreditLogps, RolloutContexts, credit_logps
+from credit_trl.lab.analysis.vocabulary_logps import CreditFormula, CreditLogps, RolloutContexts, credit_logps
 from credit_trl.tasks.escaping import markdown_table, pluralized, table_cell
 from credit_trl.training.run_directory import write_atomically
 
