@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from peft import PeftModel
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
@@ -118,11 +119,7 @@ class Checkpoint:
 
 
 def _load_policy(path: str, checkpoint: str | Path | None) -> nn.Module:
-    if checkpoint is None:
-        return AutoModelForCausalLM.from_pretrained(path, dtype="auto")
-    checkpoint = Path(checkpoint)
-    if (checkpoint / "adapter_config.json").exists():
-        from peft import PeftModel
-
-        return PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(path, dtype="auto"), str(checkpoint))
-    return AutoModelForCausalLM.from_pretrained(checkpoint, dtype="auto")
+    has_adapters = checkpoint is not None and (Path(checkpoint) / "adapter_config.json").exists()
+    weights = path if checkpoint is None or has_adapters else checkpoint
+    model = AutoModelForCausalLM.from_pretrained(weights, dtype="auto")
+    return PeftModel.from_pretrained(model, str(checkpoint)) if has_adapters else model

@@ -106,16 +106,8 @@ class Record:
         mass = probabilities.sum(axis=-1)
         student, *teachers = probabilities / mass[:, None]
         teachers = np.array(teachers)
-        posterior, distance = fit_posterior(student, teachers)
-        return cls(
-            question=question,
-            student=student,
-            teachers=teachers,
-            student_mass=float(mass[0]),
-            teacher_mass=mass[1:],
-            posterior=posterior,
-            residual=distance,
-        )
+        fitted = fit_posterior(student, teachers)
+        return cls(question, student, teachers, float(mass[0]), mass[1:], *fitted)
 
 
 def letter_ids(tokenizer: PreTrainedTokenizerBase, letters: Sequence[str]) -> list[list[int]]:

@@ -83,8 +83,8 @@ class CreditFormula:
         """
         passes = (logps.student, logps.teacher, logps.contrasts)
         chosen = [one.gather(-1, ids.expand(*one.shape[:-1], -1)) for one in passes]
-        if self._renormalizes(logps):
-            support = self._support(logps)
+        support = self._support(logps)
+        if support is not None and self.tail == "renormalize":
             is_outside = (support[:, None] != ids[..., None]).all(dim=-1)
             chosen = [own - _log_mass(one, support, own, is_outside) for one, own in zip(passes, chosen, strict=True)]
         student, teacher, contrasts = chosen
@@ -92,9 +92,9 @@ class CreditFormula:
 
     def policy_mean(self, logps: CreditLogps) -> Float[Tensor, " n"]:
         """Mean of R_t under the policy, over the buckets of the loss. A step raises the tokens whose R_t is larger."""
-        student, teacher, contrasts = (
-            self._buckets(one, logps) for one in (logps.student, logps.teacher, logps.contrasts)
-        )
+        support = self._support(logps)
+        passes = (logps.student, logps.teacher, logps.contrasts)
+        student, teacher, contrasts = (self._buckets(one, support) for one in passes)
         return (student.exp() * (self._target(teacher, contrasts) - student)).sum(dim=-1)
 
     def _target(self, teacher: Float[Tensor, "n A"], contrasts: Float[Tensor, "C n A"]) -> Float[Tensor, "n A"]:
@@ -102,23 +102,19 @@ class CreditFormula:
             return teacher
         return objective.credit_target(teacher, objective.input_generic(contrasts), self.contrastive_coef, self.form)
 
-    def _is_whole(self, logps: CreditLogps) -> bool:
-        """Whether the support is the vocabulary; a K of at least its size is."""
-        return self.topk is None or self.topk >= logps.teacher.shape[-1]
-
-    def _renormalizes(self, logps: CreditLogps) -> bool:
-        return self.tail == "renormalize" and not self._is_whole(logps)
-
-    def _support(self, logps: CreditLogps) -> Int[Tensor, "n K"]:
+    def _support(self, logps: CreditLogps) -> Int[Tensor, "n K"] | None:
+        """Ids of the top-K support; None where it is the vocabulary, as for a K of at least its size."""
+        if self.topk is None or self.topk >= logps.teacher.shape[-1]:
+            return None
         return logps.teacher.topk(self.topk, dim=-1).indices
 
-    def _buckets(self, values: Float[Tensor, "*c n V"], logps: CreditLogps) -> Float[Tensor, "*c n B"]:
+    def _buckets(self, values: Float[Tensor, "*c n V"], support: Int[Tensor, "n K"] | None) -> Float[Tensor, "*c n B"]:
         """Log-probabilities of the buckets that the loss sums over."""
-        if self._is_whole(logps):
+        if support is None:
             return values
-        support = self._support(logps).expand(*values.shape[:-1], -1)
+        support = support.expand(*values.shape[:-1], -1)
         chosen = values.gather(-1, support)
-        if self._renormalizes(logps):
+        if self.tail == "renormalize":
             return objective.renormalize(chosen)
         outside = values.scatter(-1, support, -torch.inf).logsumexp(dim=-1)
         return objective.add_tail_bucket(chosen, outside)

@@ -15,6 +15,7 @@ from pyarrow import parquet
 from credit_trl.training import run_directory as files
 
 COMPLETIONS = "completions"
+SCORE = "score"  # avg@k in an evaluation
 # Options that do not affect training, and the seeds.
 _IGNORED_OPTIONS = re.compile(
     r"seed|data_seed|run_name|.*_dir|resume_from_checkpoint|disable_tqdm|project|parameters|(trackio|dataloader|eval|hub|"
@@ -53,8 +54,9 @@ class Run:
         return value if isinstance(value, str) else json.dumps(value, sort_keys=True)
 
     def series(self, name: str) -> dict[int, float]:
-        """A logged number by step."""
-        return {row["step"]: float(row[name]) for row in self.log if isinstance(row.get(name), int | float)}
+        """A logged number by step, or the `SCORE` of the evaluations."""
+        rows = self.evaluations if name == SCORE else self.log
+        return {row["step"]: float(row[name]) for row in rows if isinstance(row.get(name), int | float)}
 
     def mean_over_steps(self, prefix: str) -> float | None:
         """Mean over optimizer steps of the sum of all logged numbers whose names begin with `prefix`.

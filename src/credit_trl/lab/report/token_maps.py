@@ -66,11 +66,10 @@ def group_scales(maps: Sequence[TokenMap]) -> dict[str, dict[str, float]]:
 
     It is the `SATURATION` quantile of the magnitudes over all responses of a group and all compared checkpoints.
     """
-    scales: dict[str, dict[str, float]] = {}
-    for group in dict.fromkeys(m.response.group for m in maps):
-        members = [m for m in maps if m.response.group == group]
-        scales[group] = {q: _magnitude([m.values(q) for m in members]) for q in QUANTITIES}
-    return scales
+    groups: dict[str, list[TokenMap]] = {}
+    for one in maps:
+        groups.setdefault(one.response.group, []).append(one)
+    return {group: {q: _magnitude([m.values(q) for m in own]) for q in QUANTITIES} for group, own in groups.items()}
 
 
 def _magnitude(values: list[Float[Tensor, " T"]]) -> float:

@@ -22,6 +22,7 @@ from credit_trl.lab.analysis.tokentext import visible
 from credit_trl.lab.report.comparison import compare_arms, curves, training_table
 from credit_trl.lab.report.runs import Run, arms_of, differing_options, load_run, read_completions, short_names
 from credit_trl.lab.report.token_maps import maps_section, read_run_maps, turns
+from credit_trl.sandbox.protocol import excerpt
 from credit_trl.tasks.escaping import markdown_table, table_cell
 from credit_trl.training.run_directory import without_nan, write_atomically, write_json
 
@@ -130,19 +131,14 @@ def _rollout(row: Mapping[str, Any]) -> dict[str, Any]:
     shown: dict[str, Any] = {"step": row.get("step"), "prompt": [], "completion": [], "rewards": {}}
     for name, value in row.items():
         if name in ("prompt", "completion"):
-            shown[name] = [turn | {"text": _shortened(turn["text"])} for turn in turns(value)]
+            shown[name] = [turn | {"text": excerpt(turn["text"], _LONGEST_TEXT)} for turn in turns(value)]
         elif name in ("feedback", "teacher_prompt"):
-            shown[name] = None if value is None else _shortened(visible(str(value)))
+            shown[name] = None if value is None else excerpt(visible(str(value)), _LONGEST_TEXT)
         elif name == "images":
             shown[name] = list(value)
         elif name != "step" and isinstance(value, int | float) and not isinstance(value, bool):
             shown["rewards"][visible(name)] = value if math.isfinite(value) else str(value)
     return shown
-
-
-def _shortened(text: str) -> str:
-    rest = len(text) - _LONGEST_TEXT
-    return text if rest <= 0 else f"{text[:_LONGEST_TEXT]}\n[… {rest} characters]"
 
 
 def report_markdown(document: Mapping[str, Any]) -> str:
