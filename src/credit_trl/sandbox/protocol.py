@@ -29,7 +29,7 @@ Status = Literal[
 STATUSES: tuple[str, ...] = get_args(Status)
 
 MIB = 1024 * 1024
-_EXCERPT_CHARACTERS = 4096
+_EXCERPT_CHARACTERS = 8192
 _CHUNK = 1 << 18  # bytes that a channel sends or receives at once
 _LARGEST_LIMIT = 1 << 62  # the kernel stores limits as signed longs
 _SMALLEST_MEMORY = 64 * MIB  # for an interpreter to start
@@ -233,9 +233,9 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else f"⟨U+{ord(c):04X}⟩" for c in text)
 
 
-def excerpt(text: str) -> str:
-    """First and last 4096 characters of a text, and the number of characters between them."""
-    omitted = len(text) - 2 * _EXCERPT_CHARACTERS
-    if omitted <= 0:
+def excerpt(text: str, kept: int = _EXCERPT_CHARACTERS) -> str:
+    """A text of at most `kept` characters, or both ends of a longer one and the number of characters between them."""
+    dropped = len(text) - kept
+    if dropped <= 0:
         return text
-    return f"{text[:_EXCERPT_CHARACTERS]}\n[... {omitted} characters ...]\n{text[-_EXCERPT_CHARACTERS:]}"
+    return f"{text[: kept // 2]}\n[... {dropped:,} characters dropped ...]\n{text[-kept // 2 :]}"

@@ -27,7 +27,7 @@ from credit_trl.rollout.thinking import answer_part
 from credit_trl.rollout.verdict import Verdict
 from credit_trl.sandbox import Limits, Outcome, Program, Sandbox, open_sandbox
 from credit_trl.tasks import lcb_cases
-from credit_trl.tasks.lcb_cases import CUT_OFF, WRONG_FORMAT, Answer, Cases, Result, parse_answer, result_of
+from credit_trl.tasks.lcb_cases import CUT_OFF, FIELDS, WRONG_FORMAT, Answer, Cases, Result, parse_answer, result_of
 from credit_trl.tasks.lcb_program import find_program, prelude_for
 from credit_trl.tasks.records import Row, dataset_of, hub_rows, read_rows
 from credit_trl.tasks.task import BATCH_SECONDS, PROMPTS, response_text
@@ -225,7 +225,11 @@ def _problem(row: Row, split: str, seed: int) -> dict[str, Any]:
             half = sorted(draws, key=draws.get)[: max(1, count // 2)]
             tests = [tests[index] for index in sorted(half)]
         metadata = json.loads(row.get("metadata") or "{}")
-        answer = lcb_cases.answer_of(tests, metadata.get("func_name") or "", TIME_LIMIT)
+        [kind] = {test["testtype"] for test in tests}
+        inputs, outputs = ([test[key] for test in tests] for key in ("input", "output"))
+        values = (inputs, outputs, kind, metadata.get("func_name") or "", TIME_LIMIT)
+        answer = json.dumps(dict(zip(FIELDS, values, strict=True)))
+        parse_answer(answer)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise row.error("private_test_cases", f"{type(error).__name__}: {error}") from error
     starter = (row.get("starter_code") or "").rstrip()
