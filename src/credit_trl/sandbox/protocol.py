@@ -29,7 +29,6 @@ Status = Literal[
 STATUSES: tuple[str, ...] = get_args(Status)
 
 MIB = 1024 * 1024
-_EXCERPT_CHARACTERS = 8192
 _CHUNK = 1 << 18  # bytes that a channel sends or receives at once
 _LARGEST_LIMIT = 1 << 62  # the kernel stores limits as signed longs
 _SMALLEST_MEMORY = 64 * MIB  # for an interpreter to start
@@ -233,7 +232,7 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else f"⟨U+{ord(c):04X}⟩" for c in text)
 
 
-def excerpt(text: str, kept: int = _EXCERPT_CHARACTERS) -> str:
+def excerpt(text: str, kept: int = 8192) -> str:
     """A text of at most `kept` characters, or both ends of a longer one and the number of characters between them."""
     dropped = len(text) - kept
     if dropped <= 0:

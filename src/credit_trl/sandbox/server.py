@@ -39,8 +39,6 @@ from credit_trl.sandbox.launch import OWN_TASKS, Isolation, Unprotected, start
 from credit_trl.sandbox.protocol import Channel, Limits, Program, SandboxError, Status
 from credit_trl.sandbox.running import RunningProgram
 
-ISOLATIONS = {"bubblewrap": Bubblewrap, "landlock": Landlock, "unprotected": Unprotected}
-
 _SAMPLE_SECONDS = 0.05
 _IDLE_SECONDS = 1.0  # interval at which a server without programs checks that its parent lives
 _START_SECONDS = 30.0  # for the process of a program to start on a busy machine
@@ -261,7 +259,8 @@ def main(tier: str, workers: int) -> None:
         interpreter = find_interpreter()
         if os.geteuid() == 0:
             interpreter = public_copy(interpreter)
-        isolation = ISOLATIONS[tier](interpreter)
+        kinds = {"bubblewrap": Bubblewrap, "landlock": Landlock, "unprotected": Unprotected}
+        isolation = kinds[tier](interpreter)
     except (SandboxError, OSError) as error:
         channel.send({"refused": str(error)})
         channel.flush()

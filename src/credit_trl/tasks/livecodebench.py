@@ -17,9 +17,8 @@ from dataclasses import replace
 from datetime import date, datetime
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from datasets import Dataset
 from tqdm.auto import tqdm
 
 from credit_trl.rollout.deadline import remaining_seconds
@@ -31,6 +30,9 @@ from credit_trl.tasks.lcb_cases import CUT_OFF, FIELDS, WRONG_FORMAT, Answer, Ca
 from credit_trl.tasks.lcb_program import find_program, prelude_for
 from credit_trl.tasks.records import Row, dataset_of, hub_rows, read_rows
 from credit_trl.tasks.task import BATCH_SECONDS, PROMPTS, response_text
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 HUB = "livecodebench/code_generation_lite"
 EXAMPLES = Path(__file__).parent / "examples" / "problems.jsonl"
@@ -178,8 +180,6 @@ def _result(cases: Cases, place: int, outcome: Outcome) -> Result:
     if outcome.status != "ok":
         return result_of(cases, place, outcome.status, error=outcome.error)
     given = outcome.value if cases.is_functional else outcome.stdout
-    if given is None:
-        return result_of(cases, place, "runtime_error", error="the function returned no value")
     is_same = lcb_cases.same_return_value if cases.is_functional else lcb_cases.same_output
     return result_of(cases, place, "passed" if is_same(given, cases.outputs[place]) else "wrong", given)
 

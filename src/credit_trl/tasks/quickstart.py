@@ -28,16 +28,13 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from datasets import Dataset
+from transformers import PreTrainedTokenizerFast
 
 from credit_trl.rollout.verdict import Verdict
 from credit_trl.tasks.quickstart_model import load_model as load_model
 from credit_trl.tasks.task import batch_of
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
 
 TASK = "quickstart"
 LETTERS = "ABCD"

@@ -10,14 +10,16 @@ import math
 import re
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from datasets import Dataset
 
 from credit_trl.rollout.verdict import Verdict
 from credit_trl.tasks.records import Row, dataset_of, read_rows
 from credit_trl.tasks.task import PROMPTS
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 DOMAINS = ("biology", "chemistry", "material", "physics")
 OPTION = ("domain", DOMAINS)

@@ -12,13 +12,14 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
-
-from datasets import Dataset
+from typing import TYPE_CHECKING, Any
 
 from credit_trl.rollout.verdict import Verdict
 from credit_trl.tasks.records import PATH_OPTIONS, Row, dataset_of, read_rows
 from credit_trl.tasks.task import PROMPTS
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 TRAIN_RECORDS = 4046  # published records have the numbers 0 to 4045 (train) and 4046 to 4113 (test)
 _STEMS = {"train": ("train", "train_data"), "test": ("test", "eval_simulated")}  # of the files in a folder

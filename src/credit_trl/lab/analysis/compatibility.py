@@ -7,7 +7,7 @@ distributions T, one teacher for each feedback z = "the answer is A", "â€¦ B", â
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -110,7 +110,7 @@ class Record:
         return cls(question, student, teachers, float(mass[0]), mass[1:], *fitted)
 
 
-def letter_ids(tokenizer: PreTrainedTokenizerBase, letters: Sequence[str]) -> list[list[int]]:
+def letter_ids(tokenizer: PreTrainedTokenizerBase, letters: Iterable[str]) -> dict[str, list[int]]:
     """Ids of all tokens whose text without surrounding white space is the letter, for each letter."""
     ids: dict[str, list[int]] = {letter: [] for letter in letters}
     for token_id, text in enumerate(tokenizer.batch_decode([[i] for i in range(len(tokenizer))])):
@@ -118,7 +118,7 @@ def letter_ids(tokenizer: PreTrainedTokenizerBase, letters: Sequence[str]) -> li
             ids[text.strip()].append(token_id)
     if absent := [letter for letter, own in ids.items() if not own]:
         raise ValueError(f"The tokenizer has no token for {', '.join(absent)}.")
-    return list(ids.values())
+    return ids
 
 
 def measure_compatibility(
@@ -140,8 +140,7 @@ def measure_compatibility(
         prefix: forced start of the response, right before the letter.
         progress: whether to show a progress bar.
     """
-    distinct = sorted({letter for q in questions for letter in q.letters})
-    ids = dict(zip(distinct, letter_ids(checkpoint.tokenizer, distinct), strict=True))
+    ids = letter_ids(checkpoint.tokenizer, sorted({letter for q in questions for letter in q.letters}))
     builder = checkpoint.context_builder(analysis_config(**_TEMPLATES))
     prefix_ids = checkpoint.tokenizer(prefix, add_special_tokens=False)["input_ids"]
     records = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from itertools import islice
@@ -174,7 +174,8 @@ def sample_rollouts(
     )
     gathered = gather_contrast_batch(batch, checkpoint.context_builder(with_contrasts(config)))
     contrasts = _draw(gathered, config)
-    names = distinct_names([_name(row, n) for n, row in enumerate(rows)])
+    ids = [n if row.get("id") is None else row["id"] for n, row in enumerate(rows)]
+    names = distinct_names([visible(str(one)) for one in ids])
     return [
         Rollout(
             identifier=f"{names[i // samples]}/{i % samples}",
@@ -212,8 +213,3 @@ def with_contrasts(config: CreditConfig) -> CreditConfig:
     config = copy.copy(config)
     config.contrastive_coef = config.contrastive_coef or 1.0
     return config
-
-
-def _name(row: Mapping[str, Any], position: int) -> str:
-    """Identifier of a row, by default its position."""
-    return visible(str(position if row.get("id") is None else row["id"]))

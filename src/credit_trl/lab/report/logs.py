@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tqdm.auto import tqdm
-from transformers import PrinterCallback, ProgressCallback
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from transformers.integrations import TensorBoardCallback
 from transformers.trainer_callback import CallbackHandler
 
@@ -65,8 +65,7 @@ class LogLines(PrinterCallback):
 class _SilentProgress(ProgressCallback):
     """transformers' progress bar, which prints no logs."""
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        pass
+    on_log = TrainerCallback.on_log
 
 
 def print_lines(handler: CallbackHandler) -> None:
@@ -79,12 +78,7 @@ def print_lines(handler: CallbackHandler) -> None:
 
 
 def send_credit(trainer: Any, logs: Mapping[str, Any]) -> None:
-    """Send S_t, ΔV_t, R_t and the teacher's fidelity of a training log to the dashboards of a trainer.
-
-    Args:
-        trainer: its `report_to` names the dashboards; their callbacks have opened them.
-        logs: the log, which may lack some of them.
-    """
+    """Send what a log has of S_t, ΔV_t, R_t and fidelity to the dashboards of `report_to`, which are open."""
     values = {f"{GROUP}/{title}": logs[name] for title, name in CREDIT.items() if logs.get(name) is not None}
     step = trainer.state.global_step
     if not values:
@@ -105,11 +99,7 @@ def send_credit(trainer: Any, logs: Mapping[str, Any]) -> None:
 
 
 def send_rollouts(trainer: Any, rollouts: Sequence[Mapping[str, Any]]) -> None:
-    """Send rollouts to trackio's traces: prompt, completion and feedback as messages, the rest as metadata.
-
-    Args:
-        rollouts: rows of TRL's table of completions.
-    """
+    """Send rows of TRL's table of completions to trackio's traces: texts as messages, the rest as metadata."""
     if "trackio" not in trainer.args.report_to:
         return
     import trackio

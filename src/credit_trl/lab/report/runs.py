@@ -102,13 +102,9 @@ def load_run(folder: str | Path) -> Run:
     data = described.pop("data", None)
     if data is not None:
         described["reward_funcs"] = ", ".join(one["name"] or one["called"] for one in data["reward_funcs"])
-        described["rows"] = _rows(data["train"] or {})
+        rows = data["train"] or {}
+        described["rows"] = (rows.get("sha256") or "")[:8] or rows.get("name")  # of a file, or of the hub
     return Run(folder, {**described.pop("config", {}), **described}, log, evaluations)
-
-
-def _rows(place: Mapping[str, Any]) -> str | None:
-    """What names the rows of a place: the beginning of a file's hash, or a name of the hub."""
-    return (place.get("sha256") or "")[:8] or place.get("name")
 
 
 def arms_of(runs: Sequence[Run]) -> dict[str, list[Run]]:

@@ -68,21 +68,17 @@ def write_html(document: Mapping[str, Any], path: str | Path) -> None:
     """Write the page of a document with any of `curves`, `comparison`, `options`, `rollouts` and `maps`."""
     folder = files(__package__) / "page"
     page = {name: (folder / f"report.{name}").read_text("utf-8") for name in ("html", "css", "js")}
+    # Safe inside a `<script>` element: ASCII, without `<`, `>` and `&`; NaN is null.
+    data = json.dumps(without_nan(document), ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     text = Template(page["html"]).substitute(
         style_hash=_digest(page["css"]),
         script_hash=_digest(page["js"]),
         title=html.escape(document["title"]),
         style=page["css"],
         script=page["js"],
-        data=embed_json(document),
+        data=data.translate(_ESCAPES),
     )
     write_atomically(path, text)
-
-
-def embed_json(document: Any) -> str:
-    """JSON that is safe inside a `<script>` element: ASCII, without `<`, `>` and `&`; NaN is null."""
-    text = json.dumps(without_nan(document), ensure_ascii=True, allow_nan=False, separators=(",", ":"))
-    return text.translate(_ESCAPES)
 
 
 def _digest(text: str) -> str:
