@@ -27,21 +27,13 @@ from credit_trl.training.check_model import check_logits
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """π_θ and π_ref of one point of a run.
+    """π_θ and π_ref of one point of a run."""
 
-    Args:
-        name: name in maps and reports.
-        tokenizer: tokenizer of both models.
-        student: π_θ.
-        teacher: π_ref; the student itself for self-distillation without lag.
-        chat_template_kwargs: arguments of the chat template (`{"enable_thinking": False}`).
-    """
-
-    name: str
-    tokenizer: PreTrainedTokenizerBase
-    student: Teacher
-    teacher: Teacher
-    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    name: str  # in maps and reports
+    tokenizer: PreTrainedTokenizerBase  # of both models
+    student: Teacher  # π_θ
+    teacher: Teacher  # π_ref; the student itself for self-distillation without lag
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)  # such as `{"enable_thinking": False}`
 
     @classmethod
     def from_model(

@@ -64,23 +64,14 @@ def find_branches(token_map: TokenMap) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class BranchDrift:
-    """A branch under self-distillation with the target of one configuration.
+    """A branch under self-distillation with the target of one configuration."""
 
-    Args:
-        log_odds: ℓ_0, in nats.
-        delta: δ, in nats.
-        s: in nats; 0 for a target that is only flattened.
-        coef: λ; 0 is SDPO.
-        rate: ρ in [0, 1].
-        form: form of the target.
-    """
-
-    log_odds: float
-    delta: float
-    s: float
-    coef: float
-    rate: float
-    form: Form = "subtract"
+    log_odds: float  # ℓ_0, in nats
+    delta: float  # δ, in nats
+    s: float  # in nats; 0 for a target that is only flattened
+    coef: float  # λ; 0 is SDPO
+    rate: float  # ρ in [0, 1]
+    form: Form = "subtract"  # of the target
 
     @property
     def end_point(self) -> float:

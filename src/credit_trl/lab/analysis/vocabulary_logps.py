@@ -53,20 +53,13 @@ class CreditFormula:
     """What R_t depends on besides the log-probabilities. The defaults are the paper's Eq. 8 over the vocabulary.
 
     It computes R_t from `CreditLogps` with the functions of `objective`, as a run does.
-
-    Args:
-        contrastive_coef: λ.
-        form: form of the contrast.
-        topk: K of a top-K support; None for the whole vocabulary and for the support of the sampled token.
-        tail: `"renormalize"` makes R_t conditional on a top-K support.
-        temperature: of the samples, by which logits are divided.
     """
 
-    contrastive_coef: float
-    form: Form = "subtract"
-    topk: int | None = None
-    tail: str = "bucket"
-    temperature: float = 1.0
+    contrastive_coef: float  # λ
+    form: Form = "subtract"  # of the contrast
+    topk: int | None = None  # K of a top-K support; None for the vocabulary, and for the support of the sampled token
+    tail: str = "bucket"  # "renormalize" makes R_t conditional on a top-K support
+    temperature: float = 1.0  # of the samples, by which logits are divided
 
     @classmethod
     def from_config(cls, config: CreditConfig) -> CreditFormula:

@@ -25,19 +25,12 @@ _IGNORED_OPTIONS = re.compile(
 
 @dataclass(frozen=True)
 class Run:
-    """One run directory, or the directory of one evaluation without training.
-
-    Args:
-        folder: the directory.
-        options: configuration and facts of `run.json`, such as model, task and rows; empty without the file.
-        log: rows of `log.jsonl`.
-        evaluations: rows of `evaluations.jsonl`, sorted by step.
-    """
+    """One run directory, or the directory of one evaluation without training."""
 
     folder: Path
-    options: Mapping[str, Any]
-    log: Sequence[Mapping[str, Any]]
-    evaluations: Sequence[Mapping[str, Any]]
+    options: Mapping[str, Any]  # configuration and facts of `run.json`, such as model and rows; empty without the file
+    log: Sequence[Mapping[str, Any]]  # rows of `log.jsonl`
+    evaluations: Sequence[Mapping[str, Any]]  # rows of `evaluations.jsonl`, sorted by step
 
     @property
     def seed(self) -> int | None:
