@@ -35,15 +35,15 @@ test-trl: $(INSTALLED)  ## Tests of trainer, parity and command line with anothe
 test-vllm:  ## Generation with a real vLLM engine on this CPU, in a separate environment
 	PYTHON=$(PYTHON) tests/vllm_engine/run.sh $(VLLM_VENV)
 
-notebooks: $(INSTALLED)  ## Run all notebooks in new kernels and check their outputs, two at a time
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "slow or not slow" --timeout 900 tests/notebooks
+notebooks: $(INSTALLED)  ## Run all notebooks with the wheel and check their outputs, two at a time
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "slow or not slow" -k notebook tests/notebooks tests/packaging
 
 docs: $(INSTALLED)  ## Build the documentation into site/, strict and offline
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
-wheel: $(INSTALLED)  ## Build wheel and sdist into dist/ and test them, the wheel in a new environment
+wheel: $(INSTALLED)  ## Build wheel and sdist into dist/ and test them, the wheel in a new environment, with all notebooks
 	$(BIN)/python -m build --no-isolation
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/packaging -m "slow or not slow"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "slow or not slow" tests/packaging
 
 test-faults: $(INSTALLED)  ## Runs that are killed at each phase of a step, or hit by a hundred random faults, resume bit for bit
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/faults -m "slow or not slow"

@@ -18,9 +18,12 @@ from pathlib import Path
 
 import pytest
 
+from notebook_outputs import NAMES, assert_results
+
 ROOT = Path(__file__).parents[2]
 
 pytest.importorskip("build", reason="needs build and hatchling: pip install 'credit-trl[dev]'")
+nbformat = pytest.importorskip("nbformat", reason="needs nbclient: pip install 'credit-trl[dev]'")
 
 
 @pytest.fixture(scope="module")
@@ -139,14 +142,16 @@ def test_first_run_needs_four_commands(clean, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "notebooks").glob("*.ipynb")))
-def test_notebook_runs_with_the_wheel_alone(clean, tmp_path, name):
+@pytest.mark.parametrize("name", NAMES)
+def test_notebook_shows_the_expected_results_with_the_wheel_alone(clean, tmp_path, name):
     code = (
         "import runpy, sys, nbformat; folder, name = sys.argv[1:]; "
         "notebook = nbformat.read(f'{folder}/{name}.ipynb', as_version=4); "
-        "where = nbformat.v4.new_code_cell('import credit_trl; print(credit_trl.__file__)'); "
-        "notebook.cells.append(where); "
-        "runpy.run_path(f'{folder}/run.py')['execute'](notebook, timeout=3000); print(where.outputs[0]['text'])"
+        "notebook.cells.append(nbformat.v4.new_code_cell('import credit_trl; print(credit_trl.__file__)')); "
+        "runpy.run_path(f'{folder}/run.py')['execute'](notebook, timeout=3000); "
+        "nbformat.write(notebook, 'executed.ipynb')"
     )
-    where = run(clean / "python", "-c", code, str(ROOT / "notebooks"), name, cwd=tmp_path, timeout=3500)
-    assert f"{clean.parent.name}/lib/" in where
+    run(clean / "python", "-c", code, str(ROOT / "notebooks"), name, cwd=tmp_path, timeout=3500)
+    executed = nbformat.read(tmp_path / "executed.ipynb", as_version=4)
+    assert f"{clean.parent.name}/lib/" in executed.cells[-1].outputs[0].text
+    assert_results(executed, name)
