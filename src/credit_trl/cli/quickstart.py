@@ -18,7 +18,7 @@ from credit_trl.evaluation import EvaluationCallback
 from credit_trl.lab import MAPS_FOLDER, analysis
 from credit_trl.lab.analysis.token_classes import task_classes
 from credit_trl.lab.report import write_report
-from credit_trl.lab.report.log_lines import LogLines
+from credit_trl.lab.report.logs import LogLines
 from credit_trl.tasks import quickstart
 from credit_trl.tasks.registry import load_task
 from credit_trl.teacher.models import Teacher

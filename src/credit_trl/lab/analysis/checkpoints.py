@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from peft import PeftModel
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
@@ -26,21 +27,13 @@ from credit_trl.training.check_model import check_logits
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """π_θ and π_ref of one point of a run.
+    """π_θ and π_ref of one point of a run."""
 
-    Args:
-        name: name in maps and reports.
-        tokenizer: tokenizer of both models.
-        student: π_θ.
-        teacher: π_ref; the student itself for self-distillation without lag.
-        chat_template_kwargs: arguments of the chat template (`{"enable_thinking": False}`).
-    """
-
-    name: str
-    tokenizer: PreTrainedTokenizerBase
-    student: Teacher
-    teacher: Teacher
-    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    name: str  # in maps and reports
+    tokenizer: PreTrainedTokenizerBase  # of both models
+    student: Teacher  # π_θ
+    teacher: Teacher  # π_ref; the student itself for self-distillation without lag
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)  # such as `{"enable_thinking": False}`
 
     @classmethod
     def from_model(
@@ -117,11 +110,7 @@ class Checkpoint:
 
 
 def _load_policy(path: str, checkpoint: str | Path | None) -> nn.Module:
-    if checkpoint is None:
-        return AutoModelForCausalLM.from_pretrained(path, dtype="auto")
-    checkpoint = Path(checkpoint)
-    if (checkpoint / "adapter_config.json").exists():
-        from peft import PeftModel
-
-        return PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(path, dtype="auto"), str(checkpoint))
-    return AutoModelForCausalLM.from_pretrained(checkpoint, dtype="auto")
+    has_adapters = checkpoint is not None and (Path(checkpoint) / "adapter_config.json").exists()
+    weights = path if checkpoint is None or has_adapters else checkpoint
+    model = AutoModelForCausalLM.from_pretrained(weights, dtype="auto")
+    return PeftModel.from_pretrained(model, str(checkpoint)) if has_adapters else model
