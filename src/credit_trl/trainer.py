@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 import textwrap
 from collections.abc import Sequence
 from importlib.metadata import entry_points
@@ -43,7 +42,7 @@ from credit_trl.training import checks, micro_batches, reporting
 from credit_trl.training.check_model import check_logits, check_model
 from credit_trl.training.check_run import check_run
 from credit_trl.training.checkpoints import ResumableTrainer
-from credit_trl.training.metrics import Alarms, TokenMetrics, context_metrics, teacher_success_weights
+from credit_trl.training.metrics import Alarms, TokenMetrics, context_metrics, drop_undefined, teacher_success_weights
 from credit_trl.training.run_directory import describe_data
 from credit_trl.training.step import CreditStep
 from credit_trl.training.weights import WeightChange, reduce_gradients_in_fp32
@@ -353,18 +352,19 @@ class CreditTrainer(ResumableTrainer):
         return inputs
 
     def _get_per_token_logps_and_entropies(
-        self, model: Any, *args: Any, batch_size: int | None = None, **kwargs: Any
+        self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, **kwargs
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Log-probabilities of a rollout, without padding. The loss, and weight 0 without images, use TRL's method."""
         is_plain = not any(value is not None and value is not False for value in kwargs.values())
         is_own = any(self._prompt_images) or (model is self.model and self.args.distillation_weight > 0.0)
         if torch.is_grad_enabled() or not (is_plain and is_own):
-            return super()._get_per_token_logps_and_entropies(model, *args, batch_size=batch_size, **kwargs)
+            return super()._get_per_token_logps_and_entropies(
+                model, input_ids, attention_mask, logits_to_keep, batch_size, **kwargs
+            )
         corrects = self.use_vllm and self.vllm_importance_sampling_correction
         has_ratio = self.args.distillation_is_clip is not None and self.credit_step.engine_role != "old"
         if self.args.distillation_weight == 1.0 and not has_ratio and not corrects:
             return None, None, None  # nothing reads them
-        input_ids, attention_mask, logits_to_keep = args
         parts = {}
         for kind, values in (("ids", input_ids), ("mask", attention_mask)):
             parts[f"prompt_{kind}"] = values[:, :-logits_to_keep]
@@ -405,9 +405,7 @@ class CreditTrainer(ResumableTrainer):
             if self.credit_step is not None:
                 self._log_values({"credit/teacher_drift": self.teacher.drift()})
         self._eval_batches = 0  # so that every evaluation draws the same contrast prompts
-        for name, values in list(metrics.items()):
-            if not any(value is not None and math.isfinite(value) for value in values):
-                del metrics[name]  # which loggers would show as NaN or None
+        drop_undefined(metrics)
         super().log(logs, start_time)
         is_frozen = self.args.teacher_model_kind in ("base", "model")
         self.alarms.check_drift(self.state.log_history, frozen_teacher=is_frozen)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -162,6 +162,13 @@ def teacher_success_weights(
                 weights[i] = 1.0 / count if successful[i] else -1.0 / (len(group) - count)
     local = [weights[i] / mixed if mixed else math.nan for i in batch.indices]
     return torch.tensor(local, device=mask.device), mixed, sum(is_scored)
+
+
+def drop_undefined(metrics: MutableMapping[str, Sequence[float]]) -> None:
+    """Remove metrics without a finite value, which loggers would show as NaN or None."""
+    for name, values in list(metrics.items()):
+        if not any(value is not None and math.isfinite(value) for value in values):
+            del metrics[name]
 
 
 # Teacher entropy above this share of log V is close to uniform.
