@@ -36,8 +36,8 @@ API = {
 # Beginnings of modules of these folders that are internal, or documented elsewhere.
 INTERNAL = tuple(
     """
-    evaluation.generation evaluation.verdicts lab.analysis.formula lab.analysis.token_classes lab.analysis.tokentext
-    lab.analysis.vocabulary_logps lab.optional lab.report.comparison lab.report.runs lab.report.token_maps
+    evaluation.generation evaluation.verdicts lab.analysis.token_classes lab.analysis.tokentext
+    lab.analysis.vocabulary_logps lab.report.comparison lab.report.runs lab.report.token_maps
     loss.head loss.projection loss.triton_rows contexts.prompts
     tasks.escaping tasks.lcb_ tasks.records teacher.causal_lm teacher.sharding
     training.check_model training.trl_compat

@@ -28,6 +28,7 @@ from matplotlib.colors import LinearSegmentedColormap, TwoSlopeNorm
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
+from credit_trl.contexts.prompts import user_text
 from credit_trl.lab.analysis import Checkpoint, TokenMap, analysis_config, map_response, sample_rollouts
 from credit_trl.tasks import load_task
 from credit_trl.tasks.quickstart import SHORTCUT_THOUGHT, TEMPLATES
@@ -120,7 +121,7 @@ def draw_hero(maps: list[TokenMap]) -> Figure:
     figure = plt.figure(figsize=(9.6, 3.7))
     response = maps[0].response
     feedback = f"reward {response.reward:.0f}   feedback: {response.privileged.feedback}"
-    head = response.problem.strip().splitlines()[-1]
+    head = user_text(response.prompt).strip().splitlines()[-1]
     figure.text(0.026, 0.95, f"{head}\n{feedback}", fontsize=10, va="top", linespacing=1.5)
     ends = ["#2166be", mpl.rcParams["figure.facecolor"], "#d62f27"]
     shade = ScalarMappable(TwoSlopeNorm(0.0, -1.0, 1.0), LinearSegmentedColormap.from_list("credit", ends))

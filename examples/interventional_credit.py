@@ -43,9 +43,8 @@ from credit_trl.contexts.tokens import PrivilegedContext
 from credit_trl.evaluation import SamplingConfig
 from credit_trl.lab.analysis import interventional as iv
 from credit_trl.lab.analysis.checkpoints import Checkpoint
-from credit_trl.lab.analysis.formula import CreditFormula
 from credit_trl.lab.analysis.responses import Rollout, analysis_config, draw, grade_rollouts, rollout_contexts
-from credit_trl.lab.analysis.vocabulary_logps import RolloutContexts, credit_logps
+from credit_trl.lab.analysis.vocabulary_logps import CreditFormula, RolloutContexts, credit_logps
 from credit_trl.tasks import Task, load_task
 
 # One token each in the embedded vocabulary, without a meaning before fine-tuning: failure, success.

@@ -13,19 +13,19 @@ programs in a sandbox: without one an error names what to install, and programs 
 from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
 
 from credit_trl import CreditConfig, CreditTrainer
-from credit_trl.cli.training import CreditScriptArguments, evaluate_during_training, first_rows, model_init_kwargs
+from credit_trl.cli.data import CreditScriptArguments, first_rows
+from credit_trl.cli.training import evaluate_during_training, model_init_kwargs
 from credit_trl.tasks import load_task
 
 
 def main(script: CreditScriptArguments, config: CreditConfig, model: ModelConfig) -> None:
     task = load_task(script.task)
     config.model_init_kwargs = model_init_kwargs(model, config)
-    rows = task.build("train", script.dataset_path)
     trainer = CreditTrainer(
         model=model.model_name_or_path,
         reward_funcs=task.reward,
         args=config,
-        train_dataset=first_rows(rows, script.max_train_rows),
+        train_dataset=first_rows(task.build("train", script.dataset_path), script.max_train_rows),
         quantization_config=get_quantization_config(model),
         peft_config=get_peft_config(model),
     )

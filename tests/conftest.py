@@ -100,7 +100,7 @@ def only_the_trainer(request):
     """Trainers of a test write no page, which takes as long as two steps of a tiny model, unless it asks for it."""
     found = declared_entry_points if "run_callbacks" in request.fixturenames else lambda group: []
     with pytest.MonkeyPatch.context() as patch:  # which the test's own `monkeypatch.undo` leaves
-        patch.setattr("credit_trl.training.reporting.entry_points", found)
+        patch.setattr("credit_trl.trainer.entry_points", found)
         yield
 
 

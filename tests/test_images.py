@@ -27,18 +27,18 @@ from trl import GRPOConfig, GRPOTrainer
 from credit_trl import CreditConfig, CreditTrainer
 from credit_trl.contexts import build
 from credit_trl.contexts.images import PromptImages
-from credit_trl.contexts.prompts import images_of, row_prompt
+from credit_trl.contexts.prompts import images_of, row_prompt, user_text
 from credit_trl.contexts.tokens import PrivilegedContext, TokenContexts
 from credit_trl.evaluation import evaluate
 from credit_trl.lab.analysis.callback import CreditMapCallback
 from credit_trl.lab.analysis.responses import data_url
-from credit_trl.lab.analysis.tokenmap_json import read_maps
+from credit_trl.lab.analysis.tokenmap import read_maps
 from credit_trl.lab.report.callback import ReportCallback
 from credit_trl.rollout.batch import content_key, prompt_key
 from credit_trl.tasks.registry import Task
 from credit_trl.teacher import passes
 from credit_trl.teacher.models import make_teacher
-from credit_trl.training import check_prompts
+from credit_trl.training import checks
 from dense import buckets, divergence, gradients, move
 from tables import tables_of
 from tiny import QUIET, build_model
@@ -433,7 +433,7 @@ def test_what_cannot_train_is_refused_before_the_loss(make_config, monkeypatch, 
         monkeypatch.setattr(type(processor), "__call__", with_another)
     own = processor.tokenizer if options.pop("tokenizer", False) else processor
     if options.pop("sharded", False):
-        monkeypatch.setattr(check_prompts, "is_zero3", lambda accelerator: True)
+        monkeypatch.setattr(checks, "is_zero3", lambda accelerator: True)
     dataset = Dataset.from_list(given)
     at_batch = streams or "contrastive_source" in options
     if streams:
@@ -454,7 +454,8 @@ def test_maps_and_report_show_the_pictures_of_prompt_and_contrast(train, tmp_pat
     read = read_maps(tmp_path / "run" / "credit_maps" / "step-000001.json")
     assert len(read) == 8
     for one in read:
-        for text, urls in zip((one.response.problem, *one.response.contrasts), one.response.images, strict=True):
+        texts = (user_text(one.response.prompt), *one.response.contrasts)
+        for text, urls in zip(texts, one.response.images, strict=True):
             [row] = [row for i, row in enumerate(rows()) if f"What is {i}?" in text]
             assert list(urls) == list(map(data_url, row["images"]))
     own = picture(1)

@@ -26,9 +26,8 @@ from worlds import WORLDS, World
 from credit_trl import objective
 from credit_trl.contexts.tokens import PrivilegedContext
 from credit_trl.lab.analysis.checkpoints import Checkpoint
-from credit_trl.lab.analysis.formula import CreditFormula
 from credit_trl.lab.analysis.responses import Rollout, analysis_config, draw, grade_rollouts, rollout_contexts
-from credit_trl.lab.analysis.vocabulary_logps import CreditLogps, RolloutContexts, credit_logps
+from credit_trl.lab.analysis.vocabulary_logps import CreditFormula, CreditLogps, RolloutContexts, credit_logps
 from credit_trl.tasks.quickstart import TEMPLATES
 
 MIN_PROBABILITY = 0.01  # of a token after its prefix

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import functools
-import itertools
 import math
 import os
 import re
@@ -280,8 +279,8 @@ def _processes() -> int:
 def _accumulation(config: CreditConfig, prompts: int) -> int:
     """Fewest accumulation steps with whole groups and at least this many prompts."""
     rollouts = config.per_device_train_batch_size * _processes()
-    fewest = math.ceil(prompts * config.num_generations / rollouts)
-    return next(n for n in itertools.count(fewest) if n * rollouts % config.num_generations == 0)
+    steps = config.num_generations // math.gcd(config.num_generations, rollouts)  # of whole groups
+    return steps * math.ceil(prompts * config.num_generations / (rollouts * steps))
 
 
 def fit_batch(config: CreditConfig, rows: int) -> None:
@@ -373,17 +372,11 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], tuple[str, ...]]] = {
     "at least 1 or None": (lambda x: x is None or x >= 1, ("distillation_topk", "teacher_sync_steps")),
 }
 
-# Options of GRPO's loss and their values without effect, for `distillation_weight=1`, which does not compute it.
-_POLICY_LOSS = {
-    "beta": 0.0,
-    "entropy_coef": 0.0,
-    "use_adaptive_entropy": False,
-    "top_entropy_quantile": 1.0,
-    "off_policy_mask_threshold": None,
-    "importance_sampling_level": "token",
-    "delta": None,
-    "epsilon_high": None,
-}
+# Options of GRPO's loss, which `distillation_weight=1` does not compute. TRL's defaults have no effect.
+_POLICY_LOSS = (
+    "beta entropy_coef use_adaptive_entropy top_entropy_quantile off_policy_mask_threshold importance_sampling_level "
+    "delta epsilon_high".split()
+)
 
 
 def _check_values(config: CreditConfig) -> None:
@@ -435,7 +428,7 @@ def _check_combinations(config: CreditConfig) -> None:
     for fails, message in _COMBINATIONS:
         if fails(config):
             raise ValueError(message.format(c=config))
-    policy = [name for name, value in _POLICY_LOSS.items() if getattr(config, name) != value]
+    policy = [name for name in _POLICY_LOSS if getattr(config, name) != getattr(GRPOConfig, name)]
     if config.loss_type == "luspo" and "importance_sampling_level" in policy:
         policy.remove("importance_sampling_level")  # TRL asks for "sequence" there
     if config.distillation_weight == 1.0 and policy:

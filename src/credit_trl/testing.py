@@ -3,8 +3,6 @@
 Each check raises an `AssertionError`, or the error that a run would raise.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Mapping, Sequence

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import textwrap
 from collections.abc import Sequence
+from importlib.metadata import entry_points
 from importlib.resources import files
 from typing import Any, ClassVar
 
@@ -38,12 +39,10 @@ from credit_trl.teacher.external import build_teacher
 from credit_trl.teacher.models import TeacherUpdate
 from credit_trl.teacher.packing import cannot_pack
 from credit_trl.training import checks, micro_batches, reporting
-from credit_trl.training.alarms import FLAT_REWARD_BATCHES, Alarms
 from credit_trl.training.check_model import check_logits, check_model
-from credit_trl.training.check_prompts import check_image_options, check_prompts, check_rollout_images
 from credit_trl.training.check_run import check_run
 from credit_trl.training.checkpoints import ResumableTrainer
-from credit_trl.training.metrics import TokenMetrics, context_metrics, drop_undefined, teacher_success_weights
+from credit_trl.training.metrics import Alarms, TokenMetrics, context_metrics, drop_undefined, teacher_success_weights
 from credit_trl.training.run_directory import describe_data
 from credit_trl.training.step import CreditStep
 from credit_trl.training.weights import WeightChange, reduce_gradients_in_fp32
@@ -126,9 +125,7 @@ class CreditTrainer(ResumableTrainer):
         self.clock = reporting.StageClock(counts=lambda: self.model.training)
         self.credit_step: CreditStep | None = None
         datasets = checks.named_datasets(train_dataset, eval_dataset)
-        checks.check_datasets(
-            args, datasets, reward_funcs, kwargs.get("environment_factory"), kwargs.get("rollout_func")
-        )
+        checks.check_datasets(args, datasets, reward_funcs, kwargs)
         checks.check_teacher(args)
         if isinstance(train_dataset, Dataset):
             fit_batch(args, len(train_dataset))
@@ -152,11 +149,12 @@ class CreditTrainer(ResumableTrainer):
         self._init_reports()
         self.run_log.facts["data"] = describe_data(reward_funcs or [], args.reward_weights)
         self.run_log.rows = {"train": train_dataset, "test": eval_dataset}
-        checks.check_ends(self)
-        check_prompts(self, datasets, distills=distills)
+        checks.check_prompts(self, datasets, distills=distills)
         if distills:
             self._init_credit(token_weight)
-        reporting.add_run_callbacks(self)
+        for entry in entry_points(group="credit_trl.callbacks"):  # of this package, token maps and the report
+            for callback in entry.load()(self):
+                self.add_callback(callback)
 
     def _init_reports(self) -> None:
         self._eval_batches = 0
@@ -212,7 +210,7 @@ class CreditTrainer(ResumableTrainer):
             return super()._generate(prompts)
         builder = self.context_builder
         if any(map(images_of, prompts)):
-            check_image_options(self.accelerator, self._is_vlm)
+            checks.check_image_options(self)
         if builder.reader is not None:
             builder.reader.clear()
             self._prompt_images = list(map(builder.read_images, prompts))
@@ -220,7 +218,7 @@ class CreditTrainer(ResumableTrainer):
         if self.use_vllm and builder.reader is not None:
             self.vllm_generation.unexpanded = builder.unexpanded(prompts, tools)
         *generated, _, tool_images = super()._generate(prompts)
-        check_rollout_images(tool_images, generated[0], prompts, builder, tools, is_first=self.state.global_step == 0)
+        checks.check_rollout_images(self, prompts, generated[0], tools, tool_images)
         return *generated, None, tool_images
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
@@ -296,7 +294,7 @@ class CreditTrainer(ResumableTrainer):
         if self.model.training:
             checks.check_truncated(self, metrics["completions/clipped_ratio"][-1])
             is_flat = metrics["frac_reward_zero_std"][-1] == 1.0  # in every group
-            self.alarms.raise_if(is_flat, "flat_reward", FLAT_REWARD_BATCHES, mean=metrics["reward"][-1])
+            self.alarms.raise_if(is_flat, "flat_reward", mean=metrics["reward"][-1])
         if "importance_sampling_ratio" in output:  # TRL's, of which it logs the other moments
             ratio = output["importance_sampling_ratio"].expand_as(output["completion_mask"])
             median = self.accelerator.gather(ratio[loss_mask(output)].median())
@@ -310,9 +308,7 @@ class CreditTrainer(ResumableTrainer):
                 output["success_weights"] = self._weigh_successes(batch, contexts, loss_mask(output))
             with self.clock.stage("scores"):
                 output.update(self.credit_step.prepare(batch, output, contexts))
-        decode = self.processing_class.batch_decode
-        shows_images = self.log_completions and self.log_multimodal
-        reporting.add_completion_columns(self._logs, output, batch, contexts, decode, shows_images)
+        reporting.add_completion_columns(self, output, batch, contexts)
         return output
 
     def _build_contexts(self, batch: GenerationBatch) -> list[TokenContexts]:
@@ -323,9 +319,8 @@ class CreditTrainer(ResumableTrainer):
         self.alarms.check_contexts(shares, self._metrics[self._mode].get("credit/frac_verifier_skipped", [0.0])[-1])
         pairs = zip(contexts, batch.completion_ids, strict=True)
         longest = max((len(ids) + len(y) for own, y in pairs for ids, _ in own.sequences()), default=0)
-        positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-        exceeds = positions is not None and longest > positions
-        self.alarms.raise_if(exceeds, "positions", longest=longest, positions=positions)
+        positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or longest
+        self.alarms.raise_if(longest > positions, "positions", longest=longest, positions=positions)
         is_ignored, missing_turns = ignored_feedback(batch, self.args)
         self.alarms.raise_if(is_ignored, "feedback_off")
         self.alarms.raise_if(bool(missing_turns), "lost_turns", turn=min(missing_turns, default=None))
@@ -357,13 +352,7 @@ class CreditTrainer(ResumableTrainer):
         return inputs
 
     def _get_per_token_logps_and_entropies(
-        self,
-        model: Any,
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        logits_to_keep: int,
-        batch_size: int | None = None,
-        **kwargs: Any,
+        self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, **kwargs
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Log-probabilities of a rollout, without padding. The loss, and weight 0 without images, use TRL's method."""
         is_plain = not any(value is not None and value is not False for value in kwargs.values())

@@ -23,7 +23,7 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("own") / "first"
     with pytest.MonkeyPatch.context() as patch:
         assert cli.main(["credit-init", str(folder)]) == 0
-        patch.setattr("credit_trl.training.reporting.entry_points", declared_entry_points)
+        patch.setattr("credit_trl.trainer.entry_points", declared_entry_points)
         patch.chdir(folder)
         patch.setattr(sys, "path", [str(folder), *sys.path])
         assert training.run(["--config", "run.yaml", "--max_steps", "2"]) == 0

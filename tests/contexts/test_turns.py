@@ -16,7 +16,7 @@ from credit_trl.contexts.builder import ContextBuilder, fill
 from credit_trl.contexts.contrast import Contrast
 from credit_trl.contexts.tokens import PrivilegedContext, TokenContexts
 from credit_trl.rollout.batch import loss_mask, turn_starts
-from credit_trl.training.alarms import CreditWarning
+from credit_trl.training.metrics import CreditWarning
 from dense import buckets, gradients, move
 from tiny import context_columns, context_ids
 

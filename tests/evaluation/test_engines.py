@@ -49,7 +49,7 @@ def test_generate_ids_inverts_the_filtered_distribution(engine, filters):
     prompts = [[5, 9, 11], [7], [5, 9, 11, 12]]
     temperature, top_p, top_k = filters
     sampling = SamplingConfig(*filters, max_completion_length=6, seed=4)
-    options = {"eos_token_ids": engine.eos_token_ids, "pad_token_id": 0}
+    options = {"eos_token_ids": engine.eos_token_ids}
     expected = []
     for row, prompt in enumerate(prompts):
         ids = list(prompt)
@@ -67,7 +67,7 @@ def test_generate_ids_inverts_the_filtered_distribution(engine, filters):
     for batch_size in (None, 1, 2):
         assert generate_ids(engine.model, prompts, sampling, batch_size=batch_size, **options) == expected
     assert generate_ids(engine.model, [], sampling, **options) == []
-    endless = generate_ids(engine.model, prompts, sampling, eos_token_ids=[], pad_token_id=0)
+    endless = generate_ids(engine.model, prompts, sampling, eos_token_ids=[])
     assert [len(ids) for ids in endless] == [6, 6, 6]
 
 

@@ -151,8 +151,8 @@ def wait_for_silent_engine() -> None:
 
 def halve(write: Any, *args: Any, **kwargs: Any) -> None:
     """Write a file and truncate it, or start to remove the oldest checkpoint."""
-    if "output_dir" in kwargs:
-        oldest = min(Path(kwargs["output_dir"]).glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
+    if write.__name__ == "rotate_checkpoints":
+        oldest = min(Path(args[0]).glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
         next(oldest.glob("*.safetensors")).unlink()
         return
     write(*args, **kwargs)

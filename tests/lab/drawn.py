@@ -9,10 +9,10 @@ import torch
 
 from credit_trl import objective
 from credit_trl.contexts.tokens import PrivilegedContext
-from credit_trl.lab.analysis.formula import CreditFormula
 from credit_trl.lab.analysis.responses import Rollout
 from credit_trl.lab.analysis.tokenmap import ScoredTokens, TokenMap
 from credit_trl.lab.analysis.tokentext import TokenText, visible
+from credit_trl.lab.analysis.vocabulary_logps import CreditFormula
 
 HOSTILE = json.loads((Path(__file__).parent / "hostile.json").read_text())
 FORMULA = CreditFormula(0.1)

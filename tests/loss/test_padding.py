@@ -38,7 +38,7 @@ def test_log_probabilities_at_rollout_time_are_trls(trainer):
     arguments = (trainer.model, ids, mask, width)
     with torch.no_grad():
         expected = GRPOTrainer._get_per_token_logps_and_entropies(trainer, *arguments)[0]
-        found = [trainer._get_per_token_logps_and_entropies(*arguments, size)[0] for size in (None, 3)]
+        found = [trainer._get_per_token_logps_and_entropies(*arguments, batch_size=size)[0] for size in (None, 3)]
     kept = trainer.inputs["completion_mask"].bool()
     assert 0 < kept.sum() < kept.numel()
     for logps in (*found, trainer.inputs["old_per_token_logps"]):

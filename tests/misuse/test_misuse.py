@@ -12,7 +12,7 @@ from datasets import Dataset, DatasetDict
 from peft import AdaLoraConfig, PromptTuningConfig
 
 from credit_trl import CreditTrainer, Verdict
-from credit_trl.training.alarms import CreditWarning
+from credit_trl.training.metrics import CreditWarning
 from tiny import build_model, build_tokenizer, length_verdicts
 
 TABLE = yaml.safe_load(Path(__file__).with_name("mistakes.yaml").read_text("utf-8"))

@@ -11,8 +11,7 @@ from observing import CASES
 
 from credit_trl.sandbox import STATUSES, Limits, Outcome, Program
 from credit_trl.sandbox.batch import Batch
-from credit_trl.sandbox.frames import Channel
-from credit_trl.sandbox.protocol import excerpt
+from credit_trl.sandbox.protocol import Channel, excerpt
 from credit_trl.sandbox.running import _parse_report
 
 

@@ -13,9 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from credit_trl.rollout.batch import GenerationBatch
-from credit_trl.training.alarms import WINDOW, Alarms, CreditWarning
 from credit_trl.training.checkpoints import hash_files, write_manifest
-from credit_trl.training.metrics import teacher_success_weights
+from credit_trl.training.metrics import WINDOW, Alarms, CreditWarning, teacher_success_weights
 from tables import tables_of
 
 TABLES = tables_of(__file__)

@@ -8,7 +8,7 @@ import torch
 from peft import LoraConfig
 from transformers import TrainerCallback
 
-from credit_trl.training.alarms import CreditWarning
+from credit_trl.training.metrics import CreditWarning
 from credit_trl.training.step import CreditStep
 from tables import tables_of
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from credit_trl.training.alarms import CreditWarning
+from credit_trl.training.metrics import CreditWarning
 from credit_trl.training.weights import NonFiniteError, guarded, nonfinite_weight
 from tiny import length_verdicts
 

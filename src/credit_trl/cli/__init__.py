@@ -7,8 +7,6 @@ A command is a module with `add_arguments(parser)` and `run(args) -> int`, impor
 `continues(args) -> bool`, if there is one, says whether the same command line continues an interrupted one.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import signal

@@ -4,8 +4,6 @@ Accepts the arguments of TRL's training commands: `--config FILE.yaml` with over
 and `--accelerate_config`. Arguments that neither the trainer nor accelerate defines fail before the launch.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import signal
@@ -18,6 +16,7 @@ from tempfile import NamedTemporaryFile
 from typing import Any
 
 import psutil
+import yaml
 
 from credit_trl.cli.credit_init import accelerate_file, recipe_names, recipe_path
 from credit_trl.cli.errors import USER_ERRORS, report_exit_code, report_failed_process, report_user_error, suggest
@@ -63,33 +62,22 @@ def own_options(argv: list[str]) -> tuple[Namespace, list[str]]:
     return given, others
 
 
-@contextmanager
-def sigterm_to_children() -> Iterator[None]:
-    """Pass SIGTERM on to the child processes and keep waiting for them."""
+def launch(launched: Namespace) -> int:
+    """Run the processes of `accelerate launch`, pass SIGTERM on to them, and return the exit code."""
+    from accelerate.commands.launch import launch_command
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     def forward(number: int, frame: Any) -> None:
         for child in psutil.Process().children():
             child.send_signal(number)
 
-    previous = signal.signal(signal.SIGTERM, forward)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
-
-
-def launch(launched: Namespace) -> int:
-    """Run the processes of `accelerate launch` and return the exit code."""
-    from accelerate.commands.launch import launch_command
-    from torch.distributed.elastic.multiprocessing import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
     launched.signals_to_handle = "SIGINT,SIGHUP,SIGQUIT"  # not SIGTERM, after which torch kills the processes in 30 s
     launched.quiet = False  # with it, accelerate replaces the exit code
     logging.getLogger("accelerate.commands.launch").setLevel(logging.ERROR)  # six lines of its defaults
+    previous = signal.signal(signal.SIGTERM, forward)
     try:
-        with sigterm_to_children():
-            launch_command(launched)
+        launch_command(launched)
     except ValueError as error:  # accelerate's arguments exclude each other
         return report_user_error(PROG, error, code=2)
     except subprocess.CalledProcessError as error:
@@ -99,6 +87,8 @@ def launch(launched: Namespace) -> int:
     except (KeyboardInterrupt, SignalException) as error:  # with one process, with several
         print(f"{PROG}: interrupted; `--resume_from_checkpoint latest` continues the run", file=sys.stderr)
         return 128 + getattr(error, "sigval", signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGTERM, previous)
     return 0
 
 
@@ -119,9 +109,8 @@ def launch_arguments(argv: list[str]) -> Namespace:
     check_names(known | {"--config", "--accelerate_config", "--env"}, argv)
     on_line = argv[2:] if argv[:1] == ["--config"] else argv
     _, from_line = parser.parse_known_args(on_line)
-    own = {action.dest for action in parser._actions} | {"env"}
-    others = {key: value for key, value in config_file(argv).items() if key not in own}
-    from_file = [word for key, value in others.items() for word in (f"--{key}", str(value))]
+    in_file = {key: value for key, value in config_file(argv).items() if key != "env"}
+    from_file = parser.set_defaults_with_config(**in_file)  # words for the options that are not the parser's
     options = resolve_accelerate_config_argument(from_file + from_line)
     launched = launcher.parse_args([*options, "--module", TRAINING_MODULE, *_subtract_subsequence(argv, from_line)])
     word = launched.training_script
@@ -143,8 +132,6 @@ def one_config(given: Namespace, others: list[str]) -> Iterator[list[str]]:
     Options of a later file override those of an earlier one, variables of `env` each by itself. An accelerate file of
     the package is found from any directory.
     """
-    import yaml
-
     merged: dict[str, Any] = {}
     for file in (*map(recipe_path, given.recipe), *given.config):
         options = read_options(file)

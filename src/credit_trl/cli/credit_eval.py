@@ -1,9 +1,8 @@
 """`trl credit-eval`: avg@k of a run or a model on a task, with bootstrap intervals. Resumable."""
 
-from __future__ import annotations
-
 import argparse
 import json
+from contextlib import suppress
 from pathlib import Path
 
 from credit_trl.cli.run_folder import add_run_arguments, model_of_run, read_run, task_of_run
@@ -15,13 +14,11 @@ EVALUATION_FOLDER = "credit_eval"  # of a run directory
 
 def json_object(text: str) -> dict[str, object]:
     """Argument type of a JSON object."""
-    try:
+    with suppress(ValueError):
         value = json.loads(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"not JSON ({error}): {text!r}") from error
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f'a JSON object such as {{"key": "value"}}, not {text!r}')
-    return value
+        if isinstance(value, dict):
+            return value
+    raise argparse.ArgumentTypeError(f'expected a JSON object such as {{"key": "value"}}, got {text!r}')
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--group_by", metavar="COLUMN", help="column whose values are reported separately")
     parser.add_argument("--seed", metavar="N", type=int, default=0, help="sampling seed (default 0)")
     parser.add_argument("--engine", choices=("transformers", "vllm"), default="transformers")
-    parser.add_argument("--engine_options", type=json_object, default={}, metavar="JSON", help="of the engine")
+    parser.add_argument("--engine_options", type=json_object, default="{}", metavar="JSON", help="of the engine")
     parser.add_argument("--batch_size", metavar="N", type=int, help="responses generated at a time")
     parser.add_argument("--output_dir", metavar="PATH", help=f"of samples (default: RUN/{EVALUATION_FOLDER}, or none)")
 
@@ -55,21 +52,19 @@ def run(args: argparse.Namespace) -> int:
     choose_sandbox(args.sandbox, args.allow_unsandboxed)
     others = ("run", "model", "task", "reward_funcs", "sandbox", "allow_unsandboxed")
     options = {name: value for name, value in vars(args).items() if name not in others}
-    options["engine_options"] = dict(args.engine_options)
-    model = args.model
     if args.run is not None:
         config = read_run(args.run)["config"]
-        model = model or str(model_of_run(args.run))
+        args.model = args.model or str(model_of_run(args.run))
         options["output_dir"] = args.output_dir or str(Path(args.run) / EVALUATION_FOLDER)
         options["max_completion_length"] = args.max_completion_length or config["max_completion_length"]
         options["engine_options"].setdefault("chat_template_kwargs", config.get("chat_template_kwargs"))
-    elif model is None or args.task is None:
+    elif args.model is None or args.task is None:
         raise ValueError("give a run directory, or --model and --task.")
     options["max_completion_length"] = options["max_completion_length"] or 4096
     folder = options["output_dir"]
     if folder and (Path(folder) / RUN_FILE).is_file():
         raise ValueError(f"`--output_dir {folder}` is the folder of a training run; give another one.")
-    print(evaluate(model, task_of_run(args.run, args.task, args.reward_funcs), **options))
+    print(evaluate(args.model, task_of_run(args.run, args.task, args.reward_funcs), **options))
     if folder:
         print(f"  written to {folder}")
     return 0

@@ -1,15 +1,13 @@
 """`trl credit-init`: a folder with a configuration, a verifier and rows that run as they are and are to be edited."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 
 from credit_trl.cli.errors import suggest
 
 _PACKAGE = Path(__file__).parents[1]
-# In a wheel beside the modules, in a checkout in `examples`.
-_FOLDERS = (_PACKAGE, _PACKAGE.parents[1] / "examples")
+# Of recipes and accelerate files: in a wheel beside the modules, in a checkout in `examples`.
+_SHIPPED = _PACKAGE if (_PACKAGE / "recipes").is_dir() else _PACKAGE.parents[1] / "examples"
 _STARTER = Path(__file__).with_name("starter")
 # File of the starter -> its name in the folder. A verifier that ended in .py would be a module of this package.
 _FILES = {"run.yaml": "run.yaml", "questions.jsonl": "questions.jsonl", "my_verifier.txt": "my_verifier.py"}
@@ -43,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
 
 def recipe_names() -> list[str]:
     """Names of the recipes, without the suffix of their files."""
-    return sorted(path.stem for path in _folder("recipes").glob("*.yaml"))
+    return sorted(path.stem for path in (_SHIPPED / "recipes").glob("*.yaml"))
 
 
 def recipe_path(name: str) -> Path:
@@ -52,7 +50,7 @@ def recipe_path(name: str) -> Path:
     Raises:
         ValueError: there is no such recipe; the message names the nearest.
     """
-    path = _folder("recipes") / f"{name.removesuffix('.yaml')}.yaml"
+    path = _SHIPPED / "recipes" / f"{name.removesuffix('.yaml')}.yaml"
     if not path.is_file():
         names = recipe_names()
         raise ValueError(f"there is no recipe {name!r}.{suggest(name, names)} Recipes: {', '.join(names)}.")
@@ -61,9 +59,5 @@ def recipe_path(name: str) -> Path:
 
 def accelerate_file(name: str) -> str:
     """Path of an accelerate file of the package, so that any directory will do; any other path or name unchanged."""
-    shipped = _folder("accelerate") / Path(name).name
+    shipped = _SHIPPED / "accelerate" / Path(name).name
     return str(shipped) if shipped.is_file() and not Path(name).is_file() else name
-
-
-def _folder(name: str) -> Path:
-    return next((folder / name for folder in _FOLDERS if (folder / name).is_dir()), _PACKAGE / name)

@@ -1,7 +1,5 @@
 """`trl credit-report`: one HTML page for one run, or for several side by side."""
 
-from __future__ import annotations
-
 import argparse
 
 

@@ -1,21 +1,16 @@
 """Data and verifier of `trl credit`: a task, or TRL's dataset options with reward functions of the user's own."""
 
-from __future__ import annotations
-
 import os
 import sys
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from trl import ScriptArguments, get_dataset
+from trl import DatasetMixtureConfig, ScriptArguments, get_dataset
 
 from credit_trl.cli.errors import suggest
 from credit_trl.sandbox import choose_sandbox
 from credit_trl.tasks.registry import import_named, load_task, task_of_data
 from credit_trl.training.run_directory import describe_data, describe_rows
-
-if TYPE_CHECKING:
-    from trl import DatasetMixtureConfig
 
 
 def _option(text: str, default: Any = None) -> Any:

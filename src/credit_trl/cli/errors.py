@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Iterable
 from contextlib import suppress
 from importlib.util import find_spec
+from io import TextIOWrapper
 from pathlib import Path
 from signal import SIGKILL, SIGPIPE, SIGTERM, strsignal
 from typing import TYPE_CHECKING
@@ -24,7 +25,7 @@ from credit_trl.sandbox import SandboxError
 from credit_trl.sandbox.protocol import printable
 
 if TYPE_CHECKING:
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 # Exception types that may report a user error: a wrong value, name, file, module, sandbox or YAML. Those of a run that
 # cannot go on, such as `CheckpointError`, `NonFiniteError` and `RunLockedError`, are `RuntimeError`s.
@@ -47,19 +48,14 @@ def report_user_error(command: str, error: BaseException, code: int = 1) -> int:
     tqdm = sys.modules.get("tqdm.std")
     for bar in list(getattr(tqdm and tqdm.tqdm, "_instances", ())):
         bar.close()  # so that the error begins on a line of its own
-    place = _user_line(error)
-    print(f"{command}: error: {_printable_lines(str(error))}{f' ({place})' if place else ''}", file=sys.stderr)
+    text = printable(str(error), kept="\n")
+    print(f"{command}: error: {text}{_user_line(error)}", file=sys.stderr)
     return code
-
-
-def _printable_lines(text: str) -> str:
-    return "\n".join(map(printable, text.split("\n")))
 
 
 def spell_unencodable() -> None:
     """Print characters that the locale lacks, such as λ in Latin-1, as `\\u03bb` instead of failing."""
-    fails = getattr(sys.stdout, "errors", None) in ("strict", "surrogateescape")  # the latter in the locale C
-    if fails and hasattr(sys.stdout, "reconfigure"):
+    if isinstance(sys.stdout, TextIOWrapper):  # a notebook has another stream
         with suppress(OSError, ValueError):  # a descriptor that was replaced, a stream that was closed
             sys.stdout.reconfigure(errors="backslashreplace")
 
@@ -97,18 +93,17 @@ def report_failed_process(command: str, error: ChildFailedError) -> int:
     """
     from credit_trl.cli.preemption import REQUEUE
 
-    def order(rank: int) -> tuple[int, float]:
-        failure = error.failures[rank]
+    def order(failure: ProcessFailure) -> tuple[int, float]:
         kinds = {2: 0, 1: 2, -SIGTERM: 3}  # user error, (killed,) exception, ended by the launcher
         file = Path(failure.error_file)
         return kinds.get(failure.exitcode, 1), file.stat().st_mtime if file.is_file() else failure.timestamp
 
     if any(one.exitcode == REQUEUE for one in error.failures.values()):  # others are ended by the launcher
         return REQUEUE
-    rank = min(error.failures, key=order)
-    failure = error.failures[rank]
+    rank, failure = min(error.failures.items(), key=lambda item: order(item[1]))
     reason = failure.message["message"] if isinstance(failure.message, dict) else failure.message
-    print(f"{command}: error: process {rank} failed: {_printable_lines(reason)}", file=sys.stderr)
+    text = printable(reason, kept="\n")
+    print(f"{command}: error: process {rank} failed: {text}", file=sys.stderr)
     return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
 
 
@@ -133,10 +128,10 @@ def is_user_error(error: BaseException) -> bool:
 
 
 def _user_line(error: BaseException) -> str:
-    """`my_verifier.py, line 12`: the innermost frame in a file that is not installed, or an empty string."""
+    """` (my_verifier.py, line 12)`: the innermost frame in a file that is not installed, or an empty string."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         path = Path(frame.filename)
         installed = any(path.is_relative_to(folder) for folder in (_PACKAGE, *_INSTALLED))
         if path.is_file() and not installed and path.name not in ("trl", "credit-trl"):  # the scripts in bin/
-            return f"{path.name}, line {frame.lineno}"
+            return f" ({path.name}, line {frame.lineno})"
     return ""

@@ -1,7 +1,5 @@
 """Help of `trl credit` in layers: the options people set (`help.txt`), those of a topic, and all."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import re
@@ -10,10 +8,8 @@ import textwrap
 from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from trl import TrlParser
+from trl import TrlParser
 
 WIDTH = 80
 

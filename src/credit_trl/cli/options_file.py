@@ -1,8 +1,8 @@
 """The one reader of YAML and JSON files of options, with limits on depth, size and merged keys."""
 
-from __future__ import annotations
-
 import json
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from credit_trl.training.run_directory import RUN_FILE
 
 MAX_DEPTH = 32  # nested mappings and lists
 MAX_NODES = 20_000  # keys and values, those of aliases and merged mappings counted each time they are used
-_TOO_DEEP = f"nested more than {MAX_DEPTH} levels deep; options need three."
+_TOO_DEEP = f"nested more than {MAX_DEPTH} levels deep, aliases expanded; options need three."
 
 
 def read_options(path: str | Path) -> dict[str, Any]:
@@ -47,10 +47,10 @@ def load_yaml(text: str) -> Any:
     """
     try:
         node = yaml.compose(text, yaml.SafeLoader)
-        nodes = 0 if node is None else _expanded_size(node, {})
+        is_large = next(islice(_expanded_nodes(node), MAX_NODES, None), None) is not None
     except RecursionError:
         raise ValueError(_TOO_DEEP) from None
-    if nodes > MAX_NODES:
+    if is_large:
         raise ValueError(f"more than {MAX_NODES} keys and values, aliases expanded; a file of options has few.")
     content = yaml.safe_load(text)
     if isinstance(content, dict):
@@ -61,17 +61,15 @@ def load_yaml(text: str) -> Any:
     return content
 
 
-def _expanded_size(node: yaml.Node, sizes: dict[int, int], depth: int = 0) -> int:
-    """Nodes of a graph whose aliases are expanded; one that contains itself counts as too many."""
-    if isinstance(node, yaml.ScalarNode):
-        return 1
-    if depth > MAX_DEPTH:
-        raise ValueError(_TOO_DEEP)
-    if id(node) not in sizes:
-        sizes[id(node)] = MAX_NODES + 1  # while it is open
-        pairs = node.value if isinstance(node, yaml.SequenceNode) else [one for pair in node.value for one in pair]
-        sizes[id(node)] = 1 + sum(_expanded_size(child, sizes, depth + 1) for child in pairs)
-    return sizes[id(node)]
+def _expanded_nodes(node: yaml.Node | None, depth: int = 0) -> Iterator[yaml.Node]:
+    """The nodes of a graph, those of an alias each time that it is used."""
+    yield node
+    if isinstance(node, yaml.CollectionNode):
+        if depth > MAX_DEPTH:
+            raise ValueError(_TOO_DEEP)
+        for item in node.value:
+            for child in item if isinstance(item, tuple) else [item]:  # a key with its value, or an element
+                yield from _expanded_nodes(child, depth + 1)
 
 
 def config_file(argv: list[str]) -> dict[str, Any]:

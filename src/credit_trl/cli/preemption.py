@@ -1,7 +1,5 @@
 """A run that a scheduler ends saves a checkpoint after the current step and exits with a code for requeuing."""
 
-from __future__ import annotations
-
 import logging
 import signal
 import sys

@@ -3,8 +3,6 @@
 The embedded model is part of the package, the data are generated.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,14 +18,13 @@ from credit_trl.evaluation import EvaluationCallback
 from credit_trl.lab import MAPS_FOLDER, analysis
 from credit_trl.lab.analysis.token_classes import task_classes
 from credit_trl.lab.report import write_report
-from credit_trl.lab.report.log_lines import LogLines
+from credit_trl.lab.report.logs import LogLines
 from credit_trl.tasks import quickstart
 from credit_trl.tasks.registry import load_task
 from credit_trl.teacher.models import Teacher
 from credit_trl.trainer import CreditTrainer
 from credit_trl.training.run_directory import EVALUATIONS_FOLDER, RESULT_FILE, describe_data, read_json
 
-CUE_GROUPS = ("known", "unknown", "holdout")  # of cues
 CLASSES = ("cue", "topic", "tool", "city")  # of tokens, besides "generic"
 
 SAMPLES = 4  # k of the held-out avg@k
@@ -80,9 +77,8 @@ def run_quickstart(output_dir: str | Path, steps: int = 130, **options: Any) -> 
 
 def quickstart_trainer(config: CreditConfig) -> CreditTrainer:
     """The trainer of the embedded base with held-out evaluations, which prints no logs."""
-    model, tokenizer = quickstart.load_model()
     task = load_task(quickstart.TASK)
-    trainer = CreditTrainer(model, task.reward, config, task.build("train"), processing_class=tokenizer)
+    trainer = CreditTrainer("quickstart", task.reward, config, task.build("train"))
     for callback in (LogLines, analysis.CreditMapCallback):  # the page shows `token_maps`
         trainer.remove_callback(callback)
     evaluation = EvaluationCallback(
@@ -120,7 +116,7 @@ def token_maps(
 def _accuracy_lines(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     """Table in per cent, with 95 % intervals over prompts."""
     lines = [f"held-out avg@{after['k']}, %     before -> after   95 % CI after      format before -> after"]
-    for group in (name for name in CUE_GROUPS if name in after["groups"]):
+    for group in (name for name in quickstart.GROUPS if name in after["groups"]):
         score = {name: 100 * value for name, value in after["groups"][group].items()}
         interval = f"[{score['low']:.1f}, {score['high']:.1f}]"
         first, last = (100 * one["group_metrics"][group]["format"] for one in (before, after))

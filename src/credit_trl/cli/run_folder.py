@@ -1,7 +1,5 @@
 """A run directory as the one argument of `credit-eval` and `credit-map`, and what replaces its parts."""
 
-from __future__ import annotations
-
 import argparse
 import os
 from collections.abc import Sequence

@@ -6,26 +6,17 @@ import signal
 import sys
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from credit_trl.cli.data import (
-    CreditScriptArguments,
-    describe,
-    drop_long_prompts,
-    first_rows,
-    import_function,
-    load_data,
-)
+from trl import DatasetMixtureConfig, ModelConfig, TrlParser
+
+from credit_trl.cli.data import CreditScriptArguments, describe, drop_long_prompts, import_function, load_data
 from credit_trl.cli.errors import USER_ERRORS, is_user_error, report_user_error, spell_unencodable
 from credit_trl.cli.options_file import config_file
 from credit_trl.tasks.registry import task_of_data
 
 if TYPE_CHECKING:
-    from trl import DatasetMixtureConfig, ModelConfig, TrlParser
-
     from credit_trl.config import CreditConfig
     from credit_trl.evaluation import EvaluationCallback
     from credit_trl.trainer import CreditTrainer
-
-__all__ = ["CreditScriptArguments", "evaluate_during_training", "first_rows", "make_parser", "make_trainer", "run"]
 
 
 def make_parser(prog: str | None = None, processes: int | None = None) -> TrlParser:
@@ -33,8 +24,6 @@ def make_parser(prog: str | None = None, processes: int | None = None) -> TrlPar
 
     `processes` is the number of training processes, by default that of the current launch.
     """
-    from trl import DatasetMixtureConfig, ModelConfig, TrlParser
-
     from credit_trl.config import CreditConfig
 
     config = CreditConfig

@@ -1,7 +1,5 @@
 """Trainer callback: avg@k during training, with its files of the run directory."""
 
-from __future__ import annotations
-
 import logging
 import shutil
 from dataclasses import replace
@@ -78,9 +76,7 @@ class EvaluationCallback(TrainerCallback):
 
     def __str__(self) -> str:
         """One line for each evaluation so far."""
-        names = ("k", "score", "low", "high", "greedy")
-        rows = [(row["step"], [row.get(name) for name in names]) for row in self.history]
-        return "\n".join(f"step {step:4}  {score_text(*values)}" for step, values in rows)
+        return "\n".join(f"step {row['step']:4}  {score_text(row)}" for row in self.history)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Read the evaluations up to the step of the checkpoint and remove later ones."""

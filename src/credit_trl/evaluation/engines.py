@@ -4,15 +4,13 @@ Every sample has a seed of its own, so it does not depend on its batch and an in
 with the same samples.
 """
 
-from __future__ import annotations
-
 import hashlib
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from accelerate.utils import broadcast_object_list, gather_object
@@ -23,7 +21,7 @@ from trl.models.utils import unwrap_model_for_generation
 from credit_trl.contexts.images import ImageReader
 from credit_trl.contexts.prompts import chat_renderer, images_of
 from credit_trl.evaluation.config import SamplingConfig
-from credit_trl.evaluation.generation import Response, end_of_turn_ids, generate_ids, pad_id, read_responses
+from credit_trl.evaluation.generation import Response, end_of_turn_ids, generate_ids, read_responses
 from credit_trl.rollout.batch import Prompt
 from credit_trl.tasks.quickstart_model import model_path, naming_model
 from credit_trl.teacher.models import eval_mode
@@ -31,6 +29,7 @@ from credit_trl.teacher.sharding import local_part, reshard
 
 Ids = list[list[int]]  # of each prompt or completion
 Images = Sequence[Sequence[Any]]  # of each prompt; empty where none has any
+TemplateKwargs = Mapping[str, Any] | None  # arguments of the chat template
 
 
 class Engine:
@@ -43,30 +42,24 @@ class Engine:
     Args:
         name: name of the model in results.
         tokenizer: its tokenizer or processor, with a chat template if prompts are conversations.
-        eos_token_ids: ids that end a completion.
         batch_size: samples per call of `generate`; an interruption loses at most one batch.
         chat_template_kwargs: such as `{"enable_thinking": False}`.
 
     Attributes:
         is_main: whether this process grades samples and writes files.
+        expands_images: whether prompts are encoded with all tokens of their images.
+        eos_token_ids: ids that end a completion.
     """
 
     is_main = True
-    expands_images = True  # whether prompts are encoded with all tokens of their images
+    expands_images = True
+    eos_token_ids: Sequence[int] = ()
 
-    def __init__(
-        self,
-        name: str,
-        tokenizer: Any,
-        eos_token_ids: Sequence[int],
-        batch_size: int,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-    ) -> None:
+    def __init__(self, name: str, tokenizer: Any, batch_size: int, chat_template_kwargs: TemplateKwargs) -> None:
         self.name = name
         self.processor = tokenizer
         self.tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
         self.reader = ImageReader(tokenizer)
-        self.eos_token_ids = eos_token_ids
         self.batch_size = batch_size
         self.chat_template_kwargs = dict(chat_template_kwargs or {})
 
@@ -97,19 +90,17 @@ class TransformersEngine(Engine):
         model: Any,
         tokenizer: Any,
         *,
+        name: str = "",
         batch_size: int = 32,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        name: str | None = None,
+        chat_template_kwargs: TemplateKwargs = None,
     ) -> None:
         name = name or getattr(model, "name_or_path", "") or type(model).__name__
-        super().__init__(name, tokenizer, (), batch_size, chat_template_kwargs)
+        super().__init__(name, tokenizer, batch_size, chat_template_kwargs)
         self.eos_token_ids = end_of_turn_ids(model, self.tokenizer)
         self.model = model
 
     @classmethod
-    def from_pretrained(
-        cls, name: str, *, batch_size: int = 32, chat_template_kwargs: Mapping[str, Any] | None = None
-    ) -> TransformersEngine:
+    def from_pretrained(cls, name: str, *, batch_size: int = 32, chat_template_kwargs: TemplateKwargs = None) -> Self:
         """Load a model and its processor or tokenizer by name or directory, onto the accelerator if there is one."""
         path = model_path(name)
         device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
@@ -127,9 +118,8 @@ class TransformersEngine(Engine):
         return eval_mode(self.model)
 
     def sample(self, prompt_ids: Ids, seeds: list[int], sampling: SamplingConfig, images: Images = ()) -> Ids:
-        ends = {"eos_token_ids": self.eos_token_ids, "pad_token_id": pad_id(self.tokenizer)}
         read = [self.reader.read(own) for own in images]
-        return generate_ids(self.model, prompt_ids, sampling, seeds=seeds, images=read, **ends)
+        return generate_ids(self.model, prompt_ids, sampling, self.eos_token_ids, seeds=seeds, images=read)
 
 
 class VLLMEngine(Engine):
@@ -138,22 +128,18 @@ class VLLMEngine(Engine):
     expands_images = False  # vLLM does
 
     def __init__(
-        self, llm: Any, *, name: str, batch_size: int = 512, chat_template_kwargs: Mapping[str, Any] | None = None
+        self, name: str, *, batch_size: int = 512, chat_template_kwargs: TemplateKwargs = None, **options: Any
     ) -> None:
-        reads_images = llm.model_config.is_multimodal_model
-        tokenizer = AutoProcessor.from_pretrained(model_path(name)) if reads_images else llm.get_tokenizer()
-        super().__init__(name, tokenizer, (), batch_size, chat_template_kwargs)
-        self.llm = llm
-
-    @classmethod
-    def from_pretrained(cls, name: str, **options: Any) -> VLLMEngine:
-        """Start a vLLM engine. `options` are `batch_size`, `chat_template_kwargs` and the arguments of `vllm.LLM`."""
+        """Start the engine of a model by name or directory with other `options` of `vllm.LLM`."""
         try:
             from vllm import LLM
         except ImportError as error:
             raise ImportError("`engine='vllm'` needs vLLM: pip install vllm, or use transformers.") from error
-        own = {key: options.pop(key) for key in ("batch_size", "chat_template_kwargs") if key in options}
-        return cls(LLM(model=model_path(name), **options), name=name, **own)
+        path = model_path(name)
+        self.llm = LLM(model=path, **options)
+        reads_images = self.llm.model_config.is_multimodal_model
+        tokenizer = AutoProcessor.from_pretrained(path) if reads_images else self.llm.get_tokenizer()
+        super().__init__(name, tokenizer, batch_size, chat_template_kwargs)
 
     def identity(self) -> str:
         """The model's name, with sizes and times of the weight files of a folder."""
@@ -264,9 +250,11 @@ class TrainerEngine(TransformersEngine):
         settings = {name: getattr(sampling, name) for name in shared}
         settings |= {"min_p": None, "repetition_penalty": 1.0, "generation_kwargs": {}}
         kept = {name: getattr(generation, name) for name in settings}
+        device = torch.accelerator.current_accelerator(check_available=True)
+        devices = [] if device is None else [torch.accelerator.current_device_index()]
         vars(generation).update(settings)
-        try:
-            with _forked_random_state():
+        try:  # a colocated engine draws from torch's random state even with seeded requests
+            with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
                 yield
         finally:
             vars(generation).update(kept)
@@ -317,13 +305,6 @@ def seeded(generation: VLLMGeneration, seeds: Sequence[int]) -> Iterator[None]:
         yield
     finally:
         engine.generate = generate
-
-
-def _forked_random_state() -> AbstractContextManager[None]:
-    """Restore torch's random state afterwards: a colocated engine draws from it even with seeded requests."""
-    device = torch.accelerator.current_accelerator(check_available=True)
-    devices = [] if device is None else [torch.accelerator.current_device_index()]
-    return torch.random.fork_rng(devices, device_type=device.type if devices else "cuda")
 
 
 @torch.no_grad()

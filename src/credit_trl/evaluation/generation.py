@@ -5,8 +5,6 @@ from its own seed. A completion therefore does not depend on the other rows of i
 batched matrix products, and torch's random state does not change.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -74,9 +72,8 @@ def generate_ids(
     model: Any,
     prompts: Sequence[Sequence[int]],
     sampling: SamplingConfig,
-    *,
     eos_token_ids: Sequence[int],
-    pad_token_id: int,
+    *,
     seeds: Sequence[int] | None = None,
     batch_size: int | None = None,
     images: Sequence[PromptImages | None] = (),
@@ -91,11 +88,12 @@ def generate_ids(
         images: of each prompt; empty where none has any.
     """
     streams = [[sampling.seed, row] for row in range(len(prompts))] if seeds is None else seeds
+    padding = eos_token_ids[0] if eos_token_ids else 0  # masked, so that any id will do
     config = GenerationConfig(
         do_sample=False,
         max_new_tokens=sampling.max_completion_length,
         eos_token_id=list(eos_token_ids) or None,
-        pad_token_id=pad_token_id,
+        pad_token_id=padding,
     )
     size = batch_size or max(1, len(prompts))
     completions = []
@@ -107,7 +105,7 @@ def generate_ids(
         for start in range(0, len(prompts), size):
             batch = prompts[start : start + size]
             width = max(map(len, batch))
-            padded = torch.tensor([[pad_token_id] * (width - len(ids)) + list(ids) for ids in batch])
+            padded = torch.tensor([[padding] * (width - len(ids)) + list(ids) for ids in batch])
             mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in batch])
             shown = [own for own in images[start : start + size] if own is not None]
             inputs = joined_images(shown, padded) if shown else {}
@@ -176,8 +174,3 @@ def end_of_turn_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]
     if not found:
         raise ValueError("Completions would not end: neither model nor tokenizer has an `eos_token_id`. Set one.")
     return sorted(found)
-
-
-def pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The tokenizer's padding id, or its end-of-sequence id if it has none."""
-    return tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id

@@ -4,40 +4,36 @@ Each sample has its own random stream, seeded by the base seed, the prompt's id 
 written to disk as soon as they are graded, so an interrupted evaluation continues and ends with the same files.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 from tqdm.auto import tqdm
 
 from credit_trl.contexts.prompts import row_prompt
-from credit_trl.evaluation.config import EvaluationConfig
+from credit_trl.evaluation.config import EvaluationConfig, SamplingConfig
 from credit_trl.evaluation.engines import Engine, TrainerEngine, TransformersEngine, VLLMEngine
 from credit_trl.evaluation.result import Evaluation, summarize
-from credit_trl.evaluation.verdicts import SAMPLES_FILE, Sample, Unit, grade, read_samples
+from credit_trl.evaluation.verdicts import Sample, Unit, grade
 from credit_trl.rollout.batch import prompt_key
 from credit_trl.tasks.registry import Task, load_task
+from credit_trl.training import run_directory as files
 from credit_trl.training.checks import check_column_names
-from credit_trl.training.run_directory import RESULT_FILE, SETTINGS_FILE, append_lines, read_json, run_lock, write_json
 
-# Options that determine the samples, beside the model and the rows.
-_SAMPLE_OPTIONS = ("k", "seed", "temperature", "top_p", "top_k", "max_completion_length")
+SAMPLES_FILE = "samples.jsonl"
 
 
 class EvaluationMismatchError(ValueError):
     """`output_dir` holds an evaluation with other settings, data or weights."""
 
 
-def evaluate(
-    model: Any, task: str | Task, k: int = 16, temperature: float = 0.6, top_p: float = 0.95, **options: Any
-) -> Evaluation:
+def evaluate(model: Any, task: str | Task, k: int = 16, **options: Any) -> Evaluation:
     """Sample k completions per prompt, grade them and compute avg@k with a 95 % bootstrap interval over prompts.
 
     Args:
@@ -45,8 +41,7 @@ def evaluate(
             trainer's own sampling settings are ignored.
         task: a name for `load_task`, or a [`Task`].
         k: samples per prompt.
-        temperature, top_p: see [`SamplingConfig`].
-        **options: the other fields of [`EvaluationConfig`].
+        **options: the other fields of [`EvaluationConfig`], such as `temperature` and `top_p`.
 
     Returns:
         The [`Evaluation`], on every process of a distributed run.
@@ -59,13 +54,14 @@ def evaluate(
         VerifierFailed: the verifier failed and `policy` has `on_error="skip"`.
         EvaluationMismatchError: `output_dir` holds another evaluation; the message lists the differences.
     """
-    config = EvaluationConfig(k=k, temperature=temperature, top_p=top_p, **options)
+    config = EvaluationConfig(k=k, **options)
     task = load_task(task)
     rows = task_rows(task, config)
     groups = _groups(rows, config.group_by)
     engine = make_engine(model, config)
     settings = {
-        **{name: getattr(config, name) for name in _SAMPLE_OPTIONS},
+        **{option.name: getattr(config, option.name) for option in fields(SamplingConfig)},
+        "k": config.k,
         "task": task.name,
         "weights": engine.identity(),
         "prompts": len(rows),
@@ -76,14 +72,14 @@ def evaluate(
     units = [(row, number) for row in rows for number in range(config.k)]
     with ExitStack() as held:
         if folder is not None:
-            _on_main(engine, lambda: held.enter_context(run_lock(folder)))
+            _on_main(engine, lambda: held.enter_context(files.run_lock(folder)))
         samples = _on_main(engine, _open, folder, settings, units)
         _sample(engine, task, units, config, samples)
 
     def finish() -> Evaluation:
         result = summarize(samples, engine.name, settings, groups)
         if folder is not None:
-            write_json(folder / RESULT_FILE, result.to_dict())
+            files.write_json(folder / files.RESULT_FILE, result.to_dict())
         return result
 
     return _on_main(engine, finish)
@@ -95,8 +91,8 @@ def make_engine(model: Any, config: EvaluationConfig) -> Engine:
     if config.batch_size is not None:
         options["batch_size"] = config.batch_size
     if isinstance(model, str | Path):
-        engine_type = VLLMEngine if config.engine == "vllm" else TransformersEngine
-        return engine_type.from_pretrained(str(model), **options)
+        start = VLLMEngine if config.engine == "vllm" else TransformersEngine.from_pretrained
+        return start(str(model), **options)
     if hasattr(model, "accelerator") and hasattr(model, "processing_class"):
         return TrainerEngine(model, **options)
     if callable(getattr(model, "session", None)):
@@ -146,9 +142,9 @@ def _open(folder: Path | None, settings: Mapping[str, Any], units: Sequence[Unit
     """The samples on disk, after checking that they belong to this evaluation."""
     if folder is None:
         return []
-    path = folder / SETTINGS_FILE
+    path = folder / files.SETTINGS_FILE
     if path.is_file():
-        before = read_json(path)
+        before = files.read_json(path)
         now = json.loads(json.dumps(settings))
         differing = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
         if differing:
@@ -157,8 +153,14 @@ def _open(folder: Path | None, settings: Mapping[str, Any], units: Sequence[Unit
                 f"{folder} holds another evaluation ({changes}). Use another `output_dir`, or remove it."
             )
     else:
-        write_json(path, settings)
-    return read_samples(folder / SAMPLES_FILE, [(row["id"], number) for row, number in units])
+        files.write_json(path, settings)
+    path = folder / SAMPLES_FILE
+    stored = files.read_lines(path)
+    first = [(row["id"], number) for row, number in units[: len(stored)]]
+    if [(sample.get("prompt"), sample.get("sample")) for sample in stored] != first:
+        raise ValueError(f"{path} holds samples of another evaluation. Use another `output_dir`, or remove it.")
+    files.keep_up_to(path, sys.maxsize)  # without an incomplete last line of a killed process
+    return [Sample(**sample) for sample in stored]
 
 
 def _sample(
@@ -174,7 +176,7 @@ def _sample(
     def write(batch: Sequence[Unit], responses: Sequence[Any]) -> None:
         graded = grade(task, batch, responses, config.policy)
         if config.output_dir is not None:
-            append_lines(Path(config.output_dir) / SAMPLES_FILE, *map(asdict, graded))
+            files.append_lines(Path(config.output_dir) / SAMPLES_FILE, *map(asdict, graded))
         samples.extend(graded)
         bar.set_postfix_str(f"avg {sum(s.reward for s in samples) / len(samples):.3f}")
 

@@ -1,7 +1,5 @@
 """Result of an evaluation: per-prompt scores and the statistics over them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -44,16 +42,11 @@ class Evaluation:
     metrics: Mapping[str, float]  # means of the verdicts' metrics over the samples that have them
     groups: Mapping[str, Interval]  # avg@k and its interval by group, if there are several
     group_metrics: Mapping[str, Mapping[str, float]]  # `metrics` by group
-
-    @property
-    def greedy(self) -> bool:
-        """Whether decoding was greedy, so that the k samples of a prompt are equal."""
-        return self.settings.get("temperature") == 0.0
+    greedy: bool  # whether decoding was greedy, so that the k samples of a prompt are equal
 
     def to_dict(self) -> dict[str, Any]:
         """Content of `result.json`."""
-        groups = {name: interval._asdict() for name, interval in self.groups.items()}
-        return {**asdict(self), "greedy": self.greedy, "groups": groups}
+        return asdict(self) | {"groups": {name: interval._asdict() for name, interval in self.groups.items()}}
 
     def log_metrics(self) -> dict[str, float]:
         """Metrics for a trainer's log, without those that are undefined, such as the interval of a single prompt."""
@@ -74,7 +67,7 @@ class Evaluation:
         sizes = f"{pluralized(len(self.prompts), 'prompt')} × {pluralized(self.k, 'sample')}"
         lines = [
             f"{self.task}: {self.model}, {sizes}",
-            f"  {score_text(self.k, self.score, self.low, self.high, self.greedy)}",
+            f"  {score_text(vars(self))}",
             *(f"  {f'pass@{k}':<10}{100 * value:5.1f} %" for k, value in self.pass_at.items() if k > 1),
         ]
         for name, interval in self.groups.items():
@@ -91,7 +84,7 @@ def summarize(
 
     Args:
         samples: k per prompt, prompts contiguous.
-        model, settings: as in [`Evaluation`]; `settings` has `task` and `k`.
+        model, settings: as in [`Evaluation`]; `settings` has `task`, `k` and `temperature`.
         groups: group by prompt id.
     """
     k = settings["k"]
@@ -123,12 +116,16 @@ def summarize(
         metrics=_metric_means(samples),
         groups={name: bootstrap_ci(values) for name, values in scores.items()},
         group_metrics={name: _metric_means([s for s in samples if groups[s.prompt] == name]) for name in scores},
+        greedy=settings["temperature"] == 0.0,
     )
 
 
-def score_text(k: int, score: float, low: float | None, high: float | None, greedy: bool) -> str:
-    """avg@k with its interval in percent, and whether decoding was greedy."""
-    return f"{f'avg@{k}':<10}{100 * score:5.1f} %  {'greedy  ' if greedy else ''}95 % CI {_bounds(low, high)}"
+def score_text(result: Mapping[str, Any]) -> str:
+    """avg@k with its interval in percent, and whether decoding was greedy, of the fields of an [`Evaluation`]."""
+    name = f"avg@{result['k']}"
+    decoding = "greedy  " if result.get("greedy") else ""
+    bounds = _bounds(result["low"], result["high"])
+    return f"{name:<10}{100 * result['score']:5.1f} %  {decoding}95 % CI {bounds}"
 
 
 def _bounds(low: float | None, high: float | None) -> str:

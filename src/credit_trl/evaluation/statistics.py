@@ -10,8 +10,6 @@ intervals a third too narrow. The test is conservative where seeds have little e
 counts their interaction more than once.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -21,7 +19,6 @@ from numpy.typing import ArrayLike, NDArray
 from scipy import stats
 
 N_RESAMPLES = 2000
-CONFIDENCE_LEVEL = 0.95
 
 Array = NDArray[np.float64]
 
@@ -57,13 +54,12 @@ def pass_at_k(successes: ArrayLike, samples: int, k: int) -> Array:
     return rates[np.asarray(successes, dtype=int)]
 
 
-def bootstrap_ci(per_prompt_scores: ArrayLike, n_resamples: int = N_RESAMPLES, *, seed: int = 0) -> Interval:
+def bootstrap_ci(per_prompt_scores: ArrayLike, n_resamples: int = N_RESAMPLES) -> Interval:
     """Mean over prompts with its percentile bootstrap interval (`scipy.stats.bootstrap`).
 
     Args:
         per_prompt_scores: (prompts,), each the mean over a prompt's samples.
         n_resamples: number of resamples.
-        seed: of the resampling.
 
     Raises:
         ValueError: there are no scores, more than one dimension, or scores that are not finite.
@@ -72,14 +68,8 @@ def bootstrap_ci(per_prompt_scores: ArrayLike, n_resamples: int = N_RESAMPLES, *
     mean = float(scores.mean())
     if len(scores) == 1:
         return Interval(mean, math.nan, math.nan)
-    low, high = stats.bootstrap(
-        (scores,),
-        np.mean,
-        n_resamples=n_resamples,
-        confidence_level=CONFIDENCE_LEVEL,
-        method="percentile",
-        rng=np.random.default_rng(seed),
-    ).confidence_interval
+    found = stats.bootstrap((scores,), np.mean, n_resamples=n_resamples, method="percentile", rng=0)
+    low, high = found.confidence_interval
     return Interval(mean, min(float(low), mean), max(float(high), mean))  # equal scores round to either side
 
 
@@ -93,7 +83,7 @@ def paired_bootstrap(
 
     Args:
         a, b: scores, (prompts,) or (seeds, prompts); column i is the same prompt in both.
-        n_resamples, seed: as in `bootstrap_ci`.
+        n_resamples, seed: number of resamples, and seed of their draws.
         paired_seeds: row s of `a` and row s of `b` share a seed, so seeds are also drawn once for both.
 
     Returns:
@@ -121,8 +111,7 @@ def paired_bootstrap(
         deviations = _deviations(left, seeds, prompts)
         deviations = deviations - _deviations(right, _resample(rng, n_resamples, len(right)), prompts)
     difference = float(left.mean() - right.mean())
-    tail = (1.0 - CONFIDENCE_LEVEL) / 2
-    low, high = np.quantile(deviations, [tail, 1.0 - tail])
+    low, high = np.quantile(deviations, [0.025, 0.975])
     # Equality counts; the slack absorbs rounding, since scores are multiples of 1/k.
     extreme = int((np.abs(deviations) >= abs(difference) - 1e-12).sum())
     p_value = (extreme + 1) / (n_resamples + 1)

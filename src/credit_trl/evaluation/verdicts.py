@@ -1,13 +1,9 @@
-"""Graded samples of an evaluation: by the task's verifier, with a finite reward each, or from a file."""
-
-from __future__ import annotations
+"""Graded samples of an evaluation: by the task's verifier, with a finite reward each."""
 
 import logging
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from credit_trl.contexts.prompts import row_prompt
@@ -15,13 +11,11 @@ from credit_trl.evaluation.generation import Response
 from credit_trl.rollout.verdict import FAILED, Verdict, VerifierPolicy, as_verdicts
 from credit_trl.tasks.task import Task, call_reward
 from credit_trl.training.checks import check_column_names
-from credit_trl.training.run_directory import read_lines
 
 logger = logging.getLogger(__name__)
 
 # Metric of a verdict without a reward that a second call may decide: the machine was too slow.
 UNDECIDED = "undecided"
-SAMPLES_FILE = "samples.jsonl"
 
 DatasetRow = Mapping[str, Any]
 Unit = tuple[DatasetRow, int]  # a row and the number of the sample
@@ -93,28 +87,6 @@ def task_verdicts(
     if verdicts is FAILED:
         raise VerifierFailed(f"The verifier of {task.name!r} failed, so its samples have no reward.")
     return as_verdicts(task.name, verdicts, arguments)
-
-
-def read_samples(path: Path, units: Sequence[tuple[str, int]]) -> list[Sample]:
-    """The samples of a file, to which others are appended. An incomplete last line of a killed process is removed.
-
-    Args:
-        path: the file, which may be missing.
-        units: (prompt id, number) of every sample of the evaluation, of which the file has the first.
-
-    Raises:
-        ValueError: the file holds samples of another evaluation.
-    """
-    content = path.read_bytes() if path.is_file() else b""
-    if content and not content.endswith(b"\n"):
-        os.truncate(path, content.rfind(b"\n") + 1)
-    try:
-        samples = [Sample(**row) for row in read_lines(path)]
-    except TypeError as error:
-        raise ValueError(f"{path} does not hold samples of an evaluation: {error}") from error
-    if [(sample.prompt, sample.sample) for sample in samples] != list(units[: len(samples)]):
-        raise ValueError(f"{path} holds samples of another evaluation. Use another `output_dir`, or remove it.")
-    return samples
 
 
 def _is_undecided(verdict: Verdict) -> bool:

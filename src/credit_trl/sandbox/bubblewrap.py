@@ -17,6 +17,11 @@ from credit_trl.sandbox.interpreter import Interpreter, loaders, package_directo
 from credit_trl.sandbox.launch import DEVICES, Isolation, sealed_file
 from credit_trl.sandbox.protocol import Program, SandboxError
 
+_NAMESPACES = (
+    *("--unshare-user", "--unshare-pid", "--unshare-ipc", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"),
+    *("--uid", "65534", "--gid", "65534", "--hostname", "sandbox", "--cap-drop", "ALL"),
+    *("--clearenv", "--die-with-parent", "--new-session"),
+)
 _PROCESS_ID = 2  # of a program: the child of its namespace's first process
 _SYSTEM_LIBRARIES = ("/usr/lib", "/usr/lib32", "/usr/lib64", "/lib", "/lib64")
 _INSTALL = "Install it: `apt-get install bubblewrap` (Debian, Ubuntu) or `dnf install bubblewrap` (Fedora)."
@@ -37,7 +42,7 @@ class Bubblewrap(Isolation):
         self.description = f"bubblewrap {number}"
         self.counts_own_users = tuple(map(int, re.findall(r"\d+", os.uname().release)[:2])) >= (5, 14)
         self._filter = seccomp.with_process_id(seccomp.program_filter(), _PROCESS_ID)
-        self._namespaces = [path, *_namespaces()]
+        self._namespaces = [path, *_NAMESPACES]
         for name, value in interpreter.environment.items():
             self._namespaces += ["--setenv", name, value]
         self._mounts = [*_mounts(interpreter), "--remount-ro", "/", "--seccomp", "5"]
@@ -51,15 +56,6 @@ class Bubblewrap(Isolation):
         os.write(write_end, self._filter)  # a few KiB: fits a pipe
         os.close(write_end)
         return [read_end, sealed_file(program.stdin.encode("utf-8", "replace"))]
-
-
-def _namespaces() -> list[str]:
-    kinds = ("user", "pid", "ipc", "net", "uts", "cgroup-try")
-    return [
-        *(f"--unshare-{kind}" for kind in kinds),
-        *("--uid", "65534", "--gid", "65534", "--hostname", "sandbox", "--cap-drop", "ALL"),
-        *("--clearenv", "--die-with-parent", "--new-session"),
-    ]
 
 
 def _mounts(interpreter: Interpreter) -> list[str]:

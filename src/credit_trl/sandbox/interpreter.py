@@ -53,18 +53,12 @@ print(json.dumps([executable, stdlib, sorted(libraries), sys.version.split()[0]]
 
 @dataclass(frozen=True)
 class Interpreter:
-    """Files and environment of an interpreter.
+    """Files and environment of an interpreter."""
 
-    Args:
-        executable: real path of the interpreter, outside of any virtual environment.
-        libraries: real paths of the shared libraries that it and its extension modules map.
-        version: e.g. `"3.11.7"`.
-    """
-
-    executable: str
+    executable: str  # its real path, outside of any virtual environment
     stdlib: tuple[str, ...]
-    libraries: tuple[str, ...]
-    version: str
+    libraries: tuple[str, ...]  # real paths of the shared libraries that it and its extension modules map
+    version: str  # e.g. "3.11.7"
     environment: dict[str, str]
 
     @property

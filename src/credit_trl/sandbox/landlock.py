@@ -97,6 +97,6 @@ class Landlock(Isolation):
             os.close(descriptor)
 
     def enter(self) -> None:
-        kernel.no_new_privileges()
+        kernel.prctl(kernel.NO_NEW_PRIVILEGES, 1)
         kernel.syscall(_RESTRICT_SELF, self._ruleset, 0)
         kernel.install_seccomp(seccomp.with_process_id(self._filter, os.getpid()))

@@ -70,7 +70,7 @@ class Unprotected(Isolation):
     description = "unprotected"
 
     def enter(self) -> None:
-        kernel.no_new_privileges()
+        kernel.prctl(kernel.NO_NEW_PRIVILEGES, 1)
 
 
 def start(isolation: Isolation, program: Program, group: MemoryGroup | None) -> tuple[int, list[int]]:
@@ -80,19 +80,19 @@ def start(isolation: Isolation, program: Program, group: MemoryGroup | None) -> 
     """
     ours: list[int] = []
     inherited: list[int] = []
-
-    def add_pipe() -> None:
-        read_end, write_end = os.pipe()
-        os.set_blocking(read_end, False)
-        ours.append(read_end)
-        inherited.append(write_end)
-
+    call = (program.prelude, program.source, program.fn_name, program.arguments or "[]")
+    request = isolation.driver + marshal.dumps((resource_limits(program.limits, isolation), *call))
+    # Of the descriptors 0 to 4, those that the program writes to are pipes.
+    contents = (program.stdin.encode("utf-8", "replace"), None, None, request, None)
     try:
-        inherited.append(sealed_file(program.stdin.encode("utf-8", "replace")))
-        add_pipe()
-        add_pipe()
-        inherited.append(sealed_file(_request(isolation, program)))
-        add_pipe()
+        for content in contents:
+            if content is not None:
+                inherited.append(sealed_file(content))
+                continue
+            read_end, write_end = os.pipe()
+            os.set_blocking(read_end, False)
+            ours.append(read_end)
+            inherited.append(write_end)
         inherited += isolation.descriptors(program)
         pid = os.fork()
         if pid == 0:
@@ -126,7 +126,7 @@ def _become_program(isolation: Isolation, program: Program, inherited: list[int]
             os.setgroups([])
             os.setresgid(USER, USER, USER)
             os.setresuid(USER, USER, USER)
-        kernel.die_with_parent(signal.SIGKILL)  # after the change of user, which clears it
+        kernel.prctl(kernel.DIE_WITH_PARENT, signal.SIGKILL)  # after the change of user, which clears it
         if os.getppid() != server:
             os._exit(127)
         isolation.enter()
@@ -148,13 +148,6 @@ def sealed_file(content: bytes) -> int:
     os.lseek(descriptor, 0, os.SEEK_SET)
     fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
     return descriptor
-
-
-def _request(isolation: Isolation, program: Program) -> bytes:
-    limits = resource_limits(program.limits, isolation)
-    arguments = program.arguments if program.arguments is not None else "[]"
-    call = (program.prelude, program.source, program.fn_name, arguments)
-    return isolation.driver + marshal.dumps((limits, *call))
 
 
 def resource_limits(limits: Limits, isolation: Isolation) -> list[tuple[int, int, int]]:

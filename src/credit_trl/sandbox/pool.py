@@ -12,8 +12,7 @@ import time
 from dataclasses import asdict, replace
 
 from credit_trl.sandbox.batch import Batch, Sandbox
-from credit_trl.sandbox.frames import Channel
-from credit_trl.sandbox.protocol import Outcome, SandboxError, sandbox_error
+from credit_trl.sandbox.protocol import Channel, Outcome, SandboxError, sandbox_error
 
 # The server runs without this process's packages. An empty package named `credit_trl` with this package's directory as
 # its path lets it import the sandbox and nothing else of the project.
@@ -26,6 +25,7 @@ from credit_trl.sandbox.server import main
 main(sys.argv[2], int(sys.argv[3]))
 """
 _START_SECONDS = 60.0
+PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 # Interval at which `close` tries to end the batch of another thread.
 _CLOSE_SECONDS = 0.05
 
@@ -38,10 +38,9 @@ class _Server:
         # What an interpreter may need to start, and a variable that must not reach a program, which the probe checks.
         path = os.environ.get("LD_LIBRARY_PATH")
         environment = {"CREDIT_SANDBOX_CANARY": "1", **({"LD_LIBRARY_PATH": path} if path else {})}
-        package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-c", _BOOT, package, tier, str(workers)],
+                [sys.executable, "-I", "-S", "-c", _BOOT, PACKAGE, tier, str(workers)],
                 stdin=theirs,
                 stdout=subprocess.DEVNULL,
                 env=environment,

@@ -12,7 +12,7 @@ import socket
 import tempfile
 from dataclasses import replace
 
-from credit_trl.sandbox.pool import PoolSandbox
+from credit_trl.sandbox.pool import PACKAGE, PoolSandbox
 from credit_trl.sandbox.protocol import MIB, Limits, Program, SandboxError, sandbox_error
 
 _CANARY = """
@@ -75,7 +75,6 @@ def escapes(bait, port, abstract, trainer, server, package, tier):
     return found
 """
 
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _SHORT = Limits(wall_seconds=0.2, memory_bytes=256 * MIB)
 _LIMITS = replace(_SHORT, cpu_seconds=5, wall_seconds=20, processes=4, open_files=32, output_bytes=1 << 16)
 
@@ -100,7 +99,7 @@ def probe(sandbox: PoolSandbox) -> None:
         local.bind("\0" + abstract)
         local.listen()
         port = listener.getsockname()[1]
-        arguments = [bait, port, abstract, os.getpid(), sandbox.server_pid, _PACKAGE, sandbox.tier]
+        arguments = [bait, port, abstract, os.getpid(), sandbox.server_pid, PACKAGE, sandbox.tier]
         programs = [
             Program(_CANARY, fn_name="escapes", arguments=json.dumps(arguments), limits=_LIMITS),
             Program("bytearray(512 * 1024 * 1024)", limits=_LIMITS),

@@ -1,4 +1,4 @@
-"""Programs, their limits and their outcomes: the data that go into a sandbox and come out of it.
+"""Programs, their limits and their outcomes: the data that go into a sandbox and come out of it, and their channel.
 
 A `Program` has no field for an expected output. Outputs are compared outside of the sandbox, so a program cannot find,
 read or guess the expected one. For the same reason an `Outcome` does not say whether a program is correct:
@@ -8,9 +8,13 @@ read or guess the expected one. For the same reason an `Outcome` does not say wh
 from __future__ import annotations
 
 import errno
+import json
+import math
 import os
+import select
+import socket
 from dataclasses import dataclass, field, fields
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 Status = Literal[
     "ok",  # ended by itself: exit status 0 (script), or the function returned (functional call)
@@ -25,7 +29,7 @@ Status = Literal[
 STATUSES: tuple[str, ...] = get_args(Status)
 
 MIB = 1024 * 1024
-_EXCERPT_CHARACTERS = 4096
+_CHUNK = 1 << 18  # bytes that a channel sends or receives at once
 _LARGEST_LIMIT = 1 << 62  # the kernel stores limits as signed longs
 _SMALLEST_MEMORY = 64 * MIB  # for an interpreter to start
 _OPEN_FILES = range(16, 65)  # for an interpreter to start; full sockets hold 0.3 MiB each, which no limit counts
@@ -166,14 +170,71 @@ class Outcome:
         return self.status == "ok"
 
 
-def printable(text: str) -> str:
+class Channel:
+    """One end of a connection between the client and the server of a sandbox, over a stream socket.
+
+    It never blocks: `send` queues, `flush` writes, `pump` writes and reads. A message is a line of JSON in ASCII, with
+    line feeds and lone surrogates as escapes.
+    """
+
+    def __init__(self, stream: socket.socket) -> None:
+        stream.setblocking(False)
+        self.stream = stream
+        self.closed = False
+        self.unsent = bytearray()
+        self._incoming = bytearray()
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Queue a message."""
+        self.unsent += json.dumps(message, separators=(",", ":")).encode("ascii") + b"\n"
+
+    def flush(self) -> None:
+        """Write as much as the socket accepts."""
+        try:
+            while self.unsent:
+                sent = self.stream.send(memoryview(self.unsent)[:_CHUNK])
+                del self.unsent[:sent]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self.closed = True
+
+    def pump(self) -> list[dict[str, Any]]:
+        """Write as much as the socket accepts, read all that it has, and return the complete messages.
+
+        Sets `closed` if the other end is closed.
+        """
+        self.flush()
+        try:
+            while chunk := self.stream.recv(_CHUNK):
+                self._incoming += chunk
+            self.closed = True
+        except BlockingIOError:
+            pass
+        except OSError:
+            self.closed = True
+        *lines, self._incoming = self._incoming.split(b"\n")
+        return [json.loads(line) for line in lines]
+
+    def wait(self, timeout: float) -> None:
+        """Wait until `pump` has something to do, at most `timeout` seconds."""
+        poll = select.poll()  # `select.select` takes no descriptor above 1023
+        poll.register(self.stream, select.POLLIN | (select.POLLOUT if self.unsent else 0))
+        poll.poll(None if timeout == math.inf else max(0.0, timeout) * 1000)
+
+    def close(self) -> None:
+        self.closed = True
+        self.stream.close()
+
+
+def printable(text: str, kept: str = "") -> str:
     """Text with its non-printable characters spelled out, so that it cannot control a terminal or start a line."""
-    return "".join(c if c.isprintable() else f"⟨U+{ord(c):04X}⟩" for c in text)
+    return "".join(c if c.isprintable() or c in kept else f"⟨U+{ord(c):04X}⟩" for c in text)
 
 
-def excerpt(text: str) -> str:
-    """First and last 4096 characters of a text, and the number of characters between them."""
-    omitted = len(text) - 2 * _EXCERPT_CHARACTERS
-    if omitted <= 0:
+def excerpt(text: str, kept: int = 8192) -> str:
+    """A text of at most `kept` characters, or both ends of a longer one and the number of characters between them."""
+    dropped = len(text) - kept
+    if dropped <= 0:
         return text
-    return f"{text[:_EXCERPT_CHARACTERS]}\n[... {omitted} characters ...]\n{text[-_EXCERPT_CHARACTERS:]}"
+    return f"{text[: kept // 2]}\n[... {dropped:,} characters dropped ...]\n{text[-kept // 2 :]}"

@@ -113,11 +113,8 @@ class RemoteSandbox(Sandbox):
             "code": remote_code(program, mark),
             "language": "python",
             "stdin": program.stdin,
-            "compile_timeout": limits.wall_seconds,
             "run_timeout": limits.wall_seconds,
             "memory_limit_MB": limits.memory_bytes // MIB,
-            "files": {},
-            "fetch_files": [],
         }
         # JSON may escape a character to six bytes, twice. A longer response is more output than the limit allows.
         most = 12 * limits.output_bytes + MIB

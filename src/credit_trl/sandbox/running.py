@@ -19,41 +19,26 @@ ERROR_CHARACTERS = 4000
 
 @dataclass(eq=False)
 class RunningProgram:
-    """A program from the start of its process to its end.
+    """A program from the start of its process to its end."""
 
-    Args:
-        number: the client's number of the program.
-        pipes: descriptors of the pipes from which standard output, standard error and the driver's report are read.
-        group: control group of its processes, `None` where the server can make none.
-        started_at: time at which its process was started.
-        began_at: time at which the driver reported that the program begins. Its wall-clock limit counts from here.
-        delayed: seconds since then in which it could run and waited for a processor that others used.
-        cpu_seconds: largest processor time of its processes in any sample.
-        is_starved: whether it got less than a fifth of a processor between the last two samples.
-        not_before: time before which its wall-clock limit is not enforced, as it waits for a processor.
-        next_sample: time at which its use of resources is read next, once it has begun.
-        ended_by: status with which the server ended it, `None` if it ended by itself.
-        open_pipes: what was read, by the descriptor of each pipe that has not ended.
-    """
-
-    number: int
+    number: int  # the client's, of the program
     program: Program
     pid: int
-    pipes: Sequence[int]
-    group: MemoryGroup | None
-    started_at: float
-    began_at: float | None = None
-    delayed: float = 0.0
-    cpu_seconds: float = 0.0
-    is_starved: bool = False
-    not_before: float = 0.0
-    next_sample: float = math.inf
+    pipes: Sequence[int]  # descriptors from which standard output, standard error and the driver's report are read
+    group: MemoryGroup | None  # control group of its processes, `None` where the server can make none
+    started_at: float  # time at which its process was started
+    began_at: float | None = None  # time of the driver's report that it begins; its wall-clock limit counts from here
+    delayed: float = 0.0  # seconds since then in which it could run and waited for a processor that others used
+    cpu_seconds: float = 0.0  # largest processor time of its processes in any sample
+    is_starved: bool = False  # whether it got less than a fifth of a processor between the last two samples
+    not_before: float = 0.0  # time before which its wall-clock limit is not enforced, as it waits for a processor
+    next_sample: float = math.inf  # time at which its use of resources is read next, once it has begun
     stdout: bytearray = field(default_factory=bytearray)
     stderr: bytearray = field(default_factory=bytearray)
     report: bytearray = field(default_factory=bytearray)
-    ended_by: Status | None = None
+    ended_by: Status | None = None  # status with which the server ended it, `None` if it ended by itself
     reason: str = ""
-    open_pipes: dict[int, bytearray] = field(default_factory=dict)
+    open_pipes: dict[int, bytearray] = field(default_factory=dict)  # what was read, by descriptor, of those not ended
     _samples: list[tuple[float, float]] = field(default_factory=list)  # first and last: time, processor time
     _threads: dict[str, tuple[float, float]] = field(default_factory=dict)  # active, processor time when that changed
 

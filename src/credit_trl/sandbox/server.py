@@ -33,14 +33,11 @@ from typing import Any
 from credit_trl.sandbox import kernel, observe
 from credit_trl.sandbox.bubblewrap import Bubblewrap
 from credit_trl.sandbox.cgroups import MemoryGroup, delegated_group, remove_groups
-from credit_trl.sandbox.frames import Channel
 from credit_trl.sandbox.interpreter import find_interpreter, public_copy
 from credit_trl.sandbox.landlock import Landlock
 from credit_trl.sandbox.launch import OWN_TASKS, Isolation, Unprotected, start
-from credit_trl.sandbox.protocol import Limits, Program, SandboxError, Status
+from credit_trl.sandbox.protocol import Channel, Limits, Program, SandboxError, Status
 from credit_trl.sandbox.running import RunningProgram
-
-ISOLATIONS = {"bubblewrap": Bubblewrap, "landlock": Landlock, "unprotected": Unprotected}
 
 _SAMPLE_SECONDS = 0.05
 _IDLE_SECONDS = 1.0  # interval at which a server without programs checks that its parent lives
@@ -221,7 +218,7 @@ def _fork_guarded() -> None:
 
     SIGTERM kills the child at once.
     """
-    kernel.adopt_orphans()
+    kernel.prctl(kernel.ADOPT_ORPHANS, 1)
     signals = {signal.SIGTERM, signal.SIGCHLD}
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     server = os.fork()
@@ -262,12 +259,13 @@ def main(tier: str, workers: int) -> None:
         interpreter = find_interpreter()
         if os.geteuid() == 0:
             interpreter = public_copy(interpreter)
-        isolation = ISOLATIONS[tier](interpreter)
+        kinds = {"bubblewrap": Bubblewrap, "landlock": Landlock, "unprotected": Unprotected}
+        isolation = kinds[tier](interpreter)
     except (SandboxError, OSError) as error:
         channel.send({"refused": str(error)})
         channel.flush()
         return
-    kernel.adopt_orphans()
+    kernel.prctl(kernel.ADOPT_ORPHANS, 1)
     description = f"{isolation.description}, Python {interpreter.version}"
     channel.send({"ready": {"description": description, "pid": os.getpid()}})
     channel.flush()

@@ -95,15 +95,6 @@ def parse_answer(answer: Answer) -> Cases:
     return cases
 
 
-def answer_of(cases: Sequence[dict[str, Any]], fn_name: str, time_limit: float) -> str:
-    """The `answer` for test cases in the hub's form, `{"input", "output", "testtype"}`, which must be of one type."""
-    [kind] = {case["testtype"] for case in cases}
-    inputs, outputs = ([case[key] for case in cases] for key in ("input", "output"))
-    answer = json.dumps(dict(zip(FIELDS, (inputs, outputs, kind, fn_name, time_limit), strict=True)))
-    parse_answer(answer)
-    return answer
-
-
 def decode_cases(text: str) -> list[Any]:
     """Read test cases in the hub's encoding: a JSON list, or base64 of zlib of a pickle of such a text.
 

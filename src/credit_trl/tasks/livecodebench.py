@@ -23,16 +23,15 @@ from tqdm.auto import tqdm
 
 from credit_trl.rollout.thinking import split_thinking
 from credit_trl.rollout.verdict import Verdict, remaining_seconds
+from credit_trl.sandbox import Limits, Outcome, Program, Sandbox, open_sandbox
 from credit_trl.tasks import lcb_cases
-from credit_trl.tasks.lcb_cases import CUT_OFF, WRONG_FORMAT, Answer, Cases, Result, parse_answer, result_of
+from credit_trl.tasks.lcb_cases import CUT_OFF, FIELDS, WRONG_FORMAT, Answer, Cases, Result, parse_answer, result_of
 from credit_trl.tasks.lcb_program import find_program, prelude_for
 from credit_trl.tasks.records import Row, dataset_of, hub_rows, read_rows
 from credit_trl.tasks.task import BATCH_SECONDS, PROMPTS, response_text
 
 if TYPE_CHECKING:
     from datasets import Dataset
-
-    from credit_trl.sandbox import Outcome, Program, Sandbox
 
 HUB = "livecodebench/code_generation_lite"
 EXAMPLES = Path(__file__).parent / "examples" / "problems.jsonl"
@@ -153,8 +152,6 @@ def _run(box: Sandbox, programs: list[Program], tests: list[tuple[Cases, int]]) 
 @functools.cache
 def _sandbox(process: int) -> Sandbox:
     """The sandbox of a process, which must have opened it itself."""
-    from credit_trl.sandbox import open_sandbox
-
     opened = open_sandbox()
     atexit.register(opened.close)
     return opened
@@ -162,8 +159,6 @@ def _sandbox(process: int) -> Sandbox:
 
 def _programs(source: str, cases: Cases, group: int) -> list[Program]:
     """One program per test, with limits that follow from the tests."""
-    from credit_trl.sandbox import Limits, Program
-
     source = source.encode("utf-8", "replace").decode("utf-8")
     longest = 65_536 + 4 * max(len(output.encode("utf-8", "replace")) for output in cases.outputs)
     limits = Limits(
@@ -184,8 +179,6 @@ def _result(cases: Cases, place: int, outcome: Outcome) -> Result:
     if outcome.status != "ok":
         return result_of(cases, place, outcome.status, error=outcome.error)
     given = outcome.value if cases.is_functional else outcome.stdout
-    if given is None:
-        return result_of(cases, place, "runtime_error", error="the function returned no value")
     is_same = lcb_cases.same_return_value if cases.is_functional else lcb_cases.same_output
     return result_of(cases, place, "passed" if is_same(given, cases.outputs[place]) else "wrong", given)
 
@@ -231,7 +224,11 @@ def _problem(row: Row, split: str, seed: int) -> dict[str, Any]:
             half = sorted(draws, key=draws.get)[: max(1, count // 2)]
             tests = [tests[index] for index in sorted(half)]
         metadata = json.loads(row.get("metadata") or "{}")
-        answer = lcb_cases.answer_of(tests, metadata.get("func_name") or "", TIME_LIMIT)
+        [kind] = {test["testtype"] for test in tests}
+        inputs, outputs = ([test[key] for test in tests] for key in ("input", "output"))
+        values = (inputs, outputs, kind, metadata.get("func_name") or "", TIME_LIMIT)
+        answer = json.dumps(dict(zip(FIELDS, values, strict=True)))
+        parse_answer(answer)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise row.error("private_test_cases", f"{type(error).__name__}: {error}") from error
     starter = (row.get("starter_code") or "").rstrip()

@@ -28,16 +28,13 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from datasets import Dataset
+from transformers import PreTrainedTokenizerFast
 
 from credit_trl.rollout.verdict import Verdict
 from credit_trl.tasks.quickstart_model import load_model as load_model
 from credit_trl.tasks.task import batch_of
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
 
 TASK = "quickstart"
 LETTERS = "ABCD"
@@ -97,13 +94,9 @@ class Question:
         """Letter of the correct option, which has to be looked up in the prompt."""
         return f"Correct option: {self.letter}."
 
-    @property
-    def thought(self) -> str:
-        return f"{self.cue} is about {self.topic}."
-
     def response(self, thought: str | None = None) -> str:
         """Gold response; `thought` replaces the sentence after `Thought:`."""
-        thought = self.thought if thought is None else thought
+        thought = f"{self.cue} is about {self.topic}." if thought is None else thought
         return f'Thought: {thought}\nAction: {tool(self.topic)}\nAction Input: {{"city": "{self.city}"}}'
 
 

@@ -18,13 +18,10 @@ from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from credit_trl.tasks.records import read_dataset
 from credit_trl.tasks.task import Task, batch_of, renamed
-
-if TYPE_CHECKING:
-    from datasets import Dataset
 
 BUILT_IN = ("livecodebench", "math", "quickstart", "sciknoweval", "toolalpaca")
 
@@ -77,7 +74,7 @@ def as_task(found: Any, name: str, option: str | None = None) -> Task:
         options[keyword] = option
 
     @functools.wraps(found.build)
-    def build(*args: Any, **kwargs: Any) -> Dataset:
+    def build(*args: Any, **kwargs: Any) -> Any:
         dataset = found.build(*args, **options, **kwargs)
         columns = getattr(dataset, "column_names", None) or ["prompt", "answer"]
         missing = ", ".join(f"`{column}`" for column in ("prompt", "answer") if column not in columns)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from credit_trl.rollout.verdict import Verdict, as_verdicts, call_in_thread, join_feedback, remaining_seconds, takes
 from credit_trl.sandbox.in_process import InProcess
+from credit_trl.sandbox.protocol import excerpt
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -82,11 +83,7 @@ def response_text(completion: str | Sequence[Mapping[str, Any]]) -> str:
         content = (turns[-1].get("content") if turns else None) or ""
     if not isinstance(content, str):
         content = "".join(part.get("text") or "" for part in content if part.get("type", "text") == "text")
-    dropped = len(content) - MAX_CHARACTERS
-    if dropped <= 0:
-        return content
-    half = MAX_CHARACTERS // 2
-    return f"{content[:half]}\n[... {dropped:,} characters dropped ...]\n{content[-half:]}"
+    return excerpt(content, MAX_CHARACTERS)
 
 
 def batch_of(verify: Callable[..., Verdict], name: str = "reward") -> Callable[..., list[Verdict]]:

@@ -59,11 +59,9 @@ def build(split: str, path: str | Path | None = None) -> Dataset:
     held_out = [record for record in records if record[0] >= TRAIN_RECORDS]
     if split == "test" and not held_out and len(records) == TRAIN_RECORDS:
         raise ValueError("This file is ToolAlpaca's train part: pass the test file, or split='all' to load it whole.")
-    if split == "train":
-        records = [record for record in records if record[0] < TRAIN_RECORDS]
-    elif split == "test" and held_out:
-        records = held_out
-    return dataset_of([record for _, record in records], f"toolalpaca {split}")
+    train = [record for record in records if record[0] < TRAIN_RECORDS]
+    chosen = {"train": train, "test": held_out or records, "all": records}[split]
+    return dataset_of([record for _, record in chosen], f"toolalpaca {split}")
 
 
 def _published(row: Row, place: int) -> list[tuple[int, dict[str, Any]]]:

@@ -137,11 +137,10 @@ class StepMeter(TrainerCallback):
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """What the step holds, before the gradients are freed."""
-        teacher = getattr(self.trainer, "teacher", None)
         states = self.trainer.optimizer.state.values()
         held = {"weights": [*model.parameters()], "gradients": [one.grad for one in model.parameters()]}
         held["optimizer's state"] = [value for one in states for value in one.values() if torch.is_tensor(value)]
-        held["teacher's weights"] = [*teacher.named_weights().values()] if teacher else []
+        held["teacher's weights"] = [*self.trainer._teacher_weights().values()]
         self.rows |= {name: _size(tensors) for name, tensors in held.items()}
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

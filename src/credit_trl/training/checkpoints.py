@@ -37,9 +37,8 @@ from credit_trl.config import CreditConfig
 from credit_trl.teacher.causal_lm import load_renamed_weights
 from credit_trl.teacher.models import Teacher
 from credit_trl.teacher.sharding import full_tensor
-from credit_trl.training.alarms import Alarms
-from credit_trl.training.checks import check_enough_rows
-from credit_trl.training.run_directory import read_json, remove_scratch_files, run_lock, sync, write_atomically
+from credit_trl.training.metrics import Alarms
+from credit_trl.training.run_directory import read_json, run_lock, sync, write_atomically
 from credit_trl.training.trl_compat import check_trl
 from credit_trl.training.weights import NonFiniteError, guarded, nonfinite_weight, source_of
 
@@ -132,7 +131,8 @@ class ResumableTrainer(GRPOTrainer):
             with raised_on_all():
                 if self.is_world_process_zero():
                     held.enter_context(run_lock(output_dir))
-                    remove_scratch_files(output_dir)
+                    for scratch in output_dir.rglob(".*.tmp"):  # of `write_atomically` in a killed run
+                        scratch.unlink(missing_ok=True)
                     if resume_from_checkpoint:
                         requested = LATEST if resume_from_checkpoint is True else str(resume_from_checkpoint)
                         found[0] = checkpoint_to_resume(requested, output_dir)  # reads all of its files
@@ -249,10 +249,7 @@ class ResumableTrainer(GRPOTrainer):
             shutil.rmtree(unfinished.parent, ignore_errors=True)
         if self.args.should_save:
             best = self.state.best_model_checkpoint
-            limit = self.args.save_total_limit
-            rotate_checkpoints(
-                output_dir=str(output_dir), save_total_limit=limit, best_model_checkpoint=best, use_mtime=True
-            )
+            rotate_checkpoints(str(output_dir), self.args.save_total_limit, best, use_mtime=True)
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(finished))
 
@@ -335,8 +332,19 @@ class ResumableTrainer(GRPOTrainer):
         self._step = state["step"]
 
     def _get_train_sampler(self, dataset: Dataset | None = None) -> RepeatSampler:
-        check_enough_rows(self.args, self.train_dataset if dataset is None else dataset)
+        """TRL's sampler, which drops an incomplete generation batch.
+
+        Raises:
+            ValueError: the dataset does not fill one, so that training would end before its first step.
+        """
         self._sampler = super()._get_train_sampler(dataset)
+        if len(self._sampler) == 0:
+            raise ValueError(
+                f"`train_dataset` has {self._sampler.num_samples} rows, but a generation batch of "
+                f"{self.args.generation_batch_size} rollouts with `num_generations={self.num_generations}` needs "
+                f"{self._sampler.batch_size}. Add rows, or lower `gradient_accumulation_steps`, "
+                "`per_device_train_batch_size` or `generation_batch_size`."
+            )
         return self._sampler
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
@@ -374,22 +382,20 @@ def checkpoint_to_resume(requested: str, output_dir: str | Path) -> str | None:
     Raises:
         ValueError: the checkpoint does not exist or is damaged, or `"latest"` finds damaged ones only.
     """
-    if requested != LATEST:
-        folder = Path(requested)
-        if damage := find_damage(folder) if folder.is_dir() else "there is no such folder":
-            raise ValueError(
-                f"`resume_from_checkpoint={requested}`: {damage}. Give a checkpoint (`<output_dir>/checkpoint-"
-                f"<step>`), or `{LATEST}` for the newest in `output_dir`, which also starts a run that has none yet."
-            )
-        return requested
     damages = []
-    for path in reversed(sort_checkpoints(str(output_dir), use_mtime=True)):
+    paths = sort_checkpoints(str(output_dir), use_mtime=True) if requested == LATEST else [requested]
+    for path in reversed(paths):
         damage = find_damage(Path(path))
         if damage is None:
             if damages:
                 logger.warning(f"DAMAGED CHECKPOINT: {'; '.join(damages)}. The run resumes from {path} instead.")
             return path
         damages.append(damage)
+    if requested != LATEST:
+        raise ValueError(
+            f"`resume_from_checkpoint={requested}`: {damages[0]}. Give a checkpoint (`<output_dir>/checkpoint-<step>"
+            f"`), or `{LATEST}` for the newest in `output_dir`, which also starts a run that has none yet."
+        )
     if damages:
         raise ValueError(
             f"Every checkpoint in {output_dir} is damaged: {'; '.join(damages)}. To start again set another "
@@ -414,6 +420,8 @@ def write_manifest(folder: Path, hashes: dict[str, str]) -> None:
 def find_damage(folder: Path) -> str | None:
     """What differs from the manifest, beginning with the path of the file; None for an undamaged folder."""
     manifest = folder / MANIFEST_FILE
+    if not folder.is_dir():
+        return "there is no such folder"
     try:
         found = read_json(manifest)
     except FileNotFoundError:

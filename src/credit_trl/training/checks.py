@@ -1,4 +1,4 @@
-"""Checks of data and machine, before the first rollout, of what would train on wrong numbers or fail late."""
+"""Checks of data, prompts and machine, before the first rollout, of what would train on wrong numbers or fail late."""
 
 from __future__ import annotations
 
@@ -13,8 +13,13 @@ from transformers import AutoConfig
 from trl.trainer.utils import get_callable_name
 
 from credit_trl.config import CreditConfig
+from credit_trl.contexts.builder import ContextBuilder
 from credit_trl.contexts.contrast import find_source, source_columns
+from credit_trl.contexts.prompts import images_of, is_prompt, row_prompt, user_text
+from credit_trl.contexts.tokens import PrivilegedContext
+from credit_trl.rollout.batch import Prompt
 from credit_trl.rollout.verdict import parameters_of
+from credit_trl.teacher.sharding import is_zero3
 
 
 def check_teacher(args: CreditConfig) -> None:
@@ -36,12 +41,11 @@ def named_datasets(train_dataset: Any, eval_dataset: Any) -> dict[str, Any]:
     return {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
 
 
-def check_datasets(
-    args: CreditConfig, datasets: dict[str, Any], reward_funcs: Any, environment_factory: Any, rollout_func: Any
-) -> None:
+def check_datasets(args: CreditConfig, datasets: dict[str, Any], reward_funcs: Any, options: dict[str, Any]) -> None:
     """Check that the `named_datasets` have the columns that the configuration and the reward functions need.
 
-    With a `rollout_func`, reward functions are not checked, because TRL also passes the fields that it returns.
+    `options` are the trainer's other arguments. With a `rollout_func` among them reward functions are not checked,
+    because TRL also passes the fields that it returns.
 
     Raises:
         ValueError: a dataset has no column `prompt` or none for a parameter of a reward function, has a
@@ -52,14 +56,16 @@ def check_datasets(
     draws = distills and args.contrasts
     columns_of_source = source_columns(find_source(args.contrastive_source)) if draws else []
     funcs = reward_funcs if isinstance(reward_funcs, Sequence) else [reward_funcs]
-    funcs = [f for f in funcs if rollout_func is None and callable(f) and not isinstance(f, nn.Module)]
+    has_environments = options.get("environment_factory") is not None
+    has_rollouts = options.get("rollout_func") is not None
+    funcs = [f for f in funcs if callable(f) and not (has_rollouts or isinstance(f, nn.Module))]
     for name, dataset in datasets.items():
         if isinstance(dataset, dict):
             raise ValueError(f"`{name}` is a dictionary of splits: give one, dataset[{next(iter(dataset))!r}].")
         columns = getattr(dataset, "column_names", None)
         if columns is None:
             continue
-        if "prompt" not in columns and environment_factory is None:
+        if "prompt" not in columns and not has_environments:
             raise ValueError(
                 f"`{name}` has no column `prompt`; its columns are {', '.join(columns)}. Rename the one that holds "
                 "the question: dataset.rename_column(..., 'prompt')."
@@ -72,7 +78,7 @@ def check_datasets(
             )
         passed = set(columns) & _KEPT if args.remove_unused_columns else set(columns)
         passed -= {"prompt", "completion"}  # which TRL calls `prompts` and `completions`
-        passed |= _PASSED | ({"environments"} if environment_factory is not None else set())
+        passed |= RESERVED_COLUMNS if has_environments else _PASSED
         for func in funcs:
             needed = [p.name for p in parameters_of(func).values() if p.kind in _NAMED and p.default is p.empty]
             if missing := [name for name in needed if name not in passed]:
@@ -88,14 +94,6 @@ def check_datasets(
             "`contrastive_source='dataset'` draws rows of a `datasets.Dataset` with the column `prompt`. Give one, or "
             "set `contrastive_source='batch'`."
         )
-
-
-def check_ends(trainer: Any) -> None:
-    """Warn about an id at which generation ends that is ordinary text, so that completions end inside a sentence."""
-    tokenizer = trainer._tokenizer
-    added = tokenizer.added_tokens_decoder
-    ordinary = [tokenizer.decode([i]) for i in trainer.eos_token_ids if added and i not in added]
-    trainer.alarms.raise_if(bool(ordinary), "ordinary_end", text=next(iter(ordinary), None))
 
 
 def check_truncated(trainer: Any, share: float) -> None:
@@ -115,21 +113,6 @@ def check_truncated(trainer: Any, share: float) -> None:
     trainer.alarms.raise_if(True, "truncated", share=share, unknown=unknown)
 
 
-def check_enough_rows(args: CreditConfig, train_dataset: Any) -> None:
-    """Check that the dataset fills one generation batch, as the sampler drops incomplete ones.
-
-    Raises:
-        ValueError: it has too few rows, so that training would end before its first step.
-    """
-    prompts = args.generation_batch_size // args.num_generations
-    if hasattr(train_dataset, "__len__") and len(train_dataset) < prompts:
-        raise ValueError(
-            f"`train_dataset` has {len(train_dataset)} rows, but a generation batch of {args.generation_batch_size} "
-            f"rollouts with `num_generations={args.num_generations}` needs {prompts}. Add rows, or lower "
-            "`gradient_accumulation_steps`, `per_device_train_batch_size` or `generation_batch_size`."
-        )
-
-
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 # Arguments of a reward function beside the dataset columns; `truncated` only where it is accepted.
 _PASSED = frozenset("prompts completions completion_ids trainer_state log_extra log_metric truncated".split())
@@ -145,4 +128,109 @@ def check_column_names(rows: str, columns: Iterable[str]) -> None:
         raise ValueError(
             f"{rows} has the column `{taken[0]}`, the name of another argument of reward functions. Rename or remove "
             f"it: dataset.rename_column({taken[0]!r}, 'my_{taken[0]}')."
+        )
+
+
+def check_image_options(trainer: Any) -> None:
+    """Raise a `ValueError` where a run cannot train on prompts with images."""
+    if not trainer._is_vlm:
+        raise ValueError(
+            "The prompts have images, and `processing_class` is a tokenizer. Pass the processor of a vision-language "
+            "model, or remove the images."
+        )
+    if trainer.accelerator.distributed_type == "FSDP" or is_zero3(trainer.accelerator):
+        raise ValueError(
+            "FSDP2 and ZeRO-3 do not support prompts with images: a pass without images would not gather the vision "
+            "tower's weights as the others do. Use DDP or ZeRO-2, with LoRA if memory is short."
+        )
+
+
+def check_prompts(trainer: Any, datasets: dict[str, Any], *, distills: bool) -> None:
+    """Check the form of all prompts, and more of the first of each dataset; of streams only the columns.
+
+    Prompts that environments or a `rollout_func` change are not checked. Warns where one ends in an EOS id, and where
+    an EOS id is ordinary text, so that completions end inside a sentence.
+
+    Raises:
+        ValueError: a prompt cannot be encoded, the chat template does not take its content parts, or the teacher
+            cannot read it: it has no user turn, or images that the configuration does not support.
+    """
+    added = trainer._tokenizer.added_tokens_decoder
+    ordinary = [trainer._tokenizer.decode([i]) for i in trainer.eos_token_ids if added and i not in added]
+    trainer.alarms.raise_if(bool(ordinary), "ordinary_end", text=next(iter(ordinary), None))
+    builder = trainer.context_builder
+    is_changed = trainer.environment_factories is not None or trainer.rollout_func is not None
+    for name, dataset in datasets.items():
+        columns = getattr(dataset, "column_names", None) or ()
+        has_prompts = isinstance(dataset, Dataset) and len(dataset) > 0 and "prompt" in columns
+        if has_prompts and not is_changed and "Image(" not in str(dataset.features["prompt"]):  # not to decode all
+            _check_rows(name, dataset)
+        row = dataset[0] if has_prompts else {"prompt": ""}
+        prompt = row_prompt(row) if distills else row["prompt"]
+        has_images = "image" in columns or "images" in columns or bool(images_of(prompt))
+        if distills and has_images:
+            check_image_options(trainer)
+        builder.read_images(prompt)
+        if is_changed or not has_prompts or (has_images and not distills):
+            continue
+        if distills:
+            user_text(prompt)
+        [ids] = trainer._tokenize_prompts([prompt])[0]
+        if images_of(prompt):
+            _check_prompt(f"The first prompt of `{name}`", prompt, ids, builder, trainer.tools or None, True)
+        elif not trainer._is_vlm:
+            _check_parts(f"The first prompt of `{name}`", prompt, builder.student_text(prompt))
+        last = ids[-1] if ids else None
+        trainer.alarms.raise_if(last in trainer.eos_token_ids, "prompt_ends", name=name, last=last)
+
+
+def _check_rows(name: str, dataset: Dataset) -> None:
+    """Check that all prompts are texts or messages, which a run may reach only after hours."""
+    prompts = (prompt for rows in dataset.select_columns("prompt").iter(1000) for prompt in rows["prompt"])
+    for row, prompt in enumerate(prompts):
+        if not is_prompt(prompt):
+            raise ValueError(f"Row {row} of `{name}` is the prompt {prompt!r:.60}. Give text, or messages with roles.")
+
+
+def _check_parts(name: str, prompt: Prompt, text: str) -> None:
+    """Check that the rendered text of a prompt has its content parts as text."""
+    parts = [] if isinstance(prompt, str) else [m["content"] for m in prompt if isinstance(m.get("content"), list)]
+    if any(str(part) in text or user_text(prompt).strip() not in text for part in parts):
+        raise ValueError(
+            f"{name} has the content {parts[0]}, which the chat template renders as {text[-80:]!r}. Give `content` as "
+            "a string, or set a `chat_template` that renders parts."
+        )
+
+
+def check_rollout_images(
+    trainer: Any, prompts: list[Prompt], prompt_ids: list[list[int]], tools: list[Any], tool_images: list[Any]
+) -> None:
+    """Check that only prompts have images, that the teacher reads the same ids, and at first that z has room."""
+    if any(tool_images):
+        raise ValueError(
+            "A tool returned an image. With distillation only prompts may have images: return text, or set "
+            "`distillation_weight=0` (GRPO)."
+        )
+    samples = zip(prompt_ids, prompts, tools or [None] * len(prompts), strict=True)
+    distinct = {tuple(ids): (prompt, own) for ids, prompt, own in samples if images_of(prompt)}
+    is_first = trainer.state.global_step == 0  # later ones without room count in `credit/frac_without_teacher`
+    for ids, (prompt, own) in distinct.items():
+        _check_prompt("A prompt", prompt, ids, trainer.context_builder, own, is_first)
+
+
+def _check_prompt(
+    name: str, prompt: Prompt, ids: Sequence[int], builder: ContextBuilder, tools: list[Any] | None, needs_room: bool
+) -> None:
+    """Check that the student's ids of a prompt are the teacher's without z, and that they leave room for z."""
+    own = builder.encode(prompt, PrivilegedContext(), tools)
+    if own != list(ids):
+        raise ValueError(
+            f"{name} has {len(ids)} tokens for the student and {len(own)} for the teacher, or other ones: the "
+            "processor changes the text around its images. Use a processor that replaces the placeholders only."
+        )
+    budget = builder.config.max_reprompt_len
+    if needs_room and len(ids) >= budget:
+        raise ValueError(
+            f"{name} has {len(ids)} tokens with its images, which leaves no room for z in "
+            f"`max_reprompt_len={budget}`. Increase it, or lower the resolution of the processor (`max_pixels`)."
         )

@@ -1,11 +1,16 @@
-"""Metrics of the credit that a run logs."""
+"""Metrics of the credit that a run logs, and warnings of a run that does not learn what it should."""
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import torch
+import yaml
 from accelerate.utils import gather_object
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -93,16 +98,6 @@ def token_sums(loss: MicroBatchLoss) -> dict[str, Float[Tensor, " 2"]]:
     return {name: torch.stack([x.to(dtype).sum(), one * count]) for name, (x, count) in values.items()}
 
 
-def token_means(sums: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """Means, standard deviations and the root mean square of `token_sums`, in nats; NaN where no token counts."""
-    means = {name: total / count if count else math.nan for name, (total, count) in sums.items()}
-    means["credit/s_accepted"] = math.sqrt(means["credit/s_accepted"])
-    for name in ("credit/advantage", "credit/delta_v", "credit/s"):
-        variance = means[f"{name}_std"] - means[f"{name}_mean"] ** 2
-        means[f"{name}_std"] = 0.0 if variance <= 0.0 else math.sqrt(variance)  # NaN stays NaN
-    return means
-
-
 class TokenMetrics:
     """Metrics of the credit at the sampled tokens of all micro-batches since the last log.
 
@@ -127,11 +122,18 @@ class TokenMetrics:
         self._sums[mode] = self._sums[mode] + added if mode in self._sums else added
 
     def read(self, mode: str) -> dict[str, float]:
-        """Metrics of the micro-batches since the last call; empty without any."""
+        """Means, standard deviations and the root mean square of the micro-batches since the last call, in nats.
+
+        A value is NaN where no token counts for it. Empty without any micro-batch.
+        """
         if mode not in self._sums:
             return {}
-        sums = self._reduce(self._sums.pop(mode)).tolist()
-        means = token_means(dict(zip(self._names, sums, strict=True)))
+        sums = zip(self._names, self._reduce(self._sums.pop(mode)).tolist(), strict=True)
+        means = {name: total / count if count else math.nan for name, (total, count) in sums}
+        means["credit/s_accepted"] = math.sqrt(means["credit/s_accepted"])
+        for name in ("credit/advantage", "credit/delta_v", "credit/s"):
+            variance = means[f"{name}_std"] - means[f"{name}_mean"] ** 2
+            means[f"{name}_std"] = 0.0 if variance <= 0.0 else math.sqrt(variance)  # NaN stays NaN
         return {name: value for name, value in means.items() if name not in self._dropped}
 
 
@@ -148,12 +150,11 @@ def teacher_success_weights(
     has_loss = mask.any(dim=1).tolist()
     is_scored = gather_object([c.teacher is not None and loss for c, loss in zip(contexts, has_loss, strict=True)])
     successful = is_successful(batch.rewards, threshold)
-    has_reward = [not math.isnan(reward) for reward in batch.rewards]
+    usable = [scored and not math.isnan(reward) for scored, reward in zip(is_scored, batch.rewards, strict=True)]
     weights = [0.0] * len(is_scored)
     mixed = 0
     for start in range(0, len(is_scored), batch.group_size):
-        end = min(start + batch.group_size, len(is_scored))
-        group = [i for i in range(start, end) if is_scored[i] and has_reward[i]]
+        group = [i for i in range(len(is_scored))[start : start + batch.group_size] if usable[i]]
         count = sum(successful[i] for i in group)
         if 0 < count < len(group):
             mixed += 1
@@ -168,3 +169,116 @@ def drop_undefined(metrics: MutableMapping[str, Sequence[float]]) -> None:
     for name, values in list(metrics.items()):
         if not any(value is not None and math.isfinite(value) for value in values):
             del metrics[name]
+
+
+# Teacher entropy above this share of log V is close to uniform.
+NEARLY_UNIFORM = 0.9
+# Below this student probability of the support the loss ignores most of the student's distribution.
+LOW_SUPPORT_MASS = 0.5
+# Root mean square of S_t on accepted tokens as a share of that of ΔV_t on all, below which the credit is not
+# input-specific; and the root mean square of ΔV_t in nats above which there is credit at all.
+LOW_SPECIFIC_SHARE, SOME_CREDIT = 0.25, 0.1
+# Mean difference between the log-probabilities of vLLM and of the model, in nats; bf16 kernels differ by about 0.01.
+ENGINE_MISMATCH = 0.1
+# Share of sampled tokens without a finite log-probability of the engine, above which the engine is at fault.
+FEW_BAD_LOGPS = 0.001
+
+# Logged values that are averaged at the start of the run, and for the latest value.
+WINDOW = 5
+# The latest fidelity or reward below this share of its reference is an alarm.
+LOW_SHARE = 0.5
+# The latest length above this multiple of its first value is an alarm.
+HIGH_RATIO = 1.5
+# A change of up to this many standard deviations of a window's mean is noise. It is large because an alarm compares
+# every window of a run: of 200 logs of eight problems, rewards without a trend fall below half of their best window.
+NOISE = 6.0
+
+# Cause of a warning -> its message.
+_MESSAGES: dict[str, str] = yaml.safe_load(Path(__file__).with_name("alarms.yaml").read_text("utf-8"))
+# Cause -> consecutive generation batches or logs in which it must hold; of the other causes one.
+TIMES = {"flat_reward": 5, "generic_credit": 3, "lost_gradient": 3}
+# Metric whose drift is an alarm -> cause of the alarm.
+_WATCHED = {
+    "credit/teacher_fidelity": "drift_fidelity",
+    "completions/mean_length": "drift_length",
+    "reward": "drift_collapse",
+}
+
+
+class CreditWarning(UserWarning):
+    """A sign that the run does not learn what it should."""
+
+
+class Alarms:
+    """Warnings, each raised once a run, where enabled: on the main process only."""
+
+    def __init__(self, enabled: bool = True) -> None:
+        self.enabled = enabled
+        self.raised: set[str] = set()
+        self._in_a_row: dict[str, int] = {}  # by cause
+
+    def raise_if(self, holds: bool, cause: str, **values: Any) -> None:
+        """Raise the warning of a cause of `_MESSAGES`, with the values that it names, if it holds `TIMES` in a row."""
+        count = self._in_a_row.get(cause, 0) + 1 if holds else 0
+        self._in_a_row = {**self._in_a_row, cause: count}
+        if count >= TIMES.get(cause, 1) and self.enabled and cause not in self.raised:
+            self.raised.add(cause)
+            message = _MESSAGES[cause].format(count=count, **values)
+            warnings.warn_explicit(message, CreditWarning, "credit_trl", 0)  # no source line in the output
+
+    def check_contexts(self, share: dict[str, float], frac_skipped: float = 0.0) -> None:
+        """Warn by `context_metrics` where no sample has a teacher, none a contrast prompt, or all feedback is dropped.
+
+        `frac_skipped` is the share of samples whose verifier failed, which explains a batch without teacher.
+        """
+        no_teacher = share["credit/frac_without_teacher"]
+        no_contrast = share["credit/frac_without_contrast"]
+        dropped = share["credit/frac_feedback_dropped"]
+        self.raise_if(no_teacher == 1.0 and frac_skipped == dropped == 0.0, "no_teacher")
+        self.raise_if(no_contrast > 0.0 and math.isclose(no_contrast + no_teacher, 1.0), "no_contrast")
+        self.raise_if(dropped > 0.0 and share["credit/frac_with_feedback"] == 0.0, "feedback_dropped")
+
+    def check_log(self, metrics: Mapping[str, Sequence[float]], logs: Mapping[str, float], vocabulary: int) -> None:
+        """Warn about what is about to be logged: the engine, the teacher, its support, the credit and the gradient.
+
+        The last of the `metrics` since the last log counts. `logs` has `loss` and, in training, `grad_norm`.
+        """
+        latest = {name: values[-1] for name, values in metrics.items() if values}
+        difference = latest.get("sampling/sampling_logp_difference/mean", 0.0)
+        self.raise_if(difference > ENGINE_MISMATCH, "engine_mismatch", difference=difference)
+        for kind in ("missing", "infinite"):
+            share = latest.get(f"sampling/frac_{kind}_logps", 0.0)
+            self.raise_if(share > FEW_BAD_LOGPS, f"engine_{kind}", share=share)
+        entropy = latest.get("credit/teacher_entropy", 0.0)
+        largest = math.log(vocabulary)
+        self.raise_if(entropy > NEARLY_UNIFORM * largest, "uniform_teacher", entropy=entropy, largest=largest)
+        mass = latest.get("credit/support_mass_student", 1.0)
+        self.raise_if(mass < LOW_SUPPORT_MASS, "low_mass", mass=mass)
+        specific = latest.get("credit/s_accepted", math.nan)
+        credit = math.hypot(*(latest.get(f"credit/delta_v_{moment}", math.nan) for moment in ("mean", "std")))
+        if not math.isnan(specific):
+            is_generic = credit > SOME_CREDIT and specific < LOW_SPECIFIC_SHARE * credit
+            self.raise_if(is_generic, "generic_credit", specific=specific, credit=credit)
+        moments = [latest.get(f"credit/advantage_{moment}", 0.0) for moment in ("mean", "std")]
+        has_credit = any(abs(moment) > 0.0 for moment in moments)  # not of NaN
+        if logs.get("grad_norm") is not None and has_credit and logs.get("loss"):
+            self.raise_if(logs["grad_norm"] == 0.0, "lost_gradient")
+
+    def check_drift(self, log_history: Sequence[Mapping[str, Any]], *, frozen_teacher: bool = False) -> None:
+        """Compare the last values of a run's logs with its first ones, or its best reward.
+
+        Changes within the noise, by the differences of consecutive logs, are ignored. The fidelity of a frozen teacher
+        falls as the policy learns what it shows, since ΔV_t shrinks, and raises no alarm.
+        """
+        for name, cause in _WATCHED.items():
+            values = [row[name] for row in log_history if row.get(name) is not None]
+            is_ignored = cause == "drift_fidelity" and frozen_teacher
+            if is_ignored or len(values) < 2 * WINDOW:  # first and latest values overlap
+                continue
+            windows = [sum(values[i : i + WINDOW]) / WINDOW for i in range(len(values) - WINDOW + 1)]
+            start = max(windows) if cause == "drift_collapse" else windows[0]
+            latest = windows[-1]
+            is_drift = latest > HIGH_RATIO * start if cause == "drift_length" else latest < LOW_SHARE * start
+            variance = sum((b - a) ** 2 for a, b in pairwise(values)) / (2 * (len(values) - 1))
+            is_real = start > 0.0 and abs(latest - start) > NOISE * math.sqrt(variance / WINDOW)
+            self.raise_if(is_drift and is_real, cause, start=start, latest=latest)

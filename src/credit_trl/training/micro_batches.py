@@ -54,7 +54,7 @@ def evened(batches: Sequence[dict[str, Any]], exchanged: int, packed: bool) -> l
         merged = {name: _join([batch[name] for batch in inside]) for name in inside[0]}
         lengths = (merged["prompt_mask"].sum(dim=1) + merged["completion_mask"].sum(dim=1)).tolist()
         groups = even_groups(lengths, len(inside), packed) if len(inside) > 1 else [list(range(len(lengths)))]
-        result += [without_padding(_take(merged, rows)) for rows in groups]
+        result += [without_padding(take_rows(merged, rows)) for rows in groups]
     return result
 
 
@@ -73,15 +73,11 @@ def without_padding(batch: dict[str, Any]) -> dict[str, Any]:
     prompt = max(int(batch["prompt_mask"].any(dim=0).sum()), 1)
     used = batch["completion_mask"].any(dim=0).nonzero()
     completion = int(used[-1]) + 1 if len(used) else 1
-    cut = dict(batch)
-    for name, values in batch.items():
-        if values is None:
-            continue
-        if name in ("prompt_ids", "prompt_mask"):
-            cut[name] = values[:, -prompt:].contiguous()
-        elif name in _COMPLETION_FIELDS and values.ndim > 1:
-            cut[name] = values[:, :completion].contiguous()
-    return cut
+    cut = {name: batch[name][:, -prompt:].contiguous() for name in ("prompt_ids", "prompt_mask")}
+    for name in _COMPLETION_FIELDS.intersection(batch):
+        if batch[name] is not None and batch[name].ndim > 1:
+            cut[name] = batch[name][:, :completion].contiguous()
+    return batch | cut
 
 
 def _join(values: list[Any]) -> Any:
@@ -90,7 +86,7 @@ def _join(values: list[Any]) -> Any:
     return torch.cat(values) if isinstance(values[0], Tensor) else list(itertools.chain(*values))
 
 
-def _take(batch: dict[str, Any], rows: list[int]) -> dict[str, Any]:
+def take_rows(batch: dict[str, Any], rows: list[int]) -> dict[str, Any]:
     """Some samples of a batch, by one index that is copied to the device."""
     index = to_device(torch.tensor(rows), batch["completion_ids"].device)
     taken = dict(batch)

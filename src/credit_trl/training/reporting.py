@@ -8,7 +8,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,8 @@ from credit_trl.contexts.tokens import TokenContexts
 from credit_trl.rollout.batch import GenerationBatch, loss_mask
 from credit_trl.teacher.sharding import full_shape
 from credit_trl.training import run_directory as files
-from credit_trl.training.alarms import Alarms
 from credit_trl.training.checkpoints import stored_options
+from credit_trl.training.metrics import Alarms
 
 logger = logging.getLogger(__name__)
 
@@ -153,38 +152,22 @@ def print_completions(logs: Mapping[str, Any], step: int, count: int | None) -> 
         tqdm.write(f"--- {title}\n{text_block({name: row[name] for name in row if name not in numbers})}\n---")
 
 
-def add_run_callbacks(trainer: Any) -> None:
-    """Add the callbacks that installed packages give to every run: of this one, token maps and the report."""
-    for entry in entry_points(group="credit_trl.callbacks"):
-        for callback in entry.load()(trainer):
-            trainer.add_callback(callback)
-
-
 def add_completion_columns(
-    logs: dict[str, Any],
-    output: Mapping[str, Tensor],
-    batch: GenerationBatch,
-    contexts: Sequence[TokenContexts] | None,
-    decode: Callable[[list[list[int]]], list[str]],
-    shows_images: bool,
+    trainer: Any, output: Mapping[str, Tensor], batch: GenerationBatch, contexts: Sequence[TokenContexts] | None
 ) -> None:
     """Add feedback, teacher prompt, the mean of S_t and thumbnails of images to TRL's table of completions.
 
-    S_t is 0 for samples without a contrast. Every process must call it.
-
-    Args:
-        logs: the trainer's `_logs`: deques by column.
-        output: tensors (B, T) of the generation batch with the stored scores.
-        contexts: of the local samples; None without a distillation loss.
-        decode: token ids to texts with their special tokens.
+    `output` has the tensors (B, T) of the generation batch with the stored scores, `contexts` are those of the local
+    samples, or None without a distillation loss. S_t is 0 for samples without a contrast. Every process must call it.
     """
+    logs = trainer._logs
     columns: dict[str, list[Any]] = {"feedback": batch.feedback}
     if contexts is not None:
         mask = loss_mask(output) & output["contrast_mask"][:, None]
         specific = (output["teacher_token_logps"] - output["generic_token_logps"]) * mask
-        columns["teacher_prompt"] = decode([one.teacher or [] for one in contexts])
+        columns["teacher_prompt"] = trainer.processing_class.batch_decode([one.teacher or [] for one in contexts])
         columns["s_mean"] = (specific.sum(dim=1) / mask.sum(dim=1).clamp(min=1)).tolist()
-    if contexts is not None and shows_images:
+    if contexts is not None and trainer.log_completions and trainer.log_multimodal:
         shown = gather_object([list(map(thumbnail, images_of(prompt))) for prompt in batch.prompts])
         if logs["images"] or any(shown):  # for the same rows as the prompts, which TRL has added
             missing = len(logs["prompt"]) - len(shown) - len(logs["images"])

@@ -59,12 +59,6 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def remove_scratch_files(folder: Path) -> None:
-    """Remove unfinished files of `write_atomically` by killed processes. Called while nothing else writes there."""
-    for path in folder.rglob(".*.tmp"):
-        path.unlink(missing_ok=True)
-
-
 def write_json(path: str | Path, value: Any) -> None:
     """Write a value as JSON with `write_atomically`. NaN and infinities become null, as JSON has neither."""
     write_atomically(path, json.dumps(without_nan(value), indent=2, ensure_ascii=False, sort_keys=True) + "\n")

@@ -31,6 +31,7 @@ from credit_trl.teacher.models import Teacher
 from credit_trl.teacher.packing import cannot_pack, enable_packing
 from credit_trl.teacher.passes import chosen_sequences, policy_states
 from credit_trl.teacher.sharding import run_in_wrapped_forward
+from credit_trl.training.micro_batches import take_rows
 
 
 @dataclass(eq=False, repr=False)
@@ -115,14 +116,9 @@ class CreditStep:
         }
         mask = loss_mask(tensors) & masks["teacher_mask"][:, None]
         completions = CompletionBatch(tensors["completion_ids"], tensors["completion_mask"], mask)
+        tokens = self.config.scoring_batch_tokens
         prepared = masks | score_completions(
-            self.teacher,
-            contexts,
-            completions,
-            self.support,
-            self.head,
-            self.config.scoring_batch_tokens,
-            self.teacher_packed,
+            self.teacher, contexts, completions, self.support, self.head, tokens, self.teacher_packed
         )
         if self.token_weight is not None:
             prepared |= self._weigh(batch, tensors | prepared, mask)
@@ -198,7 +194,10 @@ class CreditStep:
         # Inside the wrapper's forward, DDP and FSDP see that backbone and head are used.
         values, read, aux_loss = run_in_wrapped_forward(model, policy, policy_loss, sequences.chosen)
         terms = CreditLoss(**values)
-        fidelity = _fidelity(terms, inputs.get("success_weights"), sequences.rows, mask)
+        successes = inputs.get("success_weights", torch.full((len(mask),), torch.nan, device=mask.device))
+        of_tokens = (successes / mask.sum(dim=1).clamp(min=1))[sequences.rows]
+        fidelity = (of_tokens * (terms.teacher_token_logps - terms.token_logps)).sum()
+        fidelity = fidelity + 0.0 * successes.sum()  # NaN also where no token is scored
         valid = sum(map(len, sequences.ids))
         return MicroBatchLoss(terms, contrasted, fidelity, aux_loss, read, valid, engine_logps)
 
@@ -239,14 +238,8 @@ class CreditStep:
         """
         lengths = inputs["prompt_mask"].sum(dim=1) + inputs["completion_mask"].sum(dim=1)
         if size is not None and size < len(lengths):
-            names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
             order = lengths.argsort(descending=True, stable=True)
-            parts = []
-            for rows in order.split(size):
-                part = {name: inputs[name][rows] for name in names}
-                if "prompt_images" in inputs:
-                    part["prompt_images"] = [inputs["prompt_images"][row] for row in rows]
-                parts.append(self.policy_logps(model, part))
+            parts = [self.policy_logps(model, take_rows(inputs, rows.tolist())) for rows in order.split(size)]
             return torch.cat(parts)[order.argsort()]
         mask = inputs["completion_mask"].bool()
         sequences = chosen_sequences(inputs, mask)
@@ -275,17 +268,3 @@ def engine_role(config: CreditConfig) -> Literal["correction", "old"] | None:
     if not config.vllm_importance_sampling_correction:
         return None if is_on_policy else "old"
     return "correction" if is_on_policy and config.vllm_importance_sampling_mode.startswith("token") else None
-
-
-def _fidelity(
-    terms: CreditLoss,
-    success_weights: Float[Tensor, " B"] | None,
-    samples: Int[Tensor, " N"],
-    mask: Bool[Tensor, "B T"],
-) -> Float[Tensor, ""]:
-    """Σ_i w_i mean_t ΔV_t over the local samples; NaN without weights."""
-    if success_weights is None:
-        return terms.loss.new_full((), torch.nan)
-    of_tokens = (success_weights / mask.sum(dim=1).clamp(min=1))[samples]
-    fidelity = (of_tokens * (terms.teacher_token_logps - terms.token_logps)).sum()
-    return fidelity + 0.0 * success_weights.sum()  # NaN also where no token is scored

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import TrainerCallback
 
 from credit_trl.teacher.sharding import local_part
-from credit_trl.training.alarms import Alarms
+from credit_trl.training.metrics import Alarms
 
 # Stored scores of the teacher, of which a NaN is not always a NaN of the loss.
 _SCORES = ("teacher_token_logps", "generic_token_logps")

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from credit_trl.lab.analysis.checkpoints import Checkpoint
-from credit_trl.lab.analysis.formula import CreditFormula
 from credit_trl.lab.analysis.tokenmap import score_response
-from credit_trl.lab.analysis.vocabulary_logps import RolloutContexts
+from credit_trl.lab.analysis.vocabulary_logps import CreditFormula, RolloutContexts
 
 
 @dataclass

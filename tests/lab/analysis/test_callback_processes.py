@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from credit_trl.lab.analysis.tokenmap import QUANTITIES, TokenMap
-from credit_trl.lab.analysis.tokenmap_json import read_maps
+from credit_trl.lab.analysis.tokenmap import QUANTITIES, TokenMap, read_maps
 from distributed.launching import finished, launch
 
 

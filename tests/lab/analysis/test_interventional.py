@@ -14,8 +14,7 @@ from joints import Joint, JointLM, mapped_rewards
 from credit_trl.evaluation.config import SamplingConfig
 from credit_trl.lab.analysis import interventional as iv
 from credit_trl.lab.analysis.checkpoints import Checkpoint
-from credit_trl.lab.analysis.formula import CreditFormula
-from credit_trl.lab.analysis.vocabulary_logps import RolloutContexts
+from credit_trl.lab.analysis.vocabulary_logps import CreditFormula, RolloutContexts
 from credit_trl.tasks.registry import load_task
 
 VOCABULARY, LENGTH, Z = 4, 2, 1  # the observed feedback is z = 1

@@ -10,8 +10,7 @@ from credit_trl import CreditTrainer
 from credit_trl.contexts.tokens import TokenContexts
 from credit_trl.lab.analysis.callback import CreditMapCallback
 from credit_trl.lab.analysis.checkpoints import Checkpoint
-from credit_trl.lab.analysis.tokenmap import TokenMap
-from credit_trl.lab.analysis.tokenmap_json import read_maps
+from credit_trl.lab.analysis.tokenmap import TokenMap, read_maps
 from credit_trl.lab.analysis.vocabulary_logps import next_token_logps
 from credit_trl.teacher.models import Teacher
 from tables import tables_of

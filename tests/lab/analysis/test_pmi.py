@@ -14,9 +14,8 @@ from credit_trl import objective
 from credit_trl.contexts.tokens import PrivilegedContext
 from credit_trl.lab.analysis import pmi
 from credit_trl.lab.analysis.checkpoints import Checkpoint
-from credit_trl.lab.analysis.formula import CreditFormula
 from credit_trl.lab.analysis.responses import Rollout, analysis_config
-from credit_trl.lab.analysis.vocabulary_logps import RolloutContexts
+from credit_trl.lab.analysis.vocabulary_logps import CreditFormula, RolloutContexts
 
 EXACT = {"atol": 1e-10, "rtol": 0}
 joints = st.builds(

@@ -10,14 +10,11 @@ from hypothesis import strategies as st
 
 from credit_trl import objective
 from credit_trl.contexts.tokens import PrivilegedContext
-from credit_trl.lab.analysis.formula import CreditFormula
 from credit_trl.lab.analysis.responses import Rollout, rollout_contexts
 from credit_trl.lab.analysis.token_classes import default_classes
-from credit_trl.lab.analysis.tokenmap import map_response
-from credit_trl.lab.analysis.tokenmap_json import read_maps, write_maps
-from credit_trl.lab.analysis.tokenmap_summary import format_summary, summarize_maps
+from credit_trl.lab.analysis.tokenmap import format_summary, map_response, read_maps, summarize_maps, write_maps
 from credit_trl.lab.analysis.tokentext import token_texts
-from credit_trl.lab.analysis.vocabulary_logps import RolloutContexts
+from credit_trl.lab.analysis.vocabulary_logps import CreditFormula, RolloutContexts
 from dense import logps
 from lab.drawn import drawn_map
 

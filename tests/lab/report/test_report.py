@@ -19,8 +19,7 @@ import torch
 
 from credit_trl import Verdict
 from credit_trl.evaluation.statistics import bootstrap_ci, paired_bootstrap
-from credit_trl.lab.analysis.tokenmap import QUANTITIES
-from credit_trl.lab.analysis.tokenmap_json import write_maps
+from credit_trl.lab.analysis.tokenmap import QUANTITIES, write_maps
 from credit_trl.lab.analysis.tokentext import visible
 from credit_trl.lab.report import ReportCallback, callback, write_report, write_token_maps
 from credit_trl.lab.report.comparison import compare_arms, curves, training_table

@@ -8,9 +8,14 @@ No module of this package imports the trainer.
 from credit_trl.lab.analysis.callback import CreditMapCallback
 from credit_trl.lab.analysis.checkpoints import Checkpoint
 from credit_trl.lab.analysis.responses import Rollout, analysis_config, sample_rollouts
-from credit_trl.lab.analysis.tokenmap import TokenMap, map_response
-from credit_trl.lab.analysis.tokenmap_json import read_maps, write_maps
-from credit_trl.lab.analysis.tokenmap_summary import format_summary, summarize_maps
+from credit_trl.lab.analysis.tokenmap import (
+    TokenMap,
+    format_summary,
+    map_response,
+    read_maps,
+    summarize_maps,
+    write_maps,
+)
 
 __all__ = [
     "Checkpoint",

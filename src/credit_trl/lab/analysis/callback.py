@@ -1,14 +1,16 @@
-"""`CreditMapCallback`: token maps during training."""
+"""`CreditMapCallback`: token maps during training, and the base of callbacks whose failures do not end a run."""
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 from accelerate.utils import gather_object
+from transformers import TrainerCallback
 
 from credit_trl.contexts.build import build_contexts
 from credit_trl.contexts.builder import ContextBuilder
@@ -17,13 +19,30 @@ from credit_trl.contexts.tokens import PrivilegedContext, TokenContexts
 from credit_trl.lab import MAPS_FOLDER
 from credit_trl.lab.analysis.checkpoints import Checkpoint
 from credit_trl.lab.analysis.responses import Rollout, data_url, with_contrasts
-from credit_trl.lab.analysis.tokenmap import TokenMap, map_response
-from credit_trl.lab.analysis.tokenmap_json import read_maps, write_maps
+from credit_trl.lab.analysis.tokenmap import TokenMap, map_response, read_maps, write_maps
 from credit_trl.lab.analysis.vocabulary_logps import RolloutContexts, vocabulary_logps
-from credit_trl.lab.optional import OptionalCallback
 from credit_trl.rollout.batch import content_key
 from credit_trl.teacher.models import Teacher
 from credit_trl.teacher.sharding import reshard
+
+logger = logging.getLogger(__name__)
+
+
+class OptionalCallback(TrainerCallback):
+    """Callback whose failures do not end the run: the first one is a warning, later ones are ignored."""
+
+    _has_warned = False
+
+    def attempt(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """The result of a function; None, with a warning the first time, if it fails."""
+        try:
+            return function(*arguments)
+        except Exception as error:
+            if not self._has_warned:
+                name = type(self).__name__
+                logger.warning(f"{name} failed, and training continues without it: {type(error).__name__}: {error}")
+            self._has_warned = True
+            return None
 
 
 class CreditMapCallback(OptionalCallback):
@@ -45,10 +64,7 @@ class CreditMapCallback(OptionalCallback):
         self.trainer = trainer
         self.every = every
         self.rollouts = rollouts
-        self._due = False
         self._evaluation_batch: Any = None
-        self._pinned: list[Rollout] = []
-        self._pinned_step: int | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.directory = Path(args.output_dir) / MAPS_FOLDER
@@ -57,10 +73,7 @@ class CreditMapCallback(OptionalCallback):
                 if int(path.stem.removeprefix("step-")) > state.global_step:
                     path.unlink()
         self._due = False
-        self._pinned = []
-        self._pinned_step = None
-        if state.global_step > 0:
-            self._read_pinned()
+        self._pinned = self._read_pinned() if state.global_step > 0 else None
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._evaluation_batch = self.trainer._generation_batch  # not a generation batch of training
@@ -79,13 +92,11 @@ class CreditMapCallback(OptionalCallback):
         checkpoint = Checkpoint(f"step-{step}", trainer._tokenizer, student, trainer.teacher)
         share = math.ceil(self.rollouts / trainer.accelerator.num_processes)
         chosen = _choose(self.attempt(self._current_rollouts, step) or [], share)
-        is_first = self._pinned_step is None
-        if is_first:
-            self._pinned_step = step
-            self._pinned = chosen
         # Sharded weights need equally many passes on every process.
         maps = self._maps(checkpoint, chosen, share)
-        if not is_first:
+        if self._pinned is None:
+            self._pinned = chosen
+        else:
             maps += self._maps(checkpoint, self._pinned[:share], share)
         reshard(trainer.model)  # the update would not reach the group that FSDP2 keeps gathered
         maps = gather_object(maps)
@@ -130,16 +141,14 @@ class CreditMapCallback(OptionalCallback):
             images=tuple(tuple(map(data_url, images)) for images in shown or [[]]),
         )
 
-    def _read_pinned(self) -> None:
-        """Take this process's share of the rollouts of the first file; the number of processes may have changed."""
+    def _read_pinned(self) -> list[Rollout] | None:
+        """This process's share of the rollouts of the first file; the number of processes may have changed."""
         accelerator = self.trainer.accelerator
         paths = sorted(self.directory.glob("step-*.json")) if accelerator.is_main_process else []
-        maps = [(path.stem, one) for path in paths[:1] for one in self.attempt(read_maps, path) or ()]
+        responses = [one.response for path in paths[:1] for one in self.attempt(read_maps, path) or ()]
         # Images are not stored as the model reads them.
-        first = [(stem, one.response) for stem, one in maps if not any(one.response.images)]
-        pinned = gather_object(first)
-        self._pinned_step = int(pinned[0][0].removeprefix("step-")) if pinned else None
-        self._pinned = [rollout for _, rollout in pinned][accelerator.process_index :: accelerator.num_processes]
+        pinned = gather_object([response for response in responses if not any(response.images)])
+        return pinned[accelerator.process_index :: accelerator.num_processes] if pinned else None
 
 
 def _choose(rollouts: Sequence[Rollout], count: int) -> list[Rollout]:

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from peft import PeftModel
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
@@ -18,7 +19,7 @@ from credit_trl.contexts.builder import ContextBuilder
 from credit_trl.contexts.prompts import Prompt, chat_renderer
 from credit_trl.evaluation.config import SamplingConfig
 from credit_trl.evaluation.engines import encode_prompt
-from credit_trl.evaluation.generation import end_of_turn_ids, generate_ids, pad_id
+from credit_trl.evaluation.generation import end_of_turn_ids, generate_ids
 from credit_trl.tasks.quickstart_model import model_path, naming_model
 from credit_trl.teacher.models import TEACHER_FILE, CopyTeacher, Teacher, make_teacher
 from credit_trl.training.check_model import check_logits
@@ -26,21 +27,13 @@ from credit_trl.training.check_model import check_logits
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """π_θ and π_ref of one point of a run.
+    """π_θ and π_ref of one point of a run."""
 
-    Args:
-        name: name in maps and reports.
-        tokenizer: tokenizer of both models.
-        student: π_θ.
-        teacher: π_ref; the student itself for self-distillation without lag.
-        chat_template_kwargs: arguments of the chat template (`{"enable_thinking": False}`).
-    """
-
-    name: str
-    tokenizer: PreTrainedTokenizerBase
-    student: Teacher
-    teacher: Teacher
-    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    name: str  # in maps and reports
+    tokenizer: PreTrainedTokenizerBase  # of both models
+    student: Teacher  # π_θ
+    teacher: Teacher  # π_ref; the student itself for self-distillation without lag
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)  # such as `{"enable_thinking": False}`
 
     @classmethod
     def from_model(
@@ -108,9 +101,8 @@ class Checkpoint:
         self, prompts: Sequence[Sequence[int]], sampling: SamplingConfig, batch_size: int = 64
     ) -> list[list[int]]:
         """Sample a completion of each prompt (token ids) from the student, see `evaluation.generate_ids`."""
-        ends = {"eos_token_ids": self.end_ids(), "pad_token_id": pad_id(self.tokenizer)}
         with self.student.active() as model:
-            return generate_ids(model, prompts, sampling, batch_size=batch_size, **ends)
+            return generate_ids(model, prompts, sampling, self.end_ids(), batch_size=batch_size)
 
     def end_ids(self) -> list[int]:
         """Ids that end a response, sorted."""
@@ -118,11 +110,7 @@ class Checkpoint:
 
 
 def _load_policy(path: str, checkpoint: str | Path | None) -> nn.Module:
-    if checkpoint is None:
-        return AutoModelForCausalLM.from_pretrained(path, dtype="auto")
-    checkpoint = Path(checkpoint)
-    if (checkpoint / "adapter_config.json").exists():
-        from peft import PeftModel
-
-        return PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(path, dtype="auto"), str(checkpoint))
-    return AutoModelForCausalLM.from_pretrained(checkpoint, dtype="auto")
+    has_adapters = checkpoint is not None and (Path(checkpoint) / "adapter_config.json").exists()
+    weights = path if checkpoint is None or has_adapters else checkpoint
+    model = AutoModelForCausalLM.from_pretrained(weights, dtype="auto")
+    return PeftModel.from_pretrained(model, str(checkpoint)) if has_adapters else model

@@ -7,13 +7,15 @@ distributions T, one teacher for each feedback z = "the answer is A", "â€¦ B", â
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from jaxtyping import Float
 from numpy.typing import NDArray
+from scipy.optimize import linprog
+from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from credit_trl.contexts.prompts import Prompt
@@ -49,8 +51,6 @@ def fit_posterior(
     Raises:
         ValueError: a row is not a distribution.
     """
-    from scipy.optimize import linprog
-
     for name, rows in (("student", student), ("teachers", teachers)):
         if not (np.isfinite(rows).all() and (rows >= 0).all() and np.allclose(rows.sum(-1), 1.0, atol=1e-4)):
             raise ValueError(f"`{name}` must hold distributions: numbers in [0, 1] that sum to 1 over the letters.")
@@ -106,19 +106,11 @@ class Record:
         mass = probabilities.sum(axis=-1)
         student, *teachers = probabilities / mass[:, None]
         teachers = np.array(teachers)
-        posterior, distance = fit_posterior(student, teachers)
-        return cls(
-            question=question,
-            student=student,
-            teachers=teachers,
-            student_mass=float(mass[0]),
-            teacher_mass=mass[1:],
-            posterior=posterior,
-            residual=distance,
-        )
+        fitted = fit_posterior(student, teachers)
+        return cls(question, student, teachers, float(mass[0]), mass[1:], *fitted)
 
 
-def letter_ids(tokenizer: PreTrainedTokenizerBase, letters: Sequence[str]) -> list[list[int]]:
+def letter_ids(tokenizer: PreTrainedTokenizerBase, letters: Iterable[str]) -> dict[str, list[int]]:
     """Ids of all tokens whose text without surrounding white space is the letter, for each letter."""
     ids: dict[str, list[int]] = {letter: [] for letter in letters}
     for token_id, text in enumerate(tokenizer.batch_decode([[i] for i in range(len(tokenizer))])):
@@ -126,7 +118,7 @@ def letter_ids(tokenizer: PreTrainedTokenizerBase, letters: Sequence[str]) -> li
             ids[text.strip()].append(token_id)
     if absent := [letter for letter, own in ids.items() if not own]:
         raise ValueError(f"The tokenizer has no token for {', '.join(absent)}.")
-    return list(ids.values())
+    return ids
 
 
 def measure_compatibility(
@@ -148,10 +140,7 @@ def measure_compatibility(
         prefix: forced start of the response, right before the letter.
         progress: whether to show a progress bar.
     """
-    from tqdm.auto import tqdm
-
-    distinct = sorted({letter for q in questions for letter in q.letters})
-    ids = dict(zip(distinct, letter_ids(checkpoint.tokenizer, distinct), strict=True))
+    ids = letter_ids(checkpoint.tokenizer, sorted({letter for q in questions for letter in q.letters}))
     builder = checkpoint.context_builder(analysis_config(**_TEMPLATES))
     prefix_ids = checkpoint.tokenizer(prefix, add_special_tokens=False)["input_ids"]
     records = []

@@ -18,17 +18,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
+from pandas import DataFrame
+from scipy.special import expit
 from torch import Tensor
 
 from credit_trl.lab.analysis.tokenmap import TokenMap
 from credit_trl.objective import Form
 from credit_trl.tasks.escaping import markdown_table, table_cell
-
-if TYPE_CHECKING:
-    from pandas import DataFrame
 
 # A and B are chosen among the alternatives to which student or teacher gives this probability.
 MIN_PROBABILITY = 0.01
@@ -66,23 +64,14 @@ def find_branches(token_map: TokenMap) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class BranchDrift:
-    """A branch under self-distillation with the target of one configuration.
+    """A branch under self-distillation with the target of one configuration."""
 
-    Args:
-        log_odds: ℓ_0, in nats.
-        delta: δ, in nats.
-        s: in nats; 0 for a target that is only flattened.
-        coef: λ; 0 is SDPO.
-        rate: ρ in [0, 1].
-        form: form of the target.
-    """
-
-    log_odds: float
-    delta: float
-    s: float
-    coef: float
-    rate: float
-    form: Form = "subtract"
+    log_odds: float  # ℓ_0, in nats
+    delta: float  # δ, in nats
+    s: float  # in nats; 0 for a target that is only flattened
+    coef: float  # λ; 0 is SDPO
+    rate: float  # ρ in [0, 1]
+    form: Form = "subtract"  # of the target
 
     @property
     def end_point(self) -> float:
@@ -145,15 +134,21 @@ def branch_table(maps: Sequence[TokenMap], rate: float, batches: int) -> str:
         rate: ρ of the teacher.
         batches: T, generation batches of the predicted drift.
     """
-    from pandas import DataFrame
-
-    found = [_with_predictions(token_map, rate, batches) for token_map in maps]
+    found = [find_branches(token_map) for token_map in maps]
     labels = [m.classes[t] for m, own in zip(maps, found, strict=True) for t in own["positions"].tolist()]
     if not labels:
         return "No branch between a generic and an input-specific token was found.\n"
-    values = {name: torch.cat([own[name] for own in found]).numpy() for name in found[0]}
-    frame = DataFrame(values | {"class": labels})
-    classes = sorted(frame.groupby("class", sort=False), key=lambda item: -len(item[1]))
+    frame = DataFrame({name: torch.cat([own[name] for own in found]).numpy() for name in found[0]})
+    formula = maps[0].scores.formula
+    measured = list(frame[["log_odds", "delta", "s"]].itertuples(index=False, name=None))
+    frame["lambda_c"] = frame["delta"] / (frame["delta"] + frame["s"])
+    frame["lambda_hold"] = [holding_coef(*one) for one in measured]
+    frame["lambda_guide"] = frame["delta"] / frame["s"]
+    frame["rate"] = expit(frame["log_odds"])
+    frame["rate_sdpo"] = expit([BranchDrift(*one, 0.0, rate).after(batches) for one in measured])
+    run = [BranchDrift(*one, formula.contrastive_coef, rate, formula.form) for one in measured]
+    frame["rate_run"] = expit([one.after(batches) for one in run])
+    classes = sorted(frame.groupby(labels, sort=False), key=lambda item: -len(item[1]))
     title = (
         "Branches of a generic token A and an input-specific token B: medians, and median [quartiles] of λ where "
         "δ > 0. Above λ_c A becomes rarer than B, above λ_hold it does not rise; for guide both are δ/s. Rates are "
@@ -161,27 +156,9 @@ def branch_table(maps: Sequence[TokenMap], rate: float, batches: int) -> str:
         f"T = {batches} generation batches with ρ = {rate:g}."
     )
     columns = ("token class", "branches", "δ > 0", "ℓ_0", "δ", "s", "λ_c", "λ_hold", "λ of guide", "now", "SDPO")
-    own_rate = f"λ = {maps[0].scores.formula.contrastive_coef:g}"
+    own_rate = f"λ = {formula.contrastive_coef:g}"
     rows = [_cells(name, own) for name, own in [("all", frame), *classes]]
     return f"{title}\n\n{markdown_table((*columns, own_rate), rows)}\n"
-
-
-def _with_predictions(token_map: TokenMap, rate: float, batches: int) -> dict[str, Tensor]:
-    """Branches of a map with their λ, NaN where δ ≤ 0, and the share of A among A and B now and after training."""
-    found = find_branches(token_map)
-    rising = found["delta"].where(found["delta"] > 0.0, torch.nan)
-    formula = token_map.scores.formula
-    measured = list(zip(*(found[name].tolist() for name in ("log_odds", "delta", "s")), strict=True))
-    sdpo = [BranchDrift(*one, coef=0.0, rate=rate).after(batches) for one in measured]
-    run = [BranchDrift(*one, formula.contrastive_coef, rate, formula.form).after(batches) for one in measured]
-    return found | {
-        "lambda_c": rising / (rising + found["s"]),
-        "lambda_guide": rising / found["s"],
-        "lambda_hold": found["s"].new_tensor([holding_coef(*one) for one in measured]),
-        "rate": found["log_odds"].sigmoid(),
-        "rate_sdpo": found["s"].new_tensor(sdpo).sigmoid(),
-        "rate_run": found["s"].new_tensor(run).sigmoid(),
-    }
 
 
 def _cells(name: str, branches: DataFrame) -> list[str]:

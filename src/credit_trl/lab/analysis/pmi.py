@@ -19,10 +19,9 @@ from credit_trl import objective
 from credit_trl.config import CreditConfig
 from credit_trl.contexts.tokens import TokenContexts
 from credit_trl.lab.analysis.checkpoints import Checkpoint
-from credit_trl.lab.analysis.formula import CreditFormula
 from credit_trl.lab.analysis.responses import Rollout, rollout_contexts
 from credit_trl.lab.analysis.tokenmap import ScoredTokens, gather_scores
-from credit_trl.lab.analysis.vocabulary_logps import CreditLogps, RolloutContexts, vocabulary_logps
+from credit_trl.lab.analysis.vocabulary_logps import CreditFormula, CreditLogps, RolloutContexts, vocabulary_logps
 from credit_trl.objective import Form
 
 

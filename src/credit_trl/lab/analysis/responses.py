@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from itertools import islice
@@ -16,7 +16,7 @@ from credit_trl.config import CreditConfig
 from credit_trl.contexts.build import gather_contrast_batch
 from credit_trl.contexts.contrast import Contrast, ContrastBatch, draw_contrasts, find_source
 from credit_trl.contexts.images import thumbnail
-from credit_trl.contexts.prompts import Prompt, user_text
+from credit_trl.contexts.prompts import Prompt
 from credit_trl.contexts.tokens import PrivilegedContext
 from credit_trl.evaluation.config import SamplingConfig
 from credit_trl.evaluation.generation import read_responses
@@ -48,11 +48,6 @@ class Rollout:
     def group(self) -> str:
         """Key of the group: rollouts of the same prompt."""
         return prompt_key(self.prompt)
-
-    @property
-    def problem(self) -> str:
-        """Text of the last user turn."""
-        return user_text(self.prompt)
 
     @classmethod
     def from_json(cls, record: dict[str, Any]) -> Rollout:
@@ -179,7 +174,8 @@ def sample_rollouts(
     )
     gathered = gather_contrast_batch(batch, checkpoint.context_builder(with_contrasts(config)))
     contrasts = _draw(gathered, config)
-    names = distinct_names([_name(row, n) for n, row in enumerate(rows)])
+    ids = [n if row.get("id") is None else row["id"] for n, row in enumerate(rows)]
+    names = distinct_names([visible(str(one)) for one in ids])
     return [
         Rollout(
             identifier=f"{names[i // samples]}/{i % samples}",
@@ -217,8 +213,3 @@ def with_contrasts(config: CreditConfig) -> CreditConfig:
     config = copy.copy(config)
     config.contrastive_coef = config.contrastive_coef or 1.0
     return config
-
-
-def _name(row: Mapping[str, Any], position: int) -> str:
-    """Identifier of a row, by default its position."""
-    return visible(str(position if row.get("id") is None else row["id"]))

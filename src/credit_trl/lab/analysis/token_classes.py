@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
+from credit_trl.contexts.prompts import user_text
 from credit_trl.lab.analysis.responses import Rollout
 from credit_trl.lab.analysis.tokentext import NEWLINE, TAB, TokenText
 from credit_trl.tasks.registry import Task
@@ -31,7 +32,7 @@ def default_classes(response: Rollout, tokens: Sequence[TokenText]) -> list[str]
     A token with letters has the class of the word that it begins or continues: a prompt word occurs in the last user
     turn, ignoring case. Bytes of characters that span tokens are punctuation.
     """
-    known = {word.lower() for word in _WORD.findall(response.problem)}
+    known = {word.lower() for word in _WORD.findall(user_text(response.prompt))}
     text = _SPELLED_OUT.sub(lambda m: "\ufffd" * len(m[0]), "".join(token.text for token in tokens))
     words = {place: m[0].lower() for m in _WORD.finditer(text) for place in range(m.start(), m.end())}
     classes = []

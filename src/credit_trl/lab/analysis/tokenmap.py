@@ -1,26 +1,33 @@
-"""Token maps: the credit of every token of a response, in the paper's symbols.
+"""Token maps: the credit of every token of a response, in the paper's symbols, as JSON, and summed over classes.
 
-`map_response` runs the models. R_t is computed as in the run's loss (`formula`); every other quantity is a property of
-`ScoredTokens` and one function of `objective.py`. `tokenmap_json` stores maps, `lab.report` shows them.
+`map_response` runs the models. R_t is computed as in the run's loss, by `CreditFormula`; every other quantity is a
+property of `ScoredTokens` and one function of `objective.py`. `lab.report` shows maps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
+from pandas import DataFrame
 from torch import Tensor
 
 from credit_trl import objective
 from credit_trl.config import CreditConfig
 from credit_trl.lab.analysis.checkpoints import Checkpoint
-from credit_trl.lab.analysis.formula import CreditFormula
 from credit_trl.lab.analysis.responses import Rollout, rollout_contexts
 from credit_trl.lab.analysis.token_classes import Classify, default_classes
-from credit_trl.lab.analysis.tokentext import TokenText, token_texts
-from credit_trl.lab.analysis.vocabulary_logps import CreditLogps, RolloutContexts, credit_logps
+from credit_trl.lab.analysis.tokentext import TokenText, token_texts, visible
+from credit_trl.lab.analysis.vocabulary_logps import CreditFormula, CreditLogps, RolloutContexts, credit_logps
+from credit_trl.tasks.escaping import markdown_table, pluralized, table_cell
+from credit_trl.training.run_directory import write_atomically
 
 # Quantities of a map and their symbols, the default one first; `CreditFormula.meanings` explains them.
 QUANTITIES = {
@@ -66,6 +73,9 @@ class ScoredTokens:
     def specific(self) -> Float[Tensor, "T ..."]:
         """Ŝ_t(v), Eq. 6; NaN without contrast prompts."""
         return objective.input_specific(self.teacher_logps, self.contrast_logps)
+
+
+_TENSORS = [field.name for field in fields(ScoredTokens) if field.name not in ("formula", "alternatives")]
 
 
 @dataclass(frozen=True)
@@ -162,3 +172,115 @@ def map_response(
         scores,
         [[text_of[i] for i in row] for row in scores.alternatives.ids.tolist()],
     )
+
+
+def write_maps(maps: Sequence[TokenMap], path: str | Path) -> None:
+    """Write maps as JSON, with as many digits as restore the same floats. NaN and infinities are strings."""
+    write_atomically(path, json.dumps(list(map(_record, maps)), ensure_ascii=True, separators=(",", ":")))
+
+
+def read_maps(path: str | Path) -> list[TokenMap]:
+    """Read the maps that `write_maps` wrote, in the same order. Texts pass through `visible`.
+
+    Raises:
+        ValueError: the file does not hold token maps.
+    """
+    try:
+        records = json.loads(Path(path).read_text("utf-8"))
+        return [_token_map(record) for record in records]
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        problem = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{path} holds no token maps ({problem}). Map the run again.") from error
+
+
+def scores_record(scores: ScoredTokens, names: Iterable[str]) -> dict[str, Any]:
+    """Attributes of scores for JSON, rounded to as many digits as restore the same float."""
+    digits = 17 if scores.student_logps.dtype == torch.float64 else 9
+    return {name: _rounded(getattr(scores, name).tolist(), digits) for name in names}
+
+
+def _rounded(value: Any, digits: int) -> Any:
+    if isinstance(value, list):
+        return [_rounded(one, digits) for one in value]
+    if isinstance(value, int):
+        return value
+    return float(f"{value:.{digits}g}") if math.isfinite(value) else str(value)
+
+
+def _record(token_map: TokenMap) -> dict[str, Any]:
+    scores = token_map.scores
+    return {
+        "response": asdict(token_map.response),
+        "checkpoint": token_map.checkpoint,
+        "tokens": [asdict(token) for token in token_map.tokens],
+        "classes": token_map.classes,
+        "formula": asdict(scores.formula),
+        "dtype": str(scores.student_logps.dtype).removeprefix("torch."),
+        "scores": scores_record(scores, _TENSORS),
+        "alternatives": {"texts": token_map.alternatives, "scores": scores_record(scores.alternatives, _TENSORS)},
+    }
+
+
+def _token_map(record: dict[str, Any]) -> TokenMap:
+    formula = CreditFormula(**record["formula"])
+    dtype = {"float32": torch.float32, "float64": torch.float64}[record["dtype"]]
+    length = len(record["classes"])
+    others = record["alternatives"]
+    count = len(others["texts"][0])
+    alternatives = ScoredTokens(**_tensors(others["scores"], (length, count), dtype), formula=formula)
+    scores = ScoredTokens(**_tensors(record["scores"], (length,), dtype), formula=formula, alternatives=alternatives)
+    return TokenMap(
+        Rollout.from_json(record["response"]),
+        visible(record["checkpoint"]),
+        [
+            TokenText(visible(t["text"]), t["character"] and visible(t["character"]), t["special"])
+            for t in record["tokens"]
+        ],
+        [visible(name) for name in record["classes"]],
+        scores,
+        [[visible(text) for text in row] for row in others["texts"]],
+    )
+
+
+def _tensors(scores: dict[str, Any], shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Fields of `ScoredTokens`; `contrast_logps` has one more dimension."""
+    tensors = {}
+    for name in _TENSORS:
+        size = (len(scores[name]), *shape) if name == "contrast_logps" else shape
+        values = torch.from_numpy(np.array(scores[name], dtype=np.float64).reshape(size))
+        tensors[name] = values.to(torch.int64 if name == "ids" else dtype)
+    return tensors
+
+
+def summarize_maps(maps: Sequence[TokenMap]) -> DataFrame:
+    """One row for each token class, the largest share of |S| first. Maps without contrast prompts are skipped.
+
+    `ΔV_t = S_t + (Ĝ_t − log π_θ)`, Eq. 7: the first part depends on the question, the second does not.
+
+    The index is the class. Columns are `tokens`, their number; the shares `of_tokens`, `of_delta_v` and `of_specific`
+    of the sums of tokens, |ΔV| and |S|; and the means `delta_v` and `specific` in nats.
+    """
+    rows = [
+        row
+        for m in maps
+        if len(m.scores.contrast_logps)
+        for row in zip(m.classes, m.scores.delta_v.tolist(), m.scores.specific.tolist(), strict=True)
+    ]
+    tokens = DataFrame(rows, columns=["class", "delta_v", "specific"]).astype({"delta_v": float, "specific": float})
+    by_class = tokens["class"]
+    sums = tokens[["delta_v", "specific"]].abs().assign(tokens=1.0).groupby(by_class).sum()
+    shares = (sums / sums.sum().replace(0.0, 1.0)).add_prefix("of_")
+    means = tokens[["delta_v", "specific"]].groupby(by_class).mean()
+    found = means.join(shares).assign(tokens=by_class.value_counts())
+    return found.sort_values("of_specific", ascending=False)
+
+
+def format_summary(summary: DataFrame) -> str:
+    """Markdown table of the summary."""
+    columns = ("token class", "tokens", "share of tokens", "of \\|ΔV\\|", "of \\|S\\|", "mean ΔV", "mean S")
+    rows = []
+    for name, own in summary.iterrows():
+        shares = [f"{own[share]:.3f}" for share in ("of_tokens", "of_delta_v", "of_specific")]
+        means = [f"{own[mean]:+.3f}" for mean in ("delta_v", "specific")]
+        rows.append([table_cell(str(name)), f"{own['tokens']:.0f}", *shares, *means])
+    return f"{pluralized(int(summary['tokens'].sum()), 'token')}\n\n{markdown_table(columns, rows)}\n"

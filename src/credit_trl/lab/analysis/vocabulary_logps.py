@@ -1,4 +1,4 @@
-"""Log-probabilities of a response over the whole vocabulary under any prompts, in chunks of positions.
+"""Log-probabilities of a response over the whole vocabulary under any prompts, in chunks of positions, and R_t.
 
 The backbone passes are the trainer's own (`teacher.passes`), so adapters, mixed precision and sharded weights behave
 as in training. No `(response × vocabulary)` tensor exists whole.
@@ -8,20 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
+from credit_trl import objective
+from credit_trl.config import CreditConfig
 from credit_trl.contexts.images import PromptImages
 from credit_trl.contexts.tokens import CompletionBatch, TokenContexts
+from credit_trl.lab.analysis.checkpoints import Checkpoint
 from credit_trl.loss.head import LMHead, accumulation_dtype, lm_head
+from credit_trl.objective import Form
 from credit_trl.teacher.models import Teacher
 from credit_trl.teacher.passes import PADDING_SHARE, token_states
-
-if TYPE_CHECKING:
-    from credit_trl.lab.analysis.checkpoints import Checkpoint
 
 # Elements of all log-probabilities in memory at once: 256 MB in fp32.
 _CHUNK_ELEMENTS = 2**26
@@ -45,6 +45,106 @@ class CreditLogps:
     student: Float[Tensor, "n V"]  # log π_θ(· | x, y_<t)
     teacher: Float[Tensor, "n V"]  # f = log π_ref(· | x, y_<t, z)
     contrasts: Float[Tensor, "C n V"]  # g_k = log π_ref(· | x'_k, y_<t, z); C may be 0
+
+
+@dataclass(frozen=True)
+class CreditFormula:
+    """What R_t depends on besides the log-probabilities. The defaults are the paper's Eq. 8 over the vocabulary.
+
+    It computes R_t from `CreditLogps` with the functions of `objective`, as a run does.
+    """
+
+    contrastive_coef: float  # λ
+    form: Form = "subtract"  # of the contrast
+    topk: int | None = None  # K of a top-K support; None for the vocabulary, and for the support of the sampled token
+    tail: str = "bucket"  # "renormalize" makes R_t conditional on a top-K support
+    temperature: float = 1.0  # of the samples, by which logits are divided
+
+    @classmethod
+    def from_config(cls, config: CreditConfig) -> CreditFormula:
+        """Formula of a run with this configuration."""
+        topk = config.distillation_topk if config.distillation_support == "teacher_topk" else None
+        return cls(
+            config.contrastive_coef, config.contrastive_form, topk, config.distillation_tail, config.temperature
+        )
+
+    def advantages(self, logps: CreditLogps, ids: Int[Tensor, "n A"]) -> Float[Tensor, "n A"]:
+        """R_t of A tokens at n positions, each computed as if it were the sampled token.
+
+        Without contrast prompts λ is 0.
+        """
+        passes = (logps.student, logps.teacher, logps.contrasts)
+        chosen = [one.gather(-1, ids.expand(*one.shape[:-1], -1)) for one in passes]
+        support = self._support(logps)
+        if support is not None and self.tail == "renormalize":
+            is_outside = (support[:, None] != ids[..., None]).all(dim=-1)
+            chosen = [own - _log_mass(one, support, own, is_outside) for one, own in zip(passes, chosen, strict=True)]
+        student, teacher, contrasts = chosen
+        return self._target(teacher, contrasts) - student
+
+    def policy_mean(self, logps: CreditLogps) -> Float[Tensor, " n"]:
+        """Mean of R_t under the policy, over the buckets of the loss. A step raises the tokens whose R_t is larger."""
+        support = self._support(logps)
+        passes = (logps.student, logps.teacher, logps.contrasts)
+        student, teacher, contrasts = (self._buckets(one, support) for one in passes)
+        return (student.exp() * (self._target(teacher, contrasts) - student)).sum(dim=-1)
+
+    def _target(self, teacher: Float[Tensor, "n A"], contrasts: Float[Tensor, "C n A"]) -> Float[Tensor, "n A"]:
+        if not len(contrasts):
+            return teacher
+        return objective.credit_target(teacher, objective.input_generic(contrasts), self.contrastive_coef, self.form)
+
+    def _support(self, logps: CreditLogps) -> Int[Tensor, "n K"] | None:
+        """Ids of the top-K support; None where it is the vocabulary, as for a K of at least its size."""
+        if self.topk is None or self.topk >= logps.teacher.shape[-1]:
+            return None
+        return logps.teacher.topk(self.topk, dim=-1).indices
+
+    def _buckets(self, values: Float[Tensor, "*c n V"], support: Int[Tensor, "n K"] | None) -> Float[Tensor, "*c n B"]:
+        """Log-probabilities of the buckets that the loss sums over."""
+        if support is None:
+            return values
+        support = support.expand(*values.shape[:-1], -1)
+        chosen = values.gather(-1, support)
+        if self.tail == "renormalize":
+            return objective.renormalize(chosen)
+        outside = values.scatter(-1, support, -torch.inf).logsumexp(dim=-1)
+        return objective.add_tail_bucket(chosen, outside)
+
+    @property
+    def symbols(self) -> str:
+        """R_t in symbols, with the support that it is conditional on."""
+        text = "ΔV_t + λ S_t" if self.form == "guide" else "ΔV_t − λ Ĝ"
+        if self.tail == "renormalize" and self.topk is not None:
+            text += f"; conditional on the teacher's {self.topk} most likely tokens"
+        return text
+
+    @property
+    def text(self) -> str:
+        """R_t in symbols and λ, on one line."""
+        return f"R_t = {self.symbols}, λ = {self.contrastive_coef:.4g}"
+
+    def meanings(self) -> dict[str, str]:
+        """Explanation of each quantity of a token map under this formula."""
+        return {
+            "centred": f"R_t = {self.symbols}, minus its mean under the policy: a step raises positive tokens",
+            "advantage": f"CREDIT's advantage: {self.symbols}",
+            "specific": "input-specific part of the teacher's log-probability: f − Ĝ",
+            "delta_v": "self-distillation reward of the token: f − log π_θ",
+            "generic": "mean log-probability under contrast prompts with the same feedback",
+            "student_logps": "the student's log-probability",
+        }
+
+
+def _log_mass(
+    logps: Float[Tensor, "*c n V"],
+    support: Int[Tensor, "n K"],
+    token_logps: Float[Tensor, "*c n A"],
+    is_outside: Tensor,
+) -> Float[Tensor, "*c n A"]:
+    """Log-probability of the support and of each token, which may lie outside it."""
+    inside = logps.gather(-1, support.expand(*logps.shape[:-1], -1)).logsumexp(dim=-1, keepdim=True)
+    return torch.where(is_outside, torch.logaddexp(inside, token_logps), inside)
 
 
 def credit_logps(

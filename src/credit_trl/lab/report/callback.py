@@ -14,11 +14,9 @@ from trl.data_utils import prepare_multimodal_messages
 from trl.trainer.utils import strip_images_from_messages
 
 from credit_trl.contexts.prompts import images_of
-from credit_trl.lab.analysis.callback import CreditMapCallback
+from credit_trl.lab.analysis.callback import CreditMapCallback, OptionalCallback
 from credit_trl.lab.analysis.responses import data_url
-from credit_trl.lab.optional import OptionalCallback
-from credit_trl.lab.report.dashboards import send_credit, send_rollouts
-from credit_trl.lab.report.log_lines import print_lines
+from credit_trl.lab.report.logs import print_lines, send_credit, send_rollouts
 from credit_trl.lab.report.runs import COMPLETIONS
 from credit_trl.lab.report.write import REPORT_FILE, write_report
 

@@ -9,10 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from credit_trl.evaluation.statistics import bootstrap_ci, holm, paired_bootstrap
-from credit_trl.lab.report.runs import Run
+from credit_trl.lab.report.runs import SCORE, Run
 
-# Title and name in the log. avg@k comes from the evaluations.
+# Title and name in the log, or of an evaluation.
 CURVES = {
+    "avg@k of the evaluations": SCORE,
     "Reward of the rollouts": "reward",
     "Response length (tokens)": "completions/mean_length",
     "S_t, mean (nats)": "credit/s_mean",
@@ -22,7 +23,6 @@ CURVES = {
     "Entropy of the policy (nats)": "entropy",
 }
 SECONDS = "credit/seconds_"  # beginning of the names of the seconds by stage
-SCORE_CURVE = "avg@k of the evaluations"
 
 
 def curves(arms: Mapping[str, Sequence[Run]]) -> list[dict[str, Any]]:
@@ -32,8 +32,8 @@ def curves(arms: Mapping[str, Sequence[Run]]) -> list[dict[str, Any]]:
     highest of them, at the steps that all of them have.
     """
     found = []
-    for title in (SCORE_CURVE, *CURVES):
-        series = [{"arm": i, "points": _points(title, runs)} for i, runs in enumerate(arms.values())]
+    for title, name in CURVES.items():
+        series = [{"arm": i, "points": _points(name, runs)} for i, runs in enumerate(arms.values())]
         series = [one for one in series if one["points"]]
         if series:
             found.append({"title": title, "series": series})
@@ -74,13 +74,10 @@ def _mean(values: Sequence[float | None]) -> float | None:
     return float(np.mean(known)) if known else None
 
 
-def _points(title: str, runs: Sequence[Run]) -> list[list[float | None]]:
-    if title == SCORE_CURVE and len(runs) == 1:
+def _points(name: str, runs: Sequence[Run]) -> list[list[float | None]]:
+    if name == SCORE and len(runs) == 1:
         return [[row["step"], row["score"], row.get("low"), row.get("high")] for row in runs[0].evaluations]
-    if title == SCORE_CURVE:
-        values = [{row["step"]: float(row["score"]) for row in run.evaluations} for run in runs]
-    else:
-        values = [run.series(CURVES[title]) for run in runs]
+    values = [run.series(name) for run in runs]
     steps = sorted(set.intersection(*map(set, values)))
     of_step = {step: [one[step] for one in values] for step in steps}
     if len(runs) == 1:

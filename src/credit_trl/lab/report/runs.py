@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pyarrow import parquet
 
 from credit_trl.training import run_directory as files
 
 COMPLETIONS = "completions"
+SCORE = "score"  # avg@k in an evaluation
 # Options that do not affect training, and the seeds.
 _IGNORED_OPTIONS = re.compile(
     r"seed|data_seed|run_name|.*_dir|resume_from_checkpoint|disable_tqdm|project|parameters|(trackio|dataloader|eval|hub|"
@@ -23,19 +25,12 @@ _IGNORED_OPTIONS = re.compile(
 
 @dataclass(frozen=True)
 class Run:
-    """One run directory, or the directory of one evaluation without training.
-
-    Args:
-        folder: the directory.
-        options: configuration and facts of `run.json`, such as model, task and rows; empty without the file.
-        log: rows of `log.jsonl`.
-        evaluations: rows of `evaluations.jsonl`, sorted by step.
-    """
+    """One run directory, or the directory of one evaluation without training."""
 
     folder: Path
-    options: Mapping[str, Any]
-    log: Sequence[Mapping[str, Any]]
-    evaluations: Sequence[Mapping[str, Any]]
+    options: Mapping[str, Any]  # configuration and facts of `run.json`, such as model and rows; empty without the file
+    log: Sequence[Mapping[str, Any]]  # rows of `log.jsonl`
+    evaluations: Sequence[Mapping[str, Any]]  # rows of `evaluations.jsonl`, sorted by step
 
     @property
     def seed(self) -> int | None:
@@ -46,9 +41,15 @@ class Run:
         """Name of the evaluated task, "" without evaluations."""
         return str(self.evaluations[-1]["task"]) if self.evaluations else ""
 
+    def text(self, option: str) -> str:
+        """An option's value as text or JSON."""
+        value = self.options.get(option)
+        return value if isinstance(value, str) else json.dumps(value, sort_keys=True)
+
     def series(self, name: str) -> dict[int, float]:
-        """A logged number by step."""
-        return {row["step"]: float(row[name]) for row in self.log if isinstance(row.get(name), int | float)}
+        """A logged number by step, or the `SCORE` of the evaluations."""
+        rows = self.evaluations if name == SCORE else self.log
+        return {row["step"]: float(row[name]) for row in rows if isinstance(row.get(name), int | float)}
 
     def mean_over_steps(self, prefix: str) -> float | None:
         """Mean over optimizer steps of the sum of all logged numbers whose names begin with `prefix`.
@@ -94,13 +95,9 @@ def load_run(folder: str | Path) -> Run:
     data = described.pop("data", None)
     if data is not None:
         described["reward_funcs"] = ", ".join(one["name"] or one["called"] for one in data["reward_funcs"])
-        described["rows"] = _rows(data["train"] or {})
+        rows = data["train"] or {}
+        described["rows"] = (rows.get("sha256") or "")[:8] or rows.get("name")  # of a file, or of the hub
     return Run(folder, {**described.pop("config", {}), **described}, log, evaluations)
-
-
-def _rows(place: Mapping[str, Any]) -> str | None:
-    """What names the rows of a place: the beginning of a file's hash, or a name of the hub."""
-    return (place.get("sha256") or "")[:8] or place.get("name")
 
 
 def arms_of(runs: Sequence[Run]) -> dict[str, list[Run]]:
@@ -112,7 +109,7 @@ def arms_of(runs: Sequence[Run]) -> dict[str, list[Run]]:
     arms: dict[str, list[Run]] = {}
     shown = differing_options(runs)
     for run, folder in zip(runs, short_names([run.folder for run in runs]), strict=True):
-        name = ", ".join(f"{option}={_text(_value(run, option))}" for option in shown) or runs[0].folder.resolve().name
+        name = ", ".join(f"{option}={_compared(run, option)}" for option in shown) or runs[0].folder.resolve().name
         is_twin = any(other.seed == run.seed for other in arms.get(name, ()))
         arms.setdefault(f"{name} ({folder})" if is_twin else name, []).append(run)
     return arms
@@ -121,7 +118,7 @@ def arms_of(runs: Sequence[Run]) -> dict[str, list[Run]]:
 def differing_options(runs: Sequence[Run]) -> list[str]:
     """Options whose values differ among the runs, without seeds and those that do not affect training."""
     names = sorted({name for run in runs for name in run.options if not _IGNORED_OPTIONS.fullmatch(name)})
-    return [name for name in names if len({_text(_value(run, name)) for run in runs}) > 1]
+    return [name for name in names if len({_compared(run, name) for run in runs}) > 1]
 
 
 def short_names(paths: Sequence[str | Path], parts: int = 1) -> list[str]:
@@ -137,8 +134,6 @@ def short_names(paths: Sequence[str | Path], parts: int = 1) -> list[str]:
 
 def read_completions(run: Run, steps: int = 12, rows: int = 8) -> list[dict[str, Any]]:
     """Rows of TRL's tables of completions: the first `rows` of each of at most `steps` steps, evenly spaced."""
-    import pyarrow.parquet as parquet
-
     paths = sorted((run.folder / COMPLETIONS).glob("completions_*.parquet"))
     count = min(steps, len(paths))
     chosen = [paths[round(i * (len(paths) - 1) / max(1, count - 1))] for i in range(count)]
@@ -151,13 +146,9 @@ def read_completions(run: Run, steps: int = 12, rows: int = 8) -> list[dict[str,
     return found
 
 
-def _value(run: Run, option: str) -> Any:
-    """Value of an option; a number in the model's path that is the run's seed does not count."""
-    value = run.options.get(option)
-    if option == "model" and isinstance(value, str) and run.seed is not None:
-        return re.sub(rf"(?<!\d){run.seed}(?!\d)", "{seed}", value)
-    return value
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, sort_keys=True)
+def _compared(run: Run, option: str) -> str:
+    """Text of an option; a number in the model's path that is the run's seed does not count."""
+    text = run.text(option)
+    if option == "model" and run.seed is not None:
+        return re.sub(rf"(?<!\d){run.seed}(?!\d)", "{seed}", text)
+    return text

@@ -16,9 +16,7 @@ from torch import Tensor
 from credit_trl.contexts.prompts import Prompt, user_text
 from credit_trl.lab import MAPS_FOLDER
 from credit_trl.lab.analysis.responses import Rollout, feedback_text
-from credit_trl.lab.analysis.tokenmap import QUANTITIES, TokenMap
-from credit_trl.lab.analysis.tokenmap_json import read_maps, scores_record
-from credit_trl.lab.analysis.tokenmap_summary import summarize_maps
+from credit_trl.lab.analysis.tokenmap import QUANTITIES, TokenMap, read_maps, scores_record, summarize_maps
 from credit_trl.lab.analysis.tokentext import visible
 
 # Quantile of a group's magnitudes at which colours saturate. A lower one hides the change of large values in training.
@@ -50,19 +48,17 @@ def maps_section(maps: Sequence[TokenMap]) -> dict[str, Any]:
         "checkpoints": [visible(name) for name in checkpoints],
         "responses": [
             {
-                **_described(own[0].response),
-                **_tokens(own[0]),
+                **_described(own[0]),
                 "scales": scales[own[0].response.group],
                 "maps": [next((_values(m) for m in own if m.checkpoint == c), None) for c in checkpoints],
             }
             for own in ordered
         ],
-        "summaries": [_summary([m for m in maps if m.checkpoint == c]) for c in checkpoints],
+        "summaries": [
+            summarize_maps([m for m in maps if m.checkpoint == c]).reset_index(names="name").to_dict("records")
+            for c in checkpoints
+        ],
     }
-
-
-def _summary(maps: Sequence[TokenMap]) -> list[dict[str, Any]]:
-    return summarize_maps(maps).reset_index(names="name").to_dict("records")
 
 
 def group_scales(maps: Sequence[TokenMap]) -> dict[str, dict[str, float]]:
@@ -70,11 +66,10 @@ def group_scales(maps: Sequence[TokenMap]) -> dict[str, dict[str, float]]:
 
     It is the `SATURATION` quantile of the magnitudes over all responses of a group and all compared checkpoints.
     """
-    scales: dict[str, dict[str, float]] = {}
-    for group in dict.fromkeys(m.response.group for m in maps):
-        members = [m for m in maps if m.response.group == group]
-        scales[group] = {q: _magnitude([m.values(q) for m in members]) for q in QUANTITIES}
-    return scales
+    groups: dict[str, list[TokenMap]] = {}
+    for one in maps:
+        groups.setdefault(one.response.group, []).append(one)
+    return {group: {q: _magnitude([m.values(q) for m in own]) for q in QUANTITIES} for group, own in groups.items()}
 
 
 def _magnitude(values: list[Float[Tensor, " T"]]) -> float:
@@ -91,7 +86,9 @@ def _reward(response: Rollout) -> float:
     return float(response.reward) if is_known else math.inf
 
 
-def _described(response: Rollout) -> dict[str, Any]:
+def _described(token_map: TokenMap) -> dict[str, Any]:
+    """A response and its tokens."""
+    response = token_map.response
     z = response.privileged
     return {
         "id": visible(response.identifier),
@@ -101,6 +98,11 @@ def _described(response: Rollout) -> dict[str, Any]:
         "images": response.images,
         "contrasts": [visible(user_text(prompt)) for prompt in response.contrasts],
         "reward": None if math.isinf(_reward(response)) else _reward(response),
+        "ids": list(response.token_ids),
+        "tokens": [token.text for token in token_map.tokens],
+        "special": [int(token.special) for token in token_map.tokens],
+        "characters": {i: t.character for i, t in enumerate(token_map.tokens) if t.character is not None},
+        "classes": token_map.classes,
     }
 
 
@@ -120,16 +122,6 @@ def _content(turn: dict[str, Any]) -> str:
         for part in parts
         if isinstance(part, str) or part.get("type") != "image"  # shown as a picture
     )
-
-
-def _tokens(token_map: TokenMap) -> dict[str, Any]:
-    return {
-        "ids": list(token_map.response.token_ids),
-        "tokens": [token.text for token in token_map.tokens],
-        "special": [int(token.special) for token in token_map.tokens],
-        "characters": {i: t.character for i, t in enumerate(token_map.tokens) if t.character is not None},
-        "classes": token_map.classes,
-    }
 
 
 def _values(token_map: TokenMap) -> dict[str, Any]:

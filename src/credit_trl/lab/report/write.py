@@ -22,6 +22,7 @@ from credit_trl.lab.analysis.tokentext import visible
 from credit_trl.lab.report.comparison import compare_arms, curves, training_table
 from credit_trl.lab.report.runs import Run, arms_of, differing_options, load_run, read_completions, short_names
 from credit_trl.lab.report.token_maps import maps_section, read_run_maps, turns
+from credit_trl.sandbox.protocol import excerpt
 from credit_trl.tasks.escaping import markdown_table, table_cell
 from credit_trl.training.run_directory import without_nan, write_atomically, write_json
 
@@ -67,21 +68,17 @@ def write_html(document: Mapping[str, Any], path: str | Path) -> None:
     """Write the page of a document with any of `curves`, `comparison`, `options`, `rollouts` and `maps`."""
     folder = files(__package__) / "page"
     page = {name: (folder / f"report.{name}").read_text("utf-8") for name in ("html", "css", "js")}
+    # Safe inside a `<script>` element: ASCII, without `<`, `>` and `&`; NaN is null.
+    data = json.dumps(without_nan(document), ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     text = Template(page["html"]).substitute(
         style_hash=_digest(page["css"]),
         script_hash=_digest(page["js"]),
         title=html.escape(document["title"]),
         style=page["css"],
         script=page["js"],
-        data=embed_json(document),
+        data=data.translate(_ESCAPES),
     )
     write_atomically(path, text)
-
-
-def embed_json(document: Any) -> str:
-    """JSON that is safe inside a `<script>` element: ASCII, without `<`, `>` and `&`; NaN is null."""
-    text = json.dumps(without_nan(document), ensure_ascii=True, allow_nan=False, separators=(",", ":"))
-    return text.translate(_ESCAPES)
 
 
 def _digest(text: str) -> str:
@@ -103,18 +100,13 @@ def report_document(runs: Sequence[Run]) -> dict[str, Any]:
         "runs": [visible(name) for name in names],
         "arms": [visible(name) for name in arms],
         "options": [
-            {"run": visible(name), "seed": run.seed} | {visible(one): visible(_option(run, one)) for one in shown}
+            {"run": visible(name), "seed": run.seed} | {visible(one): visible(run.text(one)) for one in shown}
             for name, run in zip(names, runs, strict=True)
         ],
         "curves": curves(arms),
         "training": [row | {"arm": visible(row["arm"])} for row in training_table(arms)],
         "comparison": [row | {name: visible(row[name]) for name in ("task", "arm")} for row in compare_arms(arms)],
     }
-
-
-def _option(run: Run, name: str) -> str:
-    value = run.options.get(name)
-    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _of_runs(runs: Sequence[Run], names: Sequence[str]) -> dict[str, Any]:
@@ -135,19 +127,14 @@ def _rollout(row: Mapping[str, Any]) -> dict[str, Any]:
     shown: dict[str, Any] = {"step": row.get("step"), "prompt": [], "completion": [], "rewards": {}}
     for name, value in row.items():
         if name in ("prompt", "completion"):
-            shown[name] = [turn | {"text": _shortened(turn["text"])} for turn in turns(value)]
+            shown[name] = [turn | {"text": excerpt(turn["text"], _LONGEST_TEXT)} for turn in turns(value)]
         elif name in ("feedback", "teacher_prompt"):
-            shown[name] = None if value is None else _shortened(visible(str(value)))
+            shown[name] = None if value is None else excerpt(visible(str(value)), _LONGEST_TEXT)
         elif name == "images":
             shown[name] = list(value)
         elif name != "step" and isinstance(value, int | float) and not isinstance(value, bool):
             shown["rewards"][visible(name)] = value if math.isfinite(value) else str(value)
     return shown
-
-
-def _shortened(text: str) -> str:
-    rest = len(text) - _LONGEST_TEXT
-    return text if rest <= 0 else f"{text[:_LONGEST_TEXT]}\n[… {rest} characters]"
 
 
 def report_markdown(document: Mapping[str, Any]) -> str:

@@ -9,9 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from credit_trl.lab.analysis.formula import CreditFormula
 from credit_trl.lab.analysis.responses import analysis_config
-from credit_trl.lab.analysis.vocabulary_logps import CreditLogps
+from credit_trl.lab.analysis.vocabulary_logps import CreditFormula, CreditLogps
 
 
 class ByHand:

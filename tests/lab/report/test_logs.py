@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from credit_trl.lab.report.log_lines import log_line
+from credit_trl.lab.report.logs import log_line
 from tables import tables_of
 
 TABLES = tables_of(__file__)
