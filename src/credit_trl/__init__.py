@@ -4,8 +4,6 @@ Public API: `CreditTrainer`, `CreditConfig`, `Verdict`, `EvaluationCallback` and
 hang. All but `Verdict` are imported on first use, because they load torch or TRL.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 

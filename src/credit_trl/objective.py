@@ -13,8 +13,6 @@ The last dimension is the vocabulary, or the buckets of a truncated support: K t
 bucket for the rest. Leading dimensions are free. The first dimension of `contrast_logps` is C.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Literal
 

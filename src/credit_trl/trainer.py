@@ -1,7 +1,5 @@
 """`CreditTrainer`: TRL's GRPO trainer with credit for each token. It wires the stages and computes nothing itself."""
 
-from __future__ import annotations
-
 import inspect
 import textwrap
 from collections.abc import Sequence

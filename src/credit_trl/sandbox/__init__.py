@@ -5,8 +5,6 @@ with open_sandbox() as sandbox:
 assert outcome.stdout == "42\\n"
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

@@ -1,7 +1,5 @@
 """Base class of the sandboxes, and the state of one batch of programs."""
 
-from __future__ import annotations
-
 import bisect
 import math
 import time

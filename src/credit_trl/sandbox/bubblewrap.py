@@ -5,8 +5,6 @@ shared libraries that it uses read-only, and three devices. It has no /proc, no 
 a loopback that is down, and no process but its own.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

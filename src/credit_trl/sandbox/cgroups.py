@@ -1,7 +1,5 @@
 """Control groups of version 2: the container's quota of processor time, and the memory of a program's processes."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

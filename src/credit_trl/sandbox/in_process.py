@@ -5,8 +5,6 @@ C, no other thread runs. The process imports the function by its name: a worker 
 top of it, would import the training script again (spawn), or copy the threads and CUDA context of this process (fork).
 """
 
-from __future__ import annotations
-
 import asyncio
 import atexit
 import faulthandler

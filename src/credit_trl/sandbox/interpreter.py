@@ -1,7 +1,5 @@
 """Interpreter of the programs, that of this process: its files, and a copy that unprivileged users can read."""
 
-from __future__ import annotations
-
 import contextlib
 import glob
 import hashlib

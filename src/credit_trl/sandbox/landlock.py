@@ -6,8 +6,6 @@ path exists, and packages installed inside a library can be listed, though not r
 signals, processes, sockets and file attributes.
 """
 
-from __future__ import annotations
-
 import ctypes
 import fcntl
 import os

@@ -3,8 +3,6 @@
 Runs in the server, which has one thread and little memory, so that a fork is cheap and never copies the trainer.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import marshal

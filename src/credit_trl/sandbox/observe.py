@@ -1,7 +1,5 @@
 """Resource use of a tree of processes, read from /proc, for limits that the kernel enforces per process only."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -1,7 +1,5 @@
 """Sandbox on this machine: sends programs to a server process and collects their outcomes until the deadline."""
 
-from __future__ import annotations
-
 import math
 import os
 import socket

@@ -4,8 +4,6 @@ A container's policy can forbid what the kernel offers, and a sandbox that start
 runs programs that attempt escapes, on files and sockets made for them, and is refused if any attempt succeeds.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket

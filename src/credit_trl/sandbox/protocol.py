@@ -5,8 +5,6 @@ read or guess the expected one. For the same reason an `Outcome` does not say wh
 `status="ok"` means that it ended by itself without an error.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import math

@@ -11,8 +11,6 @@ that exits early has not returned, a failure of the service is an error and neve
 holds whatever the service does.
 """
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import json

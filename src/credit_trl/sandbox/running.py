@@ -1,7 +1,5 @@
 """A running program in the server, and the outcome that its ending gives."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -17,8 +17,6 @@ pages, which never count, and `madvise` swaps no pages out. Sockets take no out-
 several faults of kernels) and do not name the process at their other end (`SO_PEERPIDFD` and the like).
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

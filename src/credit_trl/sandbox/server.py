@@ -16,8 +16,6 @@ The wall-clock limit of a program excludes the time in which it could run and wa
 may use all of them. Such programs come to their own limits of processor time.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import math

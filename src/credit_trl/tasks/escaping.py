@@ -1,7 +1,5 @@
 """Escaping of untrusted text for output, such as names of runs and values of rows; Markdown tables and plurals."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Sequence
 

@@ -3,8 +3,6 @@
 Outputs are compared by the rules of LiveCodeBench's own checker. Feedback has the form of the paper's examples.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import pickletools

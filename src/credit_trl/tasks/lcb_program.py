@@ -4,8 +4,6 @@ Nothing here parses or compiles the program: hostile text can crash even Python'
 trainer's process.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import re

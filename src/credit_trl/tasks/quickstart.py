@@ -20,8 +20,6 @@ would make its token equally likely for any prompt, with an input-specific credi
 from seeds.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import re

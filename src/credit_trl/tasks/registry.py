@@ -5,8 +5,6 @@ module, or `package.module:name`. A module is imported when its name is loaded. 
 description of a run's data and verifier in `run.json` (`credit_trl.training.run_directory`).
 """
 
-from __future__ import annotations
-
 import difflib
 import functools
 import hashlib

@@ -1,7 +1,5 @@
 """Checks of a model's logits before the first rollout: the loss computes them from hidden states, without padding."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager

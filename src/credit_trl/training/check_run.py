@@ -4,8 +4,6 @@ The check trains on two generation batches with learning rate 0. The first is a 
 in the second, completions and the teacher's prompts have the longest lengths of the configuration.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 import os

@@ -7,8 +7,6 @@ All processes write a checkpoint into `<output_dir>/unfinished/`. All is synced 
 each file is added, and the folder is renamed to `checkpoint-<step>`. Only then are older checkpoints removed.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

@@ -1,7 +1,5 @@
 """Checks of data, prompts and machine, before the first rollout, of what would train on wrong numbers or fail late."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterable, Sequence
 from contextlib import suppress

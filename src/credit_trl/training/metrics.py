@@ -1,7 +1,5 @@
 """Metrics of the credit that a run logs, and warnings of a run that does not learn what it should."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Callable, Mapping, MutableMapping, Sequence

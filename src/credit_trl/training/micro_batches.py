@@ -5,8 +5,6 @@ longest prompt and completion, and the samples of one optimizer step are exchang
 these are even. The gradient is that of the same samples. The evened batch is the one that a checkpoint stores.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """What a run leaves: `run.json`, `log.jsonl`, seconds of its stages, its completions."""
 
-from __future__ import annotations
-
 import json
 import logging
 import time

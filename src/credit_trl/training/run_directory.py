@@ -11,8 +11,6 @@ A process killed at any moment leaves each file complete, or with an unfinished 
 in `run.json` `credit_trl.tasks.registry` finds data and verifier again.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import json

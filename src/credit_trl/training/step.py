@@ -5,8 +5,6 @@ y, verdict   x,z | x',z    hidden      f, Ĝ, R_t, gradient
             └───────── prepare ─────┘└─ loss ─┘
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial

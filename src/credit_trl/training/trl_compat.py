@@ -1,7 +1,5 @@
 """Comparison of TRL's private methods that this package overrides with those of the tested versions."""
 
-from __future__ import annotations
-
 import inspect
 import warnings
 from functools import cache

@@ -1,7 +1,5 @@
 """Weights and their updates: NaN and infinities, and changes that the dtype rounds away."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace

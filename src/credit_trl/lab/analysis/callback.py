@@ -1,7 +1,5 @@
 """`CreditMapCallback`: token maps during training, and the base of callbacks whose failures do not end a run."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Callable, Sequence

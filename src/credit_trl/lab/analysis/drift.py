@@ -13,8 +13,6 @@ A becomes rarer than B where λ exceeds λ_c = δ/(δ + s), and does not rise wh
 has the derivations.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

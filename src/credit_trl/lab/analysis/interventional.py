@@ -8,8 +8,6 @@ candidates alike if the feedback depends on the candidate only through the outco
 The estimate needs many rollouts a prefix: of every candidate, and of the prefix without intervention.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice

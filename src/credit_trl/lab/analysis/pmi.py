@@ -6,8 +6,6 @@ the models for one response.
 Leading dimensions `*b` are free, C is the number of contrast prompts, and results are in nats.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

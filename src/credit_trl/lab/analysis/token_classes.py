@@ -4,8 +4,6 @@ The default classifies the word that a token is part of. A task's module can def
 `token_classes(response_ids, tokenizer) -> list[str]` (`task_classes`).
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 import sys

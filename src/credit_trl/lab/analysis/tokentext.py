@@ -4,8 +4,6 @@ Responses are untrusted: they may contain invalid bytes, terminal escapes, invis
 the direction of writing. Every text that is drawn passes through `visible` first.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import unicodedata

@@ -1,7 +1,5 @@
 """`ReportCallback`: the report of a run while it trains, and what dashboards show first."""
 
-from __future__ import annotations
-
 import html
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Scores of arms with intervals, their paired differences from the first arm, and what their training took."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

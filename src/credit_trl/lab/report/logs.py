@@ -4,8 +4,6 @@ transformers prefixes every metric with `train/` or `eval/`, so the credit stand
 W&B and TensorBoard. The same values are sent once more as a group of their own, which sorts first in all three.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Reads run directories, and names the runs by the options in which they differ."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Token maps for the page: what it shows of each response, and the scale of its colours."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence

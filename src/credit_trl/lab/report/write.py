@@ -4,8 +4,6 @@ Texts of runs are untrusted and are never interpreted as HTML: the data is JSON 
 texts with `textContent` only, and the content security policy blocks every other script, style and connection.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import html
