@@ -243,7 +243,7 @@ AttentionMaskInterface.register(PACKED_SDPA, sdpa_mask)
 
 def attention_of(model: nn.Module) -> str:
     """Name of a model's attention implementation."""
-    return unwrap_adapters(model).config.get_text_config()._attn_implementation or ""
+    return getattr(unwrap_adapters(model).config.get_text_config(), "_attn_implementation", None) or ""
 
 
 def cannot_pack(model: nn.Module) -> str | None:
