@@ -25,6 +25,7 @@ def reward_func(completions, **columns):
     ],
     ids=["grpo", "sdpo"],
 )
+@pytest.mark.filterwarnings("ignore:No sample (of this|with a teacher of this)")
 def test_quickstart_of_trl_trains_with_two_names_changed(tmp_path, monkeypatch, text, names):
     monkeypatch.chdir(tmp_path)
     for name in ("Qwen/Qwen2-0.5B-Instruct", "Qwen/Qwen2.5-1.5B-Instruct"):

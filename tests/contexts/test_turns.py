@@ -287,6 +287,7 @@ def test_loss_and_gradient_equal_naive_passes(scripted, topk):
         torch.testing.assert_close(gradient, expected[name], rtol=1e-8, atol=1e-8, msg=lambda m, n=name: f"{n}: {m}")
 
 
+@pytest.mark.filterwarnings("ignore:No sample of this generation batch")
 def test_feedback_on_a_missing_turn_is_reported(scripted):
     class Confused(Counter):
         def get_reward(self):

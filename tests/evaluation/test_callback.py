@@ -179,6 +179,7 @@ def test_evaluation_of_other_weights_is_replaced(train, tmp_path):
 
 
 @pytest.mark.parametrize("use_vllm", [False, True])
+@pytest.mark.filterwarnings("ignore:No sample of this generation batch")
 def test_training_and_evaluation_grade_the_same_messages(make_trainer, parsing, monkeypatch, use_vllm):
     """Of a tokenizer that parses responses, as one saved after a run with tools does."""
     ids = parsing("<think>\nhotels(Oslo)\n</think>\n\nweather(Oslo)<|im_end|>")["input_ids"]

@@ -128,6 +128,7 @@ def test_option_is_refused_at_construction(make_config, row):
 
 
 @rows("trainer")
+@pytest.mark.filterwarnings("ignore:Generation ends at")
 def test_argument_is_refused_before_a_completion_is_generated(build, row):
     with refuses(row) as error:
         build(row)

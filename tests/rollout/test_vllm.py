@@ -256,6 +256,7 @@ UPDATES = {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 1}
 UPDATES |= dict.fromkeys(("steps_per_generation", "max_steps"), 2)
 
 
+@pytest.mark.filterwarnings("ignore:The log-probabilities of the sampled")
 def test_the_engines_log_probabilities_serve_as_the_old_ones(trained):
     """Without noise the loss of both updates is that of a pass of the policy, which is not run."""
     exact = partial(noisy_rollouts, spread=0.0)
@@ -269,6 +270,7 @@ def test_the_engines_log_probabilities_serve_as_the_old_ones(trained):
     assert passes == {True: True, False: False}
 
 
+@pytest.mark.filterwarnings("ignore:The (log-probabilities of the sampled|engine's log-probabilities)")
 def test_the_ratio_to_the_engine_is_bounded_and_1_where_it_reported_nothing(trained):
     def rollouts(prompts, trainer):
         generated = noisy_rollouts(prompts, trainer, spread=0.5)

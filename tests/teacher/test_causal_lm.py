@@ -23,6 +23,7 @@ def test_head_dtype_matches_models_own_head(row):
     assert head_dtype(hidden, weight, device, autocast) == expected
 
 
+@pytest.mark.filterwarnings("ignore:The trained weights are bfloat16")
 def test_fp32_head_reproduces_model_logps(make_model, make_trainer):
     model = make_model(dtype=BF16)
     trainer = make_trainer(model=model, cast_lm_head_to_fp32=True)

@@ -215,6 +215,7 @@ def autocast_dtype(teacher) -> torch.dtype | None:
         return torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
 
 
+@pytest.mark.filterwarnings("ignore:The trained weights are bfloat16")
 def test_teacher_autocast_ignores_fp32_head(make_model, make_trainer):
     model = make_model(dtype=torch.bfloat16, tie_word_embeddings=True)
     trainer = make_trainer(model=model, cast_lm_head_to_fp32=True)

@@ -41,6 +41,7 @@ def test_reward_functions_without_required_columns_pass(make_trainer, dataset):
     make_trainer(rows=rows, reward_funcs=[lambda **columns: [1.0]])
 
 
+@pytest.mark.filterwarnings("ignore:No sample of this generation batch")
 def test_rollout_func_fields_reach_reward_functions(make_trainer, tokenizer):
     def rollout(prompts, trainer):
         ids = [tokenizer("7")["input_ids"] + [tokenizer.eos_token_id] for _ in prompts]

@@ -100,6 +100,7 @@ FAST = ("packed", "accumulated", "engine-token_mask", "engine-sequence_mask")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in TABLES["unpadded"]]
 )
+@pytest.mark.filterwarnings("ignore:The engine's log-probabilities")
 def test_run_equals_the_padded_run(make_trainer, name):
     options = {"optim": "sgd", "learning_rate": 0.02, **TABLES["unpadded"][name]}
     if name.startswith("engine"):
@@ -126,6 +127,7 @@ def prompts_once(batch):
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("vllm", [False, True])
+@pytest.mark.filterwarnings("ignore:The engine's log-probabilities")
 def test_student_reads_what_the_lengths_say(make_trainer, packed, vllm):
     options = {"lora": False, "gradient_checkpointing": False, "max_steps": 2}
     trainer = make_trainer(vllm=vllm, packed=packed, **ACCUMULATED, **options)

@@ -30,6 +30,7 @@ def holder(tmp_path):
     os.kill(child, 9)
 
 
+@pytest.mark.filterwarnings("ignore:No sample of this generation batch")
 def test_second_trainer_is_refused_with_host_process_and_start(make_trainer):
     second = []
 

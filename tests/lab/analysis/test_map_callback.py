@@ -91,6 +91,7 @@ def test_resumed_run_keeps_its_pinned_rollouts(train):
     assert [pinned] == kept
 
 
+@pytest.mark.filterwarnings("ignore:No sample with a teacher")
 def test_evaluation_rollouts_are_not_mapped(train):
     # A generation batch is used for two updates, with an evaluation between them.
     evaluation = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4}
