@@ -107,7 +107,7 @@ def clean(wheel, tmp_path_factory) -> Path:
     return folder / "bin"
 
 
-def run(program: Path, *argv: str, cwd: Path, code: int = 0, timeout: float = 250) -> str:
+def run(program: Path, *argv: str, cwd: Path, code: int = 0, timeout: float = 1000) -> str:
     """Output of a program of the new environment, run outside the checkout."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PATH": f"{program.parent}:{os.environ['PATH']}"}
@@ -119,6 +119,7 @@ def run(program: Path, *argv: str, cwd: Path, code: int = 0, timeout: float = 25
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1100)
 def test_quickstart_runs_from_the_wheel(clean, tmp_path):
     output = run(clean / "credit-trl", "credit-quickstart", "--steps", "3", cwd=tmp_path)
     assert re.search(r"unknown cues +\d+\.\d -> +\d+\.\d", output)
@@ -128,6 +129,7 @@ def test_quickstart_runs_from_the_wheel(clean, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(700)
 def test_first_run_needs_four_commands(clean, tmp_path):
     """Written, trained and opened within ten minutes, and better after training than before."""
     started = time.monotonic()
