@@ -29,6 +29,7 @@ from typing import Any
 
 import pandas as pd
 import torch
+import yaml
 from datasets import Dataset
 from scipy import stats
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
@@ -43,7 +44,7 @@ from credit_trl.lab.analysis.vocabulary_logps import CreditLogps, credit_logps, 
 from credit_trl.tasks.quickstart import TEMPLATES
 
 sys.path.append(str(Path(__file__).parents[1] / "study"))
-from arms import ARMS, STYLES, make_trainer
+from arms import ARMS, STYLES, make_trainer, with_options
 
 STUDIED = (
     *("SDPO", "CREDIT λ=0.1", "CREDIT λ=0.2", "CREDIT λ=0.5"),
@@ -304,13 +305,15 @@ def run_study(args: argparse.Namespace, load: Any) -> None:
     commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
     made_by = {"version": version("credit-trl"), "commit": commit, "torch": version("torch"), "trl": version("trl")}
     args.csv.parent.mkdir(parents=True, exist_ok=True)
+    changes = dict(yaml.safe_load(one.replace("=", ": ", 1)).popitem() for one in args.set)
     for seed, arm in product(args.seeds, args.arms):
+        name, _ = with_options(arm, changes)
         known = pd.read_csv(args.csv) if args.csv.exists() else pd.DataFrame(columns=COLUMNS)
-        if ((known["arm"] == arm) & (known["seed"] == seed) & (known["step"] == args.steps)).any():
+        if ((known["arm"] == name) & (known["seed"] == seed) & (known["step"] == args.steps)).any():
             continue
-        folder = args.output_dir / f"{arm}-seed{seed}"
-        found = train(*load(), arm, seed, args.every, max_steps=args.steps, output_dir=str(folder))
-        rows = pd.DataFrame([{"arm": arm, "seed": seed} | row | made_by for row in found.table], columns=COLUMNS)
+        options = changes | {"max_steps": args.steps, "output_dir": str(args.output_dir / f"{name}-seed{seed}")}
+        found = train(*load(), arm, seed, args.every, **options)
+        rows = pd.DataFrame([{"arm": name, "seed": seed} | row | made_by for row in found.table], columns=COLUMNS)
         rows.to_csv(args.csv, mode="a", header=not args.csv.exists(), index=False)
     print(study_table(pd.read_csv(args.csv), args.steps))
 
@@ -411,6 +414,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--every", type=int, default=10, help="steps between rows of the table")
     parser.add_argument("--predict", action="store_true", help="print the targets before training and train nothing")
+    parser.add_argument("--set", nargs="+", default=[], metavar="OPTION=VALUE", help="options of every arm of a study")
     parser.add_argument("--csv", type=Path, help="run a study: append a row per measured step to this table")
     parser.add_argument("--output_dir", type=Path, default=Path("runs/first_word"))
     args = parser.parse_args()

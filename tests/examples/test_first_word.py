@@ -55,6 +55,14 @@ def test_study_appends_rows_once(first_word, monkeypatch, tmp_path):
     assert all(row["commit"] and row["trl"] for row in rows)
 
 
+def test_rows_of_a_study_name_the_options_that_are_set(first_word, monkeypatch, tmp_path):
+    table = tmp_path / "rows.csv"
+    options = ("--set", "teacher_model_kind=ema", "use_successful_as_teacher=true")
+    run(first_word, monkeypatch, tmp_path, "--csv", str(table), "--arms", "SDPO", *options)
+    rows = csv.DictReader(table.open(encoding="utf-8"))
+    assert {row["arm"] for row in rows} == {"SDPO teacher_model_kind=ema use_successful_as_teacher=True"}
+
+
 def test_study_is_shown_by_means_over_seeds_and_paired_differences(first_word):
     values = {("SDPO", 0): (0.1, 0.1, 0.1), ("SDPO", 20): (0.1, 0.3, 0.5), ("GRPO", 20): (0.2, 0.5, 0.8)}
     rows = [(arm, step, seed, p) for (arm, step), own in values.items() for seed, p in enumerate(own)]
