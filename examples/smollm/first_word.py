@@ -13,16 +13,12 @@ writes a page with the curves and answers before and after; with `--csv` a row p
 that probability, accuracy, transfer, length, kl. Runs that are in the file are skipped.
 """
 
-from __future__ import annotations
-
 import argparse
 import random
 import re
-import subprocess
 import sys
 from collections.abc import Sequence
 from html import escape
-from importlib.metadata import version
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -44,7 +40,7 @@ from credit_trl.lab.analysis.vocabulary_logps import CreditLogps, credit_logps, 
 from credit_trl.tasks.quickstart import TEMPLATES
 
 sys.path.append(str(Path(__file__).parents[1] / "study"))
-from arms import ARMS, STYLES, make_trainer, with_options
+from arms import ARMS, STYLES, made_by, make_trainer, with_options
 
 STUDIED = (
     *("SDPO", "CREDIT λ=0.1", "CREDIT λ=0.2", "CREDIT λ=0.5"),
@@ -301,9 +297,7 @@ def branch_of(logps: CreditLogps, word: int) -> dict[str, float]:
 
 def run_study(args: argparse.Namespace, load: Any) -> None:
     """Append the rows of the arms and seeds that the table does not have, with their versions, and print the means."""
-    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
-    made_by = {"version": version("credit-trl"), "commit": commit, "torch": version("torch"), "trl": version("trl")}
+    versions = made_by()
     args.csv.parent.mkdir(parents=True, exist_ok=True)
     changes = dict(yaml.safe_load(one.replace("=", ": ", 1)).popitem() for one in args.set)
     for seed, arm in product(args.seeds, args.arms):
@@ -313,7 +307,7 @@ def run_study(args: argparse.Namespace, load: Any) -> None:
             continue
         options = changes | {"max_steps": args.steps, "output_dir": str(args.output_dir / f"{name}-seed{seed}")}
         found = train(*load(), arm, seed, args.every, **options)
-        rows = pd.DataFrame([{"arm": name, "seed": seed} | row | made_by for row in found.table], columns=COLUMNS)
+        rows = pd.DataFrame([{"arm": name, "seed": seed} | row | versions for row in found.table], columns=COLUMNS)
         rows.to_csv(args.csv, mode="a", header=not args.csv.exists(), index=False)
     print(study_table(pd.read_csv(args.csv), args.steps))
 

@@ -1,10 +1,11 @@
 """Arms of the studies: options of `CreditConfig`, by the name in the tables, and their colors in figures."""
 
-from __future__ import annotations
-
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,15 @@ def with_options(arm: str, options: dict[str, Any]) -> tuple[str, dict[str, Any]
     """
     added = "".join(f" {name}={value}" for name, value in options.items() if name != "max_steps")
     return arm + added, ARMS[arm] | options
+
+
+@cache
+def made_by() -> dict[str, str]:
+    """Commit and versions, columns of a row."""
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    versions = {name: version(name) for name in ("torch", "transformers", "trl")}
+    return versions | {"version": version("credit-trl"), "commit": commit}
 
 
 def make_trainer(

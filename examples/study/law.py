@@ -9,8 +9,6 @@ the exponent `SLOWING`. The band of a row is `predicted` ± the 95 % t interval 
 over other bases that were seen when the law was written (`SEEN`).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from functools import cache

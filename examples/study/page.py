@@ -8,8 +8,6 @@ arm has some, the mean of its other runs follows in parentheses. p is that of a 
 over the arms of the table.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from pathlib import Path

@@ -10,14 +10,10 @@ trained, then a row per evaluated step. Runs that are in the file are skipped: s
 and several times to share the work.
 """
 
-from __future__ import annotations
-
 import argparse
 import csv
 import os
-import subprocess
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.metadata import version
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -27,7 +23,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # one thread a process is fastest
 import pandas as pd
 import torch
 import yaml
-from arms import ARMS, DEFAULT_ARMS, make_trainer, with_options
+from arms import ARMS, DEFAULT_ARMS, made_by, make_trainer, with_options
 from branch import branch_rows, measure_branch, model_log_odds
 from filelock import FileLock, Timeout
 from transformers import PrinterCallback, TrainerCallback
@@ -190,13 +186,9 @@ def mean_of(value: Any) -> float:
 def row_of(world: World, seed: int, arm: str, step: int, options: Row) -> Row:
     """Columns that name a row: world, base, arm and step, and the versions that made it."""
     is_grpo = options.get("distillation_weight") == 0.0
-    commit = subprocess.run(
-        ["git", "-C", str(HERE), "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
-    )
-    versions = {name: version(name) for name in ("torch", "transformers", "trl")}
     key = dict(zip(KEY, (world.name, seed, arm, step), strict=True))
     coefficient = {"lambda": None if is_grpo else options["contrastive_coef"]}
-    return key | coefficient | versions | {"version": version("credit-trl"), "commit": commit.stdout.strip()}
+    return key | coefficient | made_by()
 
 
 def read_rows(file: Path) -> dict[tuple[str, int, str, int], Row]:

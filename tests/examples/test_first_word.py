@@ -59,8 +59,7 @@ def test_rows_of_a_study_name_the_options_that_are_set(first_word, monkeypatch, 
     table = tmp_path / "rows.csv"
     options = ("--set", "teacher_model_kind=ema", "use_successful_as_teacher=true")
     run(first_word, monkeypatch, tmp_path, "--csv", str(table), "--arms", "SDPO", *options)
-    rows = csv.DictReader(table.open(encoding="utf-8"))
-    assert {row["arm"] for row in rows} == {"SDPO teacher_model_kind=ema use_successful_as_teacher=True"}
+    assert set(pd.read_csv(table)["arm"]) == {"SDPO teacher_model_kind=ema use_successful_as_teacher=True"}
 
 
 def test_study_is_shown_by_means_over_seeds_and_paired_differences(first_word):

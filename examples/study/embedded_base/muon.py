@@ -1,7 +1,5 @@
 """Muon with an fp32 iteration: `torch.optim.Muon` iterates in bf16, which is slow on CPUs without its instructions."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 
