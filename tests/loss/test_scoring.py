@@ -175,13 +175,18 @@ def test_states_of_a_shared_row_are_those_of_its_sequences(make_model, tokenizer
 
 @pytest.mark.parametrize(("family", "implementation", "layers", "message"), TABLES["not_packed"])
 def test_packing_is_refused_before_generation(make_trainer, tokenizer, family, implementation, layers, message):
-    config = getattr(transformers, f"{family}Config")(**SMALL, vocab_size=len(tokenizer), pad_token_id=0)
-    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    window = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
+    config = getattr(transformers, f"{family}Config")(**SMALL, **window, vocab_size=len(tokenizer), pad_token_id=0)
+    make = getattr(transformers, f"{family}ForCausalLM")
+    model = make(config)
+    with torch.device("meta"):
+        sharded = make(config)  # of which this process has no weight
     model.config._attn_implementation = implementation
     if layers is not None:
         model.config.layer_types = layers
-    with pytest.raises(ValueError, match=message):
-        enable_packing(model)
+    for one in (model, sharded):
+        with pytest.raises(ValueError, match=message):
+            enable_packing(one)
     assert model.config._attn_implementation == implementation
     if implementation == "eager":
         with pytest.raises(ValueError, match=message):

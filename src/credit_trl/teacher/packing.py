@@ -7,6 +7,7 @@ several sequences share once (`packed_row`): the rollouts of a group have one pr
 of others.
 """
 
+import copy
 import inspect
 import itertools
 from collections.abc import Sequence
@@ -259,40 +260,51 @@ def cannot_pack(model: nn.Module) -> str | None:
     others = sorted(set(getattr(config, "layer_types", None) or ()) - allowed)
     if others:
         return f"its {', '.join(others)} layers do not keep packed sequences apart"
-    if implementation != "flex_attention" and _drops_lengths(model):
+    if implementation == "flex_attention":
+        return None
+    layers = _layer_options(model)
+    if not layers or any("row_layout" not in options for options in layers):
         return "its layers do not pass the lengths of the sequences on to attention"
+    window = getattr(config, "sliding_window", None)
+    types = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"] * len(layers)
+    typed = zip(types, layers, strict=False)
+    windows = [options.get("sliding_window") for kind, options in typed if kind == "sliding_attention"]
+    if "sdpa" in implementation and None in windows:
+        return "its layers do not pass the sliding window on to attention, which has it in the mask alone"
     return None
 
 
-def _drops_lengths(model: nn.Module) -> bool:
-    """Whether an attention layer does not receive the keyword arguments of the backbone; two tokens are read.
+def _layer_options(model: nn.Module) -> list[dict[str, Any]]:
+    """Keyword arguments of the attention of each layer that gets those of the backbone; two tokens are read.
 
-    Layers that do not call transformers' attention interface often fail here, and drop them too. False where this
-    process does not have the weights.
+    Empty where layers do not call transformers' attention interface, or fail. Where this process has a part of the
+    weights, a copy on the meta device is read; it may fail after its first layer, as experts select tokens by value.
     """
     causal_lm = unwrap_adapters(model)
-    if not is_whole(causal_lm):
-        return False
-    received = []
+    has_weights = is_whole(causal_lm)
+    layers: list[dict[str, Any]] = []
 
     def probe(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-        received.append("row_layout" in kwargs)
+        layers.append(kwargs)
         return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1).transpose(1, 2), None
 
     AttentionInterface.register(_PROBE, probe)
     config = causal_lm.config.get_text_config()
-    implementation = attention_of(model)
-    ids = torch.zeros(1, 2, dtype=torch.long, device=causal_lm.device)
+    implementation = config._attn_implementation
     config._attn_implementation = _PROBE
     try:
+        if not has_weights:
+            with torch.device("meta"):
+                causal_lm = type(causal_lm)(copy.deepcopy(causal_lm.config))
+        ids = torch.zeros(1, 2, dtype=torch.long, device=causal_lm.device)
         with eval_mode(causal_lm), torch.no_grad():
             inputs = {"input_ids": ids, "position_ids": ids, "attention_mask": _no_mask(ids.device)}
-            backbone(model)(**inputs, row_layout=RowLayout([1, 1], [None, None]), use_cache=False)
-    except (RuntimeError, IndexError, TypeError, ValueError):
-        return True
+            backbone(causal_lm)(**inputs, row_layout=RowLayout([1, 1], [None, None]), use_cache=False)
+    except (RuntimeError, LookupError, TypeError, ValueError):
+        return [] if has_weights else layers
     finally:
         config._attn_implementation = implementation
-    return not received or not all(received)
+    return layers
 
 
 def enable_packing(model: nn.Module) -> None:
@@ -327,13 +339,15 @@ def model_inputs(
         lengths = layout.lengths
     else:
         padded = nn.utils.rnn.pad_sequence([torch.tensor(ids) for ids in sequences], batch_first=True)
-        inputs = {"input_ids": to_device(padded, device)}
         width = padded.shape[1]
+        inputs = {"input_ids": to_device(padded, device)}
         layout = RowLayout([width], [None])
         lengths = [width] * len(sequences)
         indices = torch.cat([i * width + torch.arange(len(ids)) for i, ids in enumerate(sequences)])
     if shares_prefixes(model):
         inputs |= {"attention_mask": _no_mask(device), "row_layout": layout}
+        if not packed:  # some models count them in the mask
+            inputs["position_ids"] = torch.arange(width, device=device)[None]
     elif "flash" in attention_of(model):
         # Without them each layer reads the lengths from the position ids and waits for the device.
         bounds = _bounds(lengths, device)
