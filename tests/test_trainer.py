@@ -115,21 +115,6 @@ def test_the_verifier_gets_the_truncation_flag_also_beside_a_streamed_column_of_
     assert all(flag == (ids[-1] != end) for ids, flag in told)
 
 
-def test_an_empty_completion_is_graded_as_not_truncated(train):
-    told = []
-
-    def verdicts(completions, truncated, **kwargs):
-        told.append(truncated)
-        return [1.0] * len(completions)
-
-    trainer = train(verdicts, max_steps=1)
-    batch = trainer._generation_batch
-    assert batch.turn_starts == [[0]] * len(batch.prompts)  # what analyses between two steps read
-    answers = [[{"role": "assistant", "content": text}] for text in ("", "7")]
-    trainer._calculate_rewards(batch.rows[:2], batch.prompts[:2], answers, [[], [7]])
-    assert told[-1] == [False, True]
-
-
 def test_unclosed_thinking_of_the_prompt_is_told_to_the_verifier(train, tokenizer, monkeypatch):
     told = []
 

@@ -11,15 +11,24 @@ import string
 import warnings
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import InitVar, dataclass
+from numbers import Integral
+from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 import torch
+import yaml
 from trl import GRPOConfig
 
 from credit_trl.objective import Form
 
 # TRL uses transformers' old names, which a user cannot change.
 warnings.filterwarnings("ignore", r"`\w*gradient_checkpointing\w*` is deprecated", FutureWarning)
+
+
+_HERE = Path(__file__).parent
+PAPER: dict[str, Any] = yaml.safe_load((_HERE / "paper.yaml").read_text("utf-8"))
+# Options of other trainers, and other names of ours -> what to set here.
+OTHER_NAMES: dict[str, str] = yaml.safe_load((_HERE / "other_names.yaml").read_text("utf-8"))
 
 
 def _described(config: type) -> type:
@@ -67,7 +76,8 @@ class CreditConfig(GRPOConfig):
             C ≥ 1: contrast prompts per sample. Each costs one forward pass of the teacher.
         contrastive_source (`str`, *optional*, defaults to `"batch"`):
             Source of the contrast prompts: the global generation batch (`"batch"`, the paper), with one draw for a
-            group, the whole `"dataset"`, for batches with few prompts, or a function of your own, `"module:function"`.
+            group; the whole `"dataset"`, for batches with few prompts; the same prompt with `"other_images"` or
+            `"without_images"`; or a function of your own, `"module:function"`.
 
         > The distillation loss
 
@@ -98,8 +108,8 @@ class CreditConfig(GRPOConfig):
             Concatenate sequences in the passes of student and teacher instead of padding them. Needs an attention
             implementation with variable lengths (FlashAttention, FlexAttention) or PyTorch's (`"sdpa"`), which reads a
             prompt that several sequences share once. `None`: where student and teacher can and are no
-            vision-language models, as images need padded rows. With `True` a student that
-            cannot pads, with one warning.
+            vision-language models, as images need padded rows. With `True` a student that cannot pads, with one
+            warning, if its teacher is another model that can; else it is an error.
 
         > The teacher π_ref
 
@@ -137,7 +147,8 @@ class CreditConfig(GRPOConfig):
             `"think+solution"`. The paper finds the first stable; the second collapses.
         max_reprompt_len (`int`, *optional*, defaults to `10240`):
             Maximum number of tokens of a teacher or contrast prompt. A longer one loses the middle of its feedback,
-            then of its demonstration; the prompt and the generation prompt are never cut.
+            then of its demonstration; the prompt and the generation prompt are never cut. Feedback on single turns
+            has as many tokens again.
         reprompt_template, solution_template, feedback_template (`str`, *optional*):
             Templates of the teacher's user turn, by default those of the paper's appendix. Placeholders:
             `{prompt}{solution}{feedback}`, `{successful_previous_attempt}`, `{feedback_raw}`.
@@ -164,6 +175,7 @@ class CreditConfig(GRPOConfig):
     per_device_train_batch_size: int | None = None  # resolved to TRL's 8, as the next two to the values above
     gradient_accumulation_steps: int | None = None
     vllm_importance_sampling_mode: str | None = None
+    vllm_importance_sampling_clip_max: float | None = None
 
     contrastive_coef: float = 0.1
     contrastive_form: Form = "subtract"
@@ -229,9 +241,10 @@ class CreditConfig(GRPOConfig):
         Raises:
             ValueError: there is no such benchmark, or an option is refused.
         """
-        if benchmark not in _PAPER_COLUMNS:
-            raise ValueError(f"`benchmark` must be one of {', '.join(_PAPER_COLUMNS)}; got {benchmark!r}.")
-        options = _PAPER | _PAPER_COLUMNS[benchmark] | {"output_dir": output_dir} | overrides
+        columns = PAPER["benchmarks"]
+        if benchmark not in columns:
+            raise ValueError(f"`benchmark` must be one of {', '.join(columns)}; got {benchmark!r}.")
+        options = PAPER["options"] | columns[benchmark] | {"output_dir": output_dir} | overrides
         steps = 4 if benchmark == "livecodebench" else 1
         passes = options["generation_batch_size"] // (options["per_device_train_batch_size"] * _processes())
         return cls(**{"gradient_accumulation_steps": max(1, passes // steps)} | options)
@@ -242,28 +255,6 @@ class CreditConfig(GRPOConfig):
         return self.contrastive_coef != 0.0
 
 
-# Table 3 where it differs from the defaults; rows that it lacks are those of SDPO's pipeline (verl).
-_PAPER: dict[str, Any] = {
-    "optim": "adamw_torch",
-    "weight_decay": 0.01,
-    "generation_batch_size": 256,
-    "per_device_train_batch_size": 2,
-    "loss_type": "grpo",
-    "max_completion_length": 8192,
-    "teacher_model_kind": "ema",
-}
-_OTHER_THAN_CODE: dict[str, Any] = {
-    "warmup_steps": 10,
-    "lr_scheduler_type": "constant_with_warmup",
-    "num_train_epochs": 3,
-    "distillation_alpha": 0.5,
-    "distillation_topk": 100,
-}
-_PAPER_COLUMNS: dict[str, dict[str, Any]] = {
-    "livecodebench": {"lr_scheduler_type": "constant", "num_train_epochs": 30},
-    "sciknoweval": _OTHER_THAN_CODE,
-    "toolalpaca": _OTHER_THAN_CODE,
-}
 _BATCH_SIZES = (
     "per_device_train_batch_size gradient_accumulation_steps generation_batch_size steps_per_generation".split()
 )
@@ -303,36 +294,16 @@ def _resolve_defaults(config: CreditConfig) -> None:
     has_average = (config.teacher_update_rate, config.teacher_sync_steps) != (None, None)
     config.teacher_model_kind = config.teacher_model_kind or ("ema" if has_average else "base")
     config.teacher_update_rate = config.teacher_update_rate or 0.01
-    if config.vllm_importance_sampling_mode is None:
+    has_mode = config.vllm_importance_sampling_mode is not None
+    if config.vllm_importance_sampling_clip_max is None:
+        bound = GRPOConfig.vllm_importance_sampling_clip_max
+        config.vllm_importance_sampling_clip_max = 2.0 if distills and not has_mode else bound
+    if not has_mode:
         config.vllm_importance_sampling_mode = "token_truncate" if distills else "sequence_mask"
-        if distills and config.vllm_importance_sampling_clip_max == GRPOConfig.vllm_importance_sampling_clip_max:
-            config.vllm_importance_sampling_clip_max = 2.0
     if config.report_to is None:  # `null` in YAML
         config.report_to = "none"
     if config.bf16 is None and (config.use_cpu or not torch.accelerator.is_available()):
         config.bf16 = False
-
-
-# Options of other trainers, and other names of ours -> what to set here.
-OTHER_NAMES = {
-    "topk": "Set `distillation_topk`.",
-    "alpha": "Set `distillation_alpha`.",
-    "lam": "Set `contrastive_coef`.",
-    "lambda": "Set `contrastive_coef`.",
-    "teacher_model": "Set `teacher_model_kind='model'` and `teacher_model_name_or_path`.",
-    "teacher_mode": "Set `teacher_model_kind`.",
-    "ema_decay": "Set `teacher_update_rate` to 1 − the decay.",
-    "demo_key": "Return a `Verdict` with feedback, or fill the column `privileged_context`.",
-    "group_size": "Set `num_generations`.",
-    "batch_size": "Set `per_device_train_batch_size`.",
-    "lr": "Set `learning_rate`.",
-    "max_prompt_length": "Prompts are never truncated: drop long ones with dataset.filter(...).",
-    "max_new_tokens": "Set `max_completion_length`.",
-    "max_length": "Set `max_completion_length`, and `max_reprompt_len` for the teacher's prompt.",
-    "tokenizer": "It is `processing_class`, an argument of `CreditTrainer`.",
-    "dataset": "It is `train_dataset`, an argument of `CreditTrainer`.",
-    "lmbda": "All completions are sampled from the policy.",
-}
 
 
 def refuse_unknown(owner: str, kind: str, names: Iterable[str], known: Collection[str]) -> None:
@@ -360,16 +331,19 @@ _PLACEHOLDERS = {
 _RANGES: dict[str, tuple[Callable[[Any], bool], tuple[str, ...]]] = {
     "in [0, 1]": (lambda x: 0.0 <= x <= 1.0, ("distillation_weight", "distillation_alpha")),
     "in (0, 1]": (lambda x: 0.0 < x <= 1.0, ("top_p",)),
-    "in (0, 1] or None": (lambda x: x is None or 0.0 < x <= 1.0, ("teacher_update_rate",)),
+    "in (0, 1] or None": (lambda x: 0.0 < x <= 1.0, ("teacher_update_rate",)),
     "above 0": (lambda x: x > 0.0, ("temperature",)),
     "finite and at least 0": (lambda x: 0.0 <= x < math.inf, ("contrastive_coef", "learning_rate")),
     "finite": (math.isfinite, ("success_reward_threshold",)),
-    "positive or None": (lambda x: x is None or 0.0 < x < math.inf, ("distillation_is_clip", "verifier_timeout")),
-    "at least 1": (
-        lambda x: x >= 1,
+    "positive or None": (lambda x: 0.0 < x < math.inf, ("distillation_is_clip", "verifier_timeout")),
+    "an integer of at least 1": (
+        lambda x: isinstance(x, Integral) and x >= 1,
         ("contrastive_count", "max_reprompt_len", "scoring_batch_tokens", "num_iterations"),
     ),
-    "at least 1 or None": (lambda x: x is None or x >= 1, ("distillation_topk", "teacher_sync_steps")),
+    "an integer of at least 1 or None": (
+        lambda x: isinstance(x, Integral) and x >= 1,
+        ("distillation_topk", "teacher_sync_steps"),
+    ),
 }
 
 # Options of GRPO's loss, which `distillation_weight=1` does not compute. TRL's defaults have no effect.
@@ -395,7 +369,8 @@ def _check_values(config: CreditConfig) -> None:
     for words, (is_in_range, names) in _RANGES.items():
         for name in names:
             value = getattr(config, name)
-            if isinstance(value, str) or (value is None and "None" not in words) or not is_in_range(value):
+            is_valid = "None" in words if value is None else not isinstance(value, str) and is_in_range(value)
+            if not is_valid:
                 raise ValueError(f"`{name}` must be {words}, got {value!r}.")
     if config.contrastive_form == "subtract" and config.contrastive_coef > 1.0:
         raise ValueError(

@@ -1,7 +1,6 @@
 """`CreditTrainer`: TRL's GRPO trainer with credit for each token. It wires the stages and computes nothing itself."""
 
 import inspect
-import textwrap
 from collections.abc import Sequence
 from importlib.metadata import entry_points
 from importlib.resources import files
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from trl import GRPOTrainer
 from trl.trainer.utils import get_config_model_id
 
-from credit_trl.config import CreditConfig, fit_batch, refuse_unknown
+from credit_trl.config import PAPER, CreditConfig, fit_batch, refuse_unknown
 from credit_trl.contexts.build import ignored_feedback
 from credit_trl.contexts.builder import ContextBuilder
 from credit_trl.contexts.images import ImageReader, PromptImages, trl_image_fields
@@ -62,7 +61,7 @@ class CreditTrainer(ResumableTrainer):
     trainer = CreditTrainer(
         model="Qwen/Qwen3-0.6B",
         reward_funcs=lambda completions, answer, **kwargs: [
-            Verdict(float(a in c[-1]["content"]), f"Correct answer: {a}")
+            Verdict(float(a in c[-1]["content"]), f"It begins with {a[0]}.")
             for c, a in zip(completions, answer)
         ],
         args=CreditConfig(output_dir="runs/first", gradient_accumulation_steps=8),
@@ -88,18 +87,7 @@ class CreditTrainer(ResumableTrainer):
     _prompt_images: Sequence[PromptImages | None] = ()  # of a rollout
     _tag_names: ClassVar = ["trl", "credit"]
     _name = "CREDIT"
-    _paper: ClassVar = {
-        "title": "From Generic Correlation to Input-Specific Credit in On-Policy Self Distillation",
-        "id": "2605.11613",
-        "citation": textwrap.dedent("""\
-            @article{shen2026credit,
-                title  = {{From Generic Correlation to Input-Specific Credit in On-Policy Self Distillation}},
-                author = {Guobin Shen and Lei Huang and Xiang Cheng and Chenxiao Zhao and Jindong Li and Dongcheng Zhao
-                          and Xing Yu},
-                year   = 2026,
-                eprint = {arXiv:2605.11613},
-            }"""),
-    }
+    _paper: ClassVar = PAPER["card"]
 
     def __init__(
         self,
@@ -231,8 +219,7 @@ class CreditTrainer(ResumableTrainer):
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list) -> Tensor:
         """Run the reward functions. Sets `_rollouts` for `_generate_and_score_completions`."""
         ends = {*self.eos_token_ids, self._tokenizer.pad_token_id}
-        # An empty completion is not truncated.
-        truncated = [bool(ids) and ids[-1] not in ends for ids in completion_ids_list]
+        truncated = [ids[-1] not in ends for ids in completion_ids_list]  # TRL refuses empty ones
         given = self._given_prompts or [{}] * len(inputs)
         inputs = [{**row, **own, "truncated": cut} for row, own, cut in zip(inputs, given, truncated, strict=False)]
         self._verdicts.clear()
@@ -374,6 +361,8 @@ class CreditTrainer(ResumableTrainer):
         return logps, None, None
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+        if self.model.training:
+            self.clock.steps += self.accelerator.sync_gradients
         weight = self.args.distillation_weight
         loss = 0.0
         if weight > 0.0:
@@ -397,9 +386,7 @@ class CreditTrainer(ResumableTrainer):
         metrics.update({name: [value] for name, value in self._token_metrics.read(self._mode).items()})
         self.alarms.check_log(metrics, logs, self.model.config.get_text_config().vocab_size)
         if self.model.training:
-            if step_times := metrics.get("step_time"):  # what no other stage takes
-                self.clock.seconds["update"] = sum(step_times) - sum(self.clock.seconds.values())
-                self._log_values(self.clock.report(len(step_times)))
+            self._log_values(self.clock.report(sum(metrics.get("step_time", ())), self._current_train_step_time))
             if self.credit_step is not None:
                 self._log_values({"credit/teacher_drift": self.teacher.drift()})
         self._eval_batches = 0  # so that every evaluation draws the same contrast prompts

@@ -217,16 +217,10 @@ def test_a_source_that_cannot_be_imported_names_the_fix(module, name, message):
         find_source(name)
 
 
-@pytest.mark.parametrize(
-    ("returned", "message"),
-    [
-        ("a prompt", "returned a str. Return a list of texts"),
-        (None, "returned a NoneType"),
-        ([{"role": "user", "content": "x"}], r"returned an element of type dict.*lists of messages"),
-        (["b", "a"], "returned the prompt of sample 0 itself"),
-        ([Contrast("a", PrivilegedContext(feedback="On 0."))], "returned the prompt of sample 0 itself"),
-    ],
-)
+OWN = [[Contrast("a", PrivilegedContext(feedback="On 0."))], "returned the prompt of sample 0 itself"]
+
+
+@pytest.mark.parametrize(("returned", "message"), [*TABLES["returned"], OWN])
 def test_what_a_source_returns_is_checked(returned, message):
     with pytest.raises((TypeError, ValueError), match=message):
         list(draw_contrasts(lambda batch, sample, rng: returned, batch_of(["a", "b"]), 0, seed=0))

@@ -39,16 +39,14 @@ def t5() -> torch.nn.Module:
     return transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, decoder_start_token_id=0))
 
 
-def text_verifier(completions, **columns):
-    return [float(c.strip() == "1") for c in completions]
+def verdicts(**fields):
+    return lambda completions, **columns: [Verdict(0.0, **fields) for _ in completions]
 
 
-def solution_verifier(completions, solution, **columns):
-    return [1.0 for _ in completions]
-
-
-def wrong_feedback(completions, **columns):
-    return [Verdict(0.0, {"expected": "1"}) for _ in completions]
+def with_row(index: int, prompt, rows: Dataset | None = None) -> Dataset:
+    """The questions with another prompt in a row."""
+    rows = rows or questions()
+    return rows.map(lambda row, i: row | ({"prompt": prompt} if i == index else {}), with_indices=True)
 
 
 OBJECTS = {
@@ -56,28 +54,23 @@ OBJECTS = {
     "rows without an answer": lambda: questions().remove_columns("answer"),
     "splits": lambda: DatasetDict(train=questions()),
     "list of rows": lambda: questions().to_list(),
-    "messages without a role": lambda: questions([{"content": "x"}]),
-    "numbers": lambda: questions(3),
-    "one message": lambda: questions({"role": "user", "content": "x"}),
-    "a row without a prompt": lambda: questions().map(lambda row, i: row | ({"prompt": None} if i == 5 else {}), True),
-    "messages of the system": lambda: questions([{"role": "system", "content": "x"}]),
+    "a row without a prompt": lambda: with_row(5, None),
+    "an empty prompt": lambda: with_row(5, "", questions("1+1=")),
+    "one row of the system": lambda: with_row(7, [{"role": "system", "content": "x"}]),
+    "no rows": lambda: questions().take(0),
     "weight of another loss": lambda: lambda credit: {"grpo": 1.0 + credit.entropy},
     "a tensor of weights": lambda: lambda credit: 1.0 + credit.entropy,
-    "rows with images": lambda: questions(image="x"),
-    "messages with images": lambda: questions(user([{"type": "image", "text": None}])),
-    "content parts": lambda: questions(user([{"type": "text", "text": "1+1="}])),
     "stream": lambda: questions().to_iterable_dataset(),
-    "column of another argument": lambda: questions(completions="x"),
     "evaluation without a prompt": lambda: {"harder": questions().remove_columns("prompt")},
-    "prompts that end": lambda: questions("1+1=<|im_end|>"),
-    "reward of a missing column": lambda: solution_verifier,
-    "verifier of text": lambda: text_verifier,
+    "reward of a missing column": lambda: lambda completions, solution, **_: [1.0 for _ in completions],
+    "verifier of text": lambda: lambda completions, **_: [float(c.strip() == "1") for c in completions],
     "search in text": lambda: lambda completions, **_: [float(bool(re.search("1", c))) for c in completions],
     "no return": lambda: lambda completions, **_: None,
     "one reward": lambda: lambda completions, **_: [1.0],
     "text as reward": lambda: lambda completions, **_: ["1"] * len(completions),
     "reward that is not finite": lambda: lambda completions, **_: [float("nan")] * len(completions),
-    "feedback that is no text": lambda: wrong_feedback,
+    "reward without keywords": lambda: lambda completions: [1.0 for _ in completions],
+    "verifier of messages": lambda: lambda completions, **_: [float(c[-1]["content"] == "1") for c in completions],
     "no feedback": lambda: lambda completions, **_: [0.0] * len(completions),
     "encoder-decoder": t5,
     "cut": lambda: build_model(build_tokenizer()),
@@ -90,6 +83,13 @@ OBJECTS = {
 }
 
 
+def made(argument: str, value):
+    """The object of an argument in the table."""
+    if isinstance(value, dict):
+        return {"train_dataset": questions, "reward_funcs": verdicts}[argument](**value)
+    return OBJECTS.get(value, lambda: value)()
+
+
 def rows(section: str) -> pytest.MarkDecorator:
     ids = [str({k: v for k, v in row.items() if k != "says"}) for row in TABLE[section]]
     return pytest.mark.parametrize("row", TABLE[section], ids=ids)
@@ -98,7 +98,7 @@ def rows(section: str) -> pytest.MarkDecorator:
 @pytest.fixture
 def build(make_config, tokenizer):
     def make(row) -> CreditTrainer:
-        given = {name: OBJECTS.get(value, lambda v=value: v)() for name, value in row.get("arguments", {}).items()}
+        given = {name: made(name, value) for name, value in row.get("arguments", {}).items()}
         own = {"args": make_config(**row.get("options", {})), "reward_funcs": length_verdicts}
         own |= {"train_dataset": questions(), "processing_class": tokenizer}
         return CreditTrainer(**{"model": build_model(tokenizer), **own, **given})

@@ -42,13 +42,13 @@ def test_outer_stage_excludes_time_of_inner_stages(now):
 
 def test_report_is_mean_per_step_and_resets(now):
     clock = StageClock()
-    with clock.stage("rollout"):
-        now[0] += 12
-    assert clock.report(4) == {"credit/seconds_rollout": 3}
-    with clock.stage("rollout"):
-        now[0] += 6
-    assert clock.report(2) == {"credit/seconds_rollout": 3}
-    assert clock.report(1) == {}
+    for steps, rollout, finished, unfinished, update in ((4, 12, 20, 6, 14), (2, 6, 16, 0, 4)):
+        clock.steps = steps
+        with clock.stage("rollout"):
+            now[0] += rollout
+        means = {"credit/seconds_rollout": rollout / steps, "credit/seconds_update": update / steps}
+        assert clock.report(finished, unfinished) == means  # 6 s of the second report were in the first
+    assert clock.report(1, 0) == {}
 
 
 def test_evaluation_time_is_not_counted(now, make_trainer, dataset, monkeypatch):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from credit_trl.cli.run_folder import model_of_run
 from credit_trl.training.checkpoints import checkpoint_to_resume
 from credit_trl.training.run_directory import read_lines
 
@@ -14,7 +15,7 @@ from credit_trl.training.run_directory import read_lines
 def train(make_trainer, dataset, tmp_path):
     def run(resume=None, evaluates=False, **options):
         saving = {"output_dir": str(tmp_path), "save_strategy": "steps", "save_steps": 2}
-        trainer = make_trainer(eval_rows=dataset.select(range(4)), **saving, **options)
+        trainer = make_trainer(eval_rows=dataset.select(range(4)), **saving | options)
         if evaluates:
             trainer.evaluate()
         trainer.train(resume_from_checkpoint=resume)
@@ -30,18 +31,31 @@ def steps(folder: Path) -> list[int]:
 def test_second_run_in_a_directory_replaces_the_first_with_a_warning(train, tmp_path, caplog):
     train(max_steps=4, contrastive_coef=0.1, log_completions=True)
     assert "replaces the log" not in caplog.text
+    (tmp_path / "completions" / "completions_00004_copy.parquet").touch()  # not of a run
     train(max_steps=2, contrastive_coef=0.5, log_completions=True)
     assert f"replaces the log of an earlier one in {tmp_path}" in caplog.text
     run = json.loads((tmp_path / "run.json").read_text())
     assert (run["config"]["contrastive_coef"], [one["step"] for one in run["segments"]]) == (0.5, [0])
-    assert (steps(tmp_path), len(list(tmp_path.glob("completions/*.parquet")))) == ([1, 2], 2)
+    assert (steps(tmp_path), len(list(tmp_path.glob("completions/*.parquet")))) == ([1, 2], 2 + 1)
+    assert checkpoint_to_resume("latest", tmp_path) == str(tmp_path / "checkpoint-2")  # 4 is of the first
+
+
+def test_run_has_no_checkpoint_or_model_of_an_earlier_one(train, tmp_path):
+    train(max_steps=2)
+    (tmp_path / "config.json").touch()
+    assert model_of_run(tmp_path) == tmp_path
+    train(max_steps=1, save_strategy="no")
+    log = tmp_path / "log.jsonl"
+    log.write_text(log.read_text().splitlines(keepends=True)[0])
+    with pytest.raises(FileNotFoundError, match="neither a final model nor a checkpoint of its run"):
+        model_of_run(tmp_path)
+    assert checkpoint_to_resume("latest", tmp_path) is None
 
 
 def test_latest_is_of_the_branch_that_trained_last(train, tmp_path):
     train(max_steps=6)
-    for checkpoint in tmp_path.glob("checkpoint-*"):
-        os.utime(checkpoint, (1.0, 1.0))
     train(max_steps=4, resume=str(tmp_path / "checkpoint-2"))
+    os.utime(tmp_path / "checkpoint-4", (1.0, 1.0))  # as copying may
     assert checkpoint_to_resume("latest", tmp_path) == str(tmp_path / "checkpoint-4")
     train(max_steps=5, resume="latest")
     assert steps(tmp_path) == [1, 2, 3, 4, 5]

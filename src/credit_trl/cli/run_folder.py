@@ -9,7 +9,7 @@ from typing import Any
 from credit_trl.cli.data import import_function
 from credit_trl.tasks.registry import load_task, task_of_data
 from credit_trl.tasks.task import Task
-from credit_trl.training.run_directory import RUN_FILE, describe_function, read_json
+from credit_trl.training.run_directory import LOG_FILE, RUN_FILE, describe_function, read_json, read_lines
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,7 +21,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--path", metavar="PATH", help="local data file or folder")
     parser.add_argument("--reward_funcs", metavar="NAME", action="append", help="my_module.my_reward, for the run's")
     group = parser.add_argument_group("sandbox, for tasks that run model-written programs")
-    group.add_argument("--sandbox", metavar="NAME", help="auto (default), bubblewrap, landlock, or a remote address")
+    group.add_argument("--sandbox", metavar="NAME", help="auto (default), bubblewrap, landlock, unprotected, or a URL")
     group.add_argument("--allow_unsandboxed", action="store_true", help="without a sandbox, run unprotected")
 
 
@@ -40,16 +40,20 @@ def read_run(folder: str | Path) -> dict[str, Any]:
 def model_of_run(folder: str | Path) -> Path:
     """Folder of the final model, or of the last checkpoint of a run that has not ended.
 
+    Before its end, a final model in the folder is that of an earlier run.
+
     Raises:
         FileNotFoundError: there is neither.
     """
-    from transformers.trainer_utils import get_last_checkpoint
+    from credit_trl.training.checkpoints import own_checkpoints
 
     folder = Path(folder)
-    for place in (folder, folder / "model", Path(get_last_checkpoint(str(folder)) or folder)):
+    has_ended = any("train_runtime" in row for row in read_lines(folder / LOG_FILE))
+    final = (folder, folder / "model") if has_ended else ()
+    for place in (*final, *map(Path, own_checkpoints(folder)[-1:])):
         if any((place / name).is_file() for name in ("config.json", "adapter_config.json")):
             return place
-    raise FileNotFoundError(f"{folder} holds neither a final model nor a checkpoint. Give `--model`.")
+    raise FileNotFoundError(f"{folder} holds neither a final model nor a checkpoint of its run. Give `--model`.")
 
 
 def task_of_run(folder: str | Path, name: str | None = None, reward_funcs: Sequence[str] | None = None) -> Task:

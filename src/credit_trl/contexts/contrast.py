@@ -98,8 +98,9 @@ def find_source(name: str) -> Source:
 
 
 def source_columns(source: Source) -> list[str]:
-    """Names of the dataset columns that a source takes: its parameters after the first three."""
-    return list(inspect.signature(source).parameters)[3:]
+    """Names of the dataset columns that a source takes: its parameters without a default after the first three."""
+    parameters = list(inspect.signature(source).parameters.values())[3:]
+    return [one.name for one in parameters if one.default is one.empty]
 
 
 def draw_contrasts(source: Source, batch: ContrastBatch, sample: int, seed: int) -> Iterator[Contrast]:

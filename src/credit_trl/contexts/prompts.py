@@ -1,6 +1,7 @@
 """Prompts in plain-text and conversational form."""
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from trl.data_utils import prepare_multimodal_messages
@@ -29,9 +30,41 @@ def chat_renderer(processor: Any, is_multimodal: bool = False, **options: Any) -
 
 
 def is_prompt(value: Any) -> bool:
-    """Whether a value is text, or a conversation: messages with roles."""
-    is_list = isinstance(value, list) and len(value) > 0
-    return isinstance(value, str) or (is_list and all(isinstance(one, dict) and one.get("role") for one in value))
+    """Whether a value is text, or a conversation: messages with a role and content or tool calls. Neither is empty."""
+    if isinstance(value, str):
+        return value != ""
+    return isinstance(value, list) and len(value) > 0 and all(map(_is_message, value))
+
+
+def _is_message(value: Any) -> bool:
+    if not isinstance(value, dict) or not isinstance(value.get("role"), str):
+        return False
+    content = value.get("content")
+    is_parts = isinstance(content, list) and all(isinstance(part, dict) for part in content)
+    return isinstance(content, str) or is_parts or bool(value.get("tool_calls"))
+
+
+def check_rows(name: str, prompts: Iterable[Any], *, needs_user: bool = False) -> None:
+    """Check that all prompts have the form of the first, which a run may reach only after hours.
+
+    Raises:
+        ValueError: one is neither text nor messages, or has another form than the first, or is the JSON text of
+            messages, or has no user turn although `needs_user`.
+    """
+    first = None
+    for row, prompt in enumerate(prompts):
+        first = first or type(prompt)
+        fix = None
+        if not is_prompt(prompt):
+            fix = "Give text, or messages with `role` and `content`."
+        elif not isinstance(prompt, first):
+            fix = "Give all prompts the form of the first: text, or messages."
+        elif isinstance(prompt, str) and re.match(r'\s*\[\s*\{\s*"role"', prompt):
+            fix = "It is the JSON text of messages: read it with `json.loads`."
+        elif needs_user and isinstance(prompt, list) and all(message["role"] != "user" for message in prompt):
+            fix = "The teacher's prompt needs a user turn: add a message with the role 'user'."
+        if fix is not None:
+            raise ValueError(f"Row {row} of {name} is the prompt {prompt!r:.80}. {fix}")
 
 
 def user_text(prompt: Prompt) -> str:

@@ -49,7 +49,7 @@ class TokenContexts:
     teacher: list[int] | None  # the prompt (x, z); None where the sample has no teacher
     contrasts: list[list[int]] = field(default_factory=list)  # the contrast prompts (x'_k, z), C of them; C may be 0
     insert_at: list[list[int]] | None = None  # None where every prompt precedes the completion
-    images: list[PromptImages | None] = field(default_factory=list)  # of each prompt; empty without a reader
+    images: list[PromptImages | None] = field(default_factory=list)  # of each prompt, or None
     privileged: PrivilegedContext = field(default_factory=PrivilegedContext)  # z, as far as it fits the budget
     cut: bool = False  # whether z was shortened to fit the budget
     feedback_dropped: bool = False  # whether z had feedback and nothing of it fits the budget

@@ -16,12 +16,13 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from credit_trl.contexts.prompts import row_prompt
+from credit_trl.contexts.prompts import check_rows, row_prompt
 from credit_trl.evaluation.config import EvaluationConfig, SamplingConfig
 from credit_trl.evaluation.engines import Engine, TrainerEngine, TransformersEngine, VLLMEngine
 from credit_trl.evaluation.result import Evaluation, summarize
 from credit_trl.evaluation.verdicts import Sample, Unit, grade
 from credit_trl.rollout.batch import prompt_key
+from credit_trl.rollout.verdict import transferable
 from credit_trl.tasks.registry import Task, load_task
 from credit_trl.training import run_directory as files
 from credit_trl.training.checks import check_column_names
@@ -109,6 +110,7 @@ def task_rows(task: Task, config: EvaluationConfig) -> list[dict[str, Any]]:
     if not rows:
         raise ValueError(f"Task {task.name!r} has no rows to evaluate.")
     check_column_names(f"The data of task {task.name!r}", set().union(*rows))
+    check_rows(f"the data of task {task.name!r}", (row.get("prompt") for row in rows))
     keys = [prompt_key(row_prompt(row)).encode() for row in rows]
     ids = [str(row.get("id") or hashlib.sha256(key).hexdigest()[:16]) for row, key in zip(rows, keys, strict=True)]
     return [{**row, "id": name} for row, name in zip(rows, distinct_names(ids), strict=True)]
@@ -143,7 +145,7 @@ def _open(folder: Path | None, settings: Mapping[str, Any], units: Sequence[Unit
     if folder is None:
         return []
     path = folder / files.SETTINGS_FILE
-    if path.is_file():
+    if path.is_file() and files.read_lines(folder / SAMPLES_FILE):
         before = files.read_json(path)
         now = json.loads(json.dumps(settings))
         differing = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
@@ -204,7 +206,7 @@ def _on_main(engine: Engine, function: Callable[..., Any], *args: Any) -> Any:
             result = function(*args)
         except Exception as raised:
             error = raised
-    result, error = engine.share((result, error))
-    if error is not None:
-        raise error
+    result, shared = engine.share((result, transferable(error)))
+    if shared is not None:
+        raise shared if error is None else error
     return result

@@ -39,7 +39,7 @@ class SupportConfig:
             return SupportConfig(self.kind, 1, None)
         topk = vocabulary if self.topk is None else self.topk
         if not 1 <= topk <= vocabulary:
-            raise ValueError(f"topk must lie between 1 and the vocabulary size {vocabulary}, got {topk}.")
+            raise ValueError(f"`distillation_topk` must be at most the vocabulary size {vocabulary}, got {topk}.")
         return SupportConfig(self.kind, topk, None if topk == vocabulary else self.tail)
 
 

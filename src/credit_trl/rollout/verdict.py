@@ -8,16 +8,18 @@ import asyncio
 import inspect
 import logging
 import math
+import pickle
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar, copy_context
 from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
+from numbers import Integral
 from threading import Thread
 from typing import Any, Literal, TypeVar
 
@@ -48,7 +50,8 @@ class Verdict:
             one message of the model with its tool calls.
 
     Raises:
-        TypeError: `reward` is not a number, or `feedback` is not text.
+        TypeError: `reward` or a value of `metrics` is not a number, `feedback` is not text, or `turn_feedback` does
+            not map integers to text.
         ValueError: `metrics` has a name that the trainer or an evaluation logs itself, such as `reward`.
     """
 
@@ -62,6 +65,15 @@ class Verdict:
             raise TypeError(f"Verdict.reward must be a number or None, got {type(self.reward).__name__}.")
         if self.feedback is not None and not isinstance(self.feedback, str):
             raise TypeError(f"Verdict.feedback must be text or None, got {type(self.feedback).__name__}.")
+        for name in ("metrics", "turn_feedback"):
+            if not isinstance(getattr(self, name), Mapping):
+                raise TypeError(f"Verdict.{name} must be a mapping, got {type(getattr(self, name)).__name__}.")
+        for name, value in self.metrics.items():
+            if not _is_number(value):
+                raise TypeError(f"Verdict.metrics[{name!r}] must be a number, got {type(value).__name__}.")
+        for turn, text in self.turn_feedback.items():
+            if not (isinstance(turn, Integral) and isinstance(text, str)):
+                raise TypeError(f"Verdict.turn_feedback must map indices to text, got {{{turn!r}: {text!r:.80}}}.")
         for name in filter(_LOGGED.match, self.metrics):
             raise ValueError(
                 f"Verdict.metrics has {name!r}, a name that the trainer or an evaluation logs itself. Rename it, for "
@@ -148,12 +160,15 @@ class VerifierPolicy:
         )
 
     def _handle(self, name: str, error: Exception, arguments: Mapping[str, Any]) -> object:
-        takes_text = isinstance(error, AttributeError | TypeError) and "list" in str(error)
-        if takes_text and isinstance(next(iter(arguments.get("completions", ())), None), list):
-            error = TypeError(
-                f"The reward function {name!r} failed: {error}. The completion of a conversation is a list of "
-                "messages; its text is completion[-1]['content']."
-            ).with_traceback(error.__traceback__)
+        completion = next(iter(arguments.get("completions", ())), None)
+        hint = None
+        if isinstance(completion, list) and isinstance(error, AttributeError | TypeError) and "list" in str(error):
+            hint = "The completion of a conversation is a list of messages; its text is completion[-1]['content']."
+        if isinstance(completion, str) and isinstance(error, TypeError) and "string indices" in str(error):
+            hint = "The completion of a prompt that is text is text, and no list of messages."
+        if hint is not None:
+            failed = f"The reward function {name!r} failed: {error}. {hint}"
+            error = TypeError(failed).with_traceback(error.__traceback__)
         if self.on_error == "raise":
             raise error
         logger.warning(f"{name} failed ({type(error).__name__}: {error}); the rollouts of this call are skipped.")
@@ -340,6 +355,15 @@ def takes(func: Callable[..., Any], name: str) -> bool:
     return name in parameters or any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
 
 
+def transferable(error: Exception | None) -> Exception | None:
+    """The error, or one with its type and text where it cannot be sent to another process."""
+    with suppress(Exception):
+        pickle.loads(pickle.dumps(error))  # of a copy that this process made itself
+        return error
+    return RuntimeError(f"{type(error).__name__}: {error}")
+
+
 def join_feedback(parts: Sequence[str | None]) -> str | None:
     """Join the distinct texts that are not blank with an empty line; None if there are none."""
-    return "\n\n".join(dict.fromkeys(part for part in parts if part is not None and part.strip())) or None
+    text = "\n\n".join(dict.fromkeys(part for part in parts if part is not None and part.strip()))
+    return text.encode("utf-8", "replace").decode("utf-8") or None  # tokenizers and files reject lone surrogates

@@ -4,6 +4,7 @@ import json
 import math
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -34,8 +35,7 @@ class ModelTeacher(CopyTeacher):
     def __init__(self, student: nn.Module, accelerator: Accelerator, config: CreditConfig) -> None:
         name = config.teacher_model_name_or_path
         own = config.teacher_model_init_kwargs or {}
-        trust = {"trust_remote_code": config.trust_remote_code}
-        options = {"dtype": "auto", **trust} | own
+        options = {"dtype": "auto", "trust_remote_code": config.trust_remote_code} | own
         if "quantization_config" in own:  # quantised weights cannot be moved between devices
             if is_zero3(accelerator):
                 raise ValueError(
@@ -43,7 +43,7 @@ class ModelTeacher(CopyTeacher):
                     "`quantization_config`."
                 )
             options.setdefault("device_map", {"": accelerator.device})
-        configs = (student.config, AutoConfig.from_pretrained(name, revision=own.get("revision"), **trust))
+        configs = (student.config, AutoConfig.from_pretrained(name, **teacher_place(config)))
         read_images = all(hasattr(one, "vision_config") for one in configs)
         auto = AutoModelForImageTextToText if read_images else AutoModelForCausalLM
         model = auto.from_pretrained(name, **options).requires_grad_(False)
@@ -81,6 +81,13 @@ class ModelTeacher(CopyTeacher):
                 )
 
 
+def teacher_place(config: CreditConfig) -> dict[str, Any]:
+    """Options of the teacher's weights that its configuration and its tokenizer are loaded with too."""
+    own = config.teacher_model_init_kwargs or {}
+    places = {name: own[name] for name in ("revision", "subfolder", "token", "cache_dir") if name in own}
+    return {"trust_remote_code": config.trust_remote_code} | places
+
+
 def build_teacher(
     config: CreditConfig, student: nn.Module, accelerator: Accelerator, tokenizer: PreTrainedTokenizerBase
 ) -> Teacher:
@@ -92,9 +99,7 @@ def build_teacher(
     if config.teacher_model_kind != "model":
         return make_teacher(config.teacher_model_kind, student, accelerator)
     name = config.teacher_model_name_or_path
-    revision = (config.teacher_model_init_kwargs or {}).get("revision")
-    own = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=config.trust_remote_code)
-    check_same_vocabulary(tokenizer, own, name)
+    check_same_vocabulary(tokenizer, AutoTokenizer.from_pretrained(name, **teacher_place(config)), name)
     return ModelTeacher(student, accelerator, config)
 
 

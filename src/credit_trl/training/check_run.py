@@ -34,9 +34,9 @@ _COPIED = ("args", "callback_handler", "alarms", "clock", "credit_step", "genera
 
 
 def check_run(trainer: Any) -> str:
-    """Report of the check. Weights, random state and `output_dir` are as before. Every process must call it.
+    """Report of the check. Weights and random state are as before, and an empty `output_dir` is removed.
 
-    The first error of data, verifier, generation, scoring, update or checkpoint is raised.
+    Every process must call it. The first error of data, verifier, generation, scoring, update or checkpoint is raised.
     """
     args = trainer.args
     output_dir = Path(args.output_dir)

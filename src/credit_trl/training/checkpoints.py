@@ -13,9 +13,10 @@ import logging
 import math
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,11 +33,12 @@ from trl import GRPOTrainer
 from trl.trainer.utils import RepeatSampler
 
 from credit_trl.config import CreditConfig
+from credit_trl.rollout.verdict import transferable
 from credit_trl.teacher.causal_lm import load_renamed_weights
 from credit_trl.teacher.models import Teacher
 from credit_trl.teacher.sharding import full_tensor
 from credit_trl.training.metrics import Alarms
-from credit_trl.training.run_directory import read_json, run_lock, sync, write_atomically
+from credit_trl.training.run_directory import read_json, run_id, run_lock, sync, write_atomically
 from credit_trl.training.trl_compat import check_trl
 from credit_trl.training.weights import NonFiniteError, guarded, nonfinite_weight, source_of
 
@@ -84,9 +86,9 @@ def raised_on_all() -> Iterator[None]:
         yield
     except Exception as error:
         own = error
-    for error in gather_object([own]):
+    for error in gather_object([transferable(own)]):
         if error is not None:
-            raise error
+            raise error if own is None else own
 
 
 class ResumableTrainer(GRPOTrainer):
@@ -201,7 +203,7 @@ class ResumableTrainer(GRPOTrainer):
         return getattr(self.teacher, "named_weights", dict)()  # none for a live teacher
 
     def _last_checkpoint(self) -> str:
-        found = sort_checkpoints(self.args.output_dir, use_mtime=True)
+        found = own_checkpoints(self.args.output_dir)
         return f"The last checkpoint is {found[-1]}." if found else "There is no checkpoint yet."
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -278,6 +280,7 @@ class ResumableTrainer(GRPOTrainer):
         if self.args.should_save:  # one process on each file system
             options = stored_options(self.args, self.accelerator.unwrap_model(self.model))
             state = {"step": self._step, "inside_generation_batch": is_inside, "layout": self._layout}
+            state |= {"run": run_id(self.args.output_dir), "time": time.time()}
             (folder / STATE_FILE).write_text(json.dumps(state | {"options": options}))
 
     def _get_output_dir(self, trial: Any) -> str:
@@ -371,17 +374,32 @@ class ResumableTrainer(GRPOTrainer):
         super()._run_epoch(*args, **kwargs)
 
 
-def checkpoint_to_resume(requested: str, output_dir: str | Path) -> str | None:
-    """Resolve `"latest"` to the newest undamaged checkpoint of `output_dir`, or None if it has no checkpoint.
+def own_checkpoints(folder: str | Path) -> list[str]:
+    """Checkpoints of the run in a directory, in the order in which they were written.
 
-    The newest is the one that was written last, also where an earlier run has trained further. Returns others
-    unchanged. Reads all files of a checkpoint.
+    Those of an earlier run there name another run. The times of the folders are no order: copying changes them.
+    """
+    run = run_id(folder)
+    found = []
+    for path in sort_checkpoints(str(folder)):
+        state = {}
+        with suppress(OSError, ValueError):  # `find_damage` reports it
+            state = read_json(Path(path) / STATE_FILE)
+        if state.get("run", run) == run:
+            found.append((state.get("time", os.path.getmtime(path)), path))
+    return [path for _, path in sorted(found)]
+
+
+def checkpoint_to_resume(requested: str, output_dir: str | Path) -> str | None:
+    """Resolve `"latest"` to the newest undamaged one of `own_checkpoints`, or None if there is none.
+
+    Returns others unchanged. Reads all files of a checkpoint.
 
     Raises:
         ValueError: the checkpoint does not exist or is damaged, or `"latest"` finds damaged ones only.
     """
     damages = []
-    paths = sort_checkpoints(str(output_dir), use_mtime=True) if requested == LATEST else [requested]
+    paths = own_checkpoints(output_dir) if requested == LATEST else [requested]
     for path in reversed(paths):
         damage = find_damage(Path(path))
         if damage is None:

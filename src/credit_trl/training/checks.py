@@ -13,21 +13,20 @@ from trl.trainer.utils import get_callable_name
 from credit_trl.config import CreditConfig
 from credit_trl.contexts.builder import ContextBuilder
 from credit_trl.contexts.contrast import find_source, source_columns
-from credit_trl.contexts.prompts import images_of, is_prompt, row_prompt, user_text
+from credit_trl.contexts.prompts import check_rows, images_of, row_prompt, user_text
 from credit_trl.contexts.tokens import PrivilegedContext
 from credit_trl.rollout.batch import Prompt
-from credit_trl.rollout.verdict import parameters_of
+from credit_trl.rollout.verdict import parameters_of, takes
+from credit_trl.teacher.external import teacher_place
 from credit_trl.teacher.sharding import is_zero3
 
 
 def check_teacher(args: CreditConfig) -> None:
     """Read the configuration of `teacher_model_name_or_path`, so that a mistyped one fails before the policy loads."""
     name = args.teacher_model_name_or_path
-    options = args.teacher_model_init_kwargs or {}
     try:
         if name is not None:
-            places = {key: options[key] for key in ("revision", "subfolder", "token", "cache_dir") if key in options}
-            AutoConfig.from_pretrained(name, trust_remote_code=args.trust_remote_code, **places)
+            AutoConfig.from_pretrained(name, **teacher_place(args))
     except OSError as error:
         raise OSError(f"`teacher_model_name_or_path={name!r}` cannot be loaded: {error}") from error
 
@@ -69,6 +68,11 @@ def check_datasets(args: CreditConfig, datasets: dict[str, Any], reward_funcs: A
                 "the question: dataset.rename_column(..., 'prompt')."
             )
         check_column_names(f"`{name}`", columns)
+        if isinstance(dataset, Dataset) and len(dataset) == 0:
+            raise ValueError(f"`{name}` has no rows.")
+        dtype = getattr((getattr(dataset, "features", None) or {}).get("privileged_context"), "dtype", "string")
+        if dtype not in ("string", "large_string", "null"):
+            raise ValueError(f"`{name}` has the column `privileged_context` of {dtype}. Write it as text.")
         if missing := [column for column in columns_of_source if column not in columns]:
             raise ValueError(
                 f"`contrastive_source={args.contrastive_source!r}` needs the column `{missing[0]}`, which `{name}` "
@@ -78,6 +82,11 @@ def check_datasets(args: CreditConfig, datasets: dict[str, Any], reward_funcs: A
         passed -= {"prompt", "completion"}  # which TRL calls `prompts` and `completions`
         passed |= RESERVED_COLUMNS if has_environments else _PASSED
         for func in funcs:
+            if extra := sorted(one for one in passed - {"truncated"} if not takes(func, one)):
+                raise ValueError(
+                    f"Reward function `{get_callable_name(func)}` does not take `{extra[0]}`, with which it is "
+                    "called. Add `**kwargs` to its parameters."
+                )
             needed = [p.name for p in parameters_of(func).values() if p.kind in _NAMED and p.default is p.empty]
             if missing := [name for name in needed if name not in passed]:
                 raise ValueError(
@@ -162,7 +171,8 @@ def check_prompts(trainer: Any, datasets: dict[str, Any], *, distills: bool) -> 
         columns = getattr(dataset, "column_names", None) or ()
         has_prompts = isinstance(dataset, Dataset) and len(dataset) > 0 and "prompt" in columns
         if has_prompts and not is_changed and "Image(" not in str(dataset.features["prompt"]):  # not to decode all
-            _check_rows(name, dataset)
+            batches = dataset.select_columns("prompt").iter(1000)
+            check_rows(f"`{name}`", (prompt for rows in batches for prompt in rows["prompt"]), needs_user=distills)
         row = dataset[0] if has_prompts else {"prompt": ""}
         prompt = row_prompt(row) if distills else row["prompt"]
         has_images = "image" in columns or "images" in columns or bool(images_of(prompt))
@@ -180,14 +190,6 @@ def check_prompts(trainer: Any, datasets: dict[str, Any], *, distills: bool) -> 
             _check_parts(f"The first prompt of `{name}`", prompt, builder.student_text(prompt))
         last = ids[-1] if ids else None
         trainer.alarms.raise_if(last in trainer.eos_token_ids, "prompt_ends", name=name, last=last)
-
-
-def _check_rows(name: str, dataset: Dataset) -> None:
-    """Check that all prompts are texts or messages, which a run may reach only after hours."""
-    prompts = (prompt for rows in dataset.select_columns("prompt").iter(1000) for prompt in rows["prompt"])
-    for row, prompt in enumerate(prompts):
-        if not is_prompt(prompt):
-            raise ValueError(f"Row {row} of `{name}` is the prompt {prompt!r:.60}. Give text, or messages with roles.")
 
 
 def _check_parts(name: str, prompt: Prompt, text: str) -> None:

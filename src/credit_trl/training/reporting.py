@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from accelerate.utils import gather_object
 from torch import Tensor
@@ -34,12 +35,15 @@ class StageClock:
 
     def __init__(self, counts: Callable[[], bool] = lambda: True) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
+        self.steps = 0  # optimizer steps since the last report
         self._counts = counts
+        self._reported = 0.0  # of the seconds of the step that is not finished
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """Add the duration of the block to a stage."""
-        before, started = sum(self.seconds.values()), time.perf_counter()
+        before = sum(self.seconds.values())
+        started = time.perf_counter()
         try:
             yield
         finally:
@@ -47,10 +51,22 @@ class StageClock:
                 inside = sum(self.seconds.values()) - before
                 self.seconds[name] += time.perf_counter() - started - inside
 
-    def report(self, steps: int) -> dict[str, float]:
-        """Return `credit/seconds_<stage>`, means over the `steps` since the last report, and reset the clock."""
-        means = {f"credit/seconds_{name}": seconds / steps for name, seconds in self.seconds.items()}
+    def report(self, finished: float, unfinished: float) -> dict[str, float]:
+        """Return `credit/seconds_<stage>`, means over the steps since the last report, and reset the clock.
+
+        What no other stage takes is `credit/seconds_update`.
+
+        Args:
+            finished: seconds of the steps that TRL has finished since the last report.
+            unfinished: seconds of the one that it has not: the last of an epoch, if it has fewer micro-batches.
+        """
+        if self.steps == 0:
+            return {}
+        self.seconds["update"] = finished + unfinished - self._reported - sum(self.seconds.values())
+        means = {f"credit/seconds_{name}": seconds / self.steps for name, seconds in self.seconds.items()}
         self.seconds.clear()
+        self.steps = 0
+        self._reported = unfinished
         return means
 
 
@@ -80,7 +96,8 @@ class RunLog(TrainerCallback):
         files.store_rows(folder, self.facts["data"], self.rows)
         options = stored_options(args, model)
         is_resumed = state.global_step > 0 and path.is_file()
-        segments = files.read_json(path).get("segments", []) if is_resumed else []
+        before = files.read_json(path) if is_resumed else {}
+        segments = before.get("segments", [])
         if not segments or segments[-1]["options"] != options:
             segments.append({"step": state.global_step, "options": options})
         run = {
@@ -88,6 +105,7 @@ class RunLog(TrainerCallback):
             "seed": args.seed,
             "model": getattr(model, "name_or_path", "") or type(model).__name__,
             "parameters": sum(full_shape(p).numel() for p in model.parameters()),
+            "run": before.get("run") or uuid4().hex,
             "segments": segments,
             **self.facts,
         }
@@ -96,7 +114,8 @@ class RunLog(TrainerCallback):
             logger.warning(f"This run replaces the log of an earlier one in {folder}. Another folder keeps both.")
         files.keep_up_to(folder / files.LOG_FILE, state.global_step)
         for table in folder.glob("completions/completions_*.parquet"):
-            if int(table.stem.rpartition("_")[2]) > state.global_step:
+            step = table.stem.removeprefix("completions_")
+            if step.isdecimal() and int(step) > state.global_step:
                 table.unlink()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:

@@ -147,6 +147,12 @@ def run_lock(folder: Path) -> Iterator[None]:
         file.truncate(0)
 
 
+def run_id(folder: str | Path) -> str | None:
+    """Name of the run in a directory, a new one where a run starts at step 0; None without one."""
+    path = Path(folder) / RUN_FILE
+    return read_json(path).get("run") if path.is_file() else None
+
+
 def keep_up_to(path: str | Path, step: int) -> None:
     """Drop the lines of a JSON Lines file whose `step` is above the step that a run resumes from."""
     if Path(path).is_file():

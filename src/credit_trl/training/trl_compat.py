@@ -4,7 +4,9 @@ import inspect
 import warnings
 from functools import cache
 from importlib.metadata import version
+from pathlib import Path
 
+import yaml
 from packaging.version import Version
 from trl import GRPOTrainer
 from trl.generation.vllm_client import VLLMClient
@@ -13,27 +15,9 @@ from trl.generation.vllm_generation import VLLMGeneration
 TESTED_TRL = ("1.15", "1.16")
 
 # Class of TRL -> overridden method -> its parameters after `self`; None for any.
+_TABLE = yaml.safe_load(Path(__file__).with_name("trl_hooks.yaml").read_text("utf-8"))
 HOOKS: dict[type, dict[str, str | None]] = {
-    GRPOTrainer: {
-        "_calculate_rewards": "inputs prompts completions completion_ids_list",
-        "_compute_loss": "model inputs",
-        "_generate": "prompts",
-        "_generate_and_score_completions": "inputs",
-        "_generate_single_turn": "prompt_ids images multimodal_fields num_generations has_tool_images",
-        "_get_grad_norm": "model grad_norm",  # of transformers
-        "_get_output_dir": "trial",
-        "_get_train_sampler": "dataset",
-        "_load_optimizer_and_scheduler": "checkpoint",
-        "_prepare_inputs": "generation_batch",
-        "_push_from_checkpoint": "checkpoint_folder",  # of transformers
-        "_save_checkpoint": "model trial",
-        "log": "logs start_time",
-        "save_model": "output_dir _internal_call",  # of transformers
-        **dict.fromkeys(("_get_per_token_logps_and_entropies", "_run_epoch", "train")),
-    },
-    VLLMGeneration: {"_iter_named_params": "", "generate": "prompts images num_generations profiler"},
-    VLLMClient: {"_post": "url kwargs", "reset_prefix_cache": "", "update_named_params": "metadata named_params"}
-    | dict.fromkeys(["generate"]),
+    owner: _TABLE[owner.__name__] for owner in (GRPOTrainer, VLLMGeneration, VLLMClient)
 }
 
 
