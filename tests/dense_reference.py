@@ -1,11 +1,10 @@
 """Dense reference of the loss on hidden states: `dense`'s formulas on every logit, in fp64, by autograd."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from types import SimpleNamespace
+from typing import Self
 from unittest.mock import patch
 
 import torch
@@ -62,7 +61,7 @@ class Case:
     def head(self, weight: Tensor, bias: Tensor | None) -> LMHead:
         return LMHead(weight, bias, self.scale, self.softcap, self.temperature)
 
-    def copy(self, dtype: torch.dtype) -> Case:
+    def copy(self, dtype: torch.dtype) -> Self:
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         for name, value in values.items():
             if isinstance(value, Tensor) and value.is_floating_point():
@@ -81,7 +80,7 @@ def make_case(
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
     **options: float,
-) -> Case:
+) -> Self:
     g = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:

@@ -1,7 +1,5 @@
 """Bait for escaping programs, and the check of an escape: what it read, changed, reached, or left behind."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import shutil
@@ -11,6 +9,7 @@ import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Self
 
 from escape import PRELUDE, Escape
 
@@ -41,7 +40,7 @@ class Bait:
     token: str = field(default_factory=lambda: "token-" + secrets.token_hex(8))
     expected: str = field(default_factory=lambda: "expected-" + secrets.token_hex(8))
 
-    def __enter__(self) -> Bait:
+    def __enter__(self) -> Self:
         os.environ[self.token.upper().replace("-", "_")] = self.token
         self.directory = tempfile.mkdtemp(prefix="credit-trl-bait-")
         self.secret = self._file("secret", self.token)

@@ -14,7 +14,7 @@ import stubborn
 
 from credit_trl import in_process
 from credit_trl.cli.data import import_function
-from credit_trl.rollout.verdict import FAILED, VerdictLog, VerifierPolicy, VerifierTimeout
+from credit_trl.rollout.verdict import FAILED, VerdictLog, VerifierPolicy, VerifierTimeout, deadline_in
 from tables import tables_of
 
 TABLES = tables_of(__file__)
@@ -137,6 +137,16 @@ def test_module_that_fails_to_import_is_an_error_of_each_call(tmp_path, monkeypa
     for _ in range(2):
         with pytest.raises(ImportError, match="no judge here"):
             fickle_verifier.check(completions=["x"])
+
+
+def test_large_request_during_a_slow_import_ends_at_the_deadline(tmp_path, monkeypatch):
+    (tmp_path / "slow_verifier.py").write_text(TABLES["slow"])
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import slow_verifier
+
+    monkeypatch.setenv("SLOW_IMPORT", "60")
+    with deadline_in(0.0), pytest.raises(TimeoutError):
+        slow_verifier.check(completions=["x" * 4_000_000])
 
 
 ORPHAN = (Path(__file__).parent / "cases" / "orphan.txt").read_text()

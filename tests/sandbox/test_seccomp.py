@@ -1,7 +1,5 @@
 """The seccomp filters, run by an independent interpreter of classic BPF, and compared with the C headers."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re

@@ -32,7 +32,10 @@ def test_feedback_names_the_expected_calls():
     )
 
 
-@pytest.mark.parametrize("response", ["get " * 5_000, "get(" * 5_000, "{" * 20_000, 'get(a="' * 2_500, "{'" * 9_000])
+HOSTILE = ["get " * 5_000, "get(" * 5_000, "{" * 20_000, 'get(a="' * 2_500, "{'" * 9_000, f"get({'a' * 19_900})"]
+
+
+@pytest.mark.parametrize("response", HOSTILE)
 def test_the_form_of_any_response_is_read_in_a_second(response):
     start = time.process_time()
     toolalpaca.verify(response, [*GOLD * 5, {"Action": "put", "Action_Input": "{}"}])

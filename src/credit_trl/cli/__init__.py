@@ -67,8 +67,9 @@ def _run_companion(name: str, argv: list[str]) -> int:
     one_row_an_option = partial(HelpFormatter, max_help_position=34)
     parser = ArgumentParser(prog=f"trl {name}", allow_abbrev=False, formatter_class=one_row_an_option)
     module.add_arguments(parser)
-    places = "".join(f" [{one.metavar or one.dest}]" for one in parser._actions if not one.option_strings)
-    parser.usage = f"{parser.prog}{places} [options]"
+    places = [one for one in parser._actions if not one.option_strings]
+    texts = [(" {0} [{0} ...]" if one.nargs == "+" else " [{0}]").format(one.metavar or one.dest) for one in places]
+    parser.usage = f"{parser.prog}{''.join(texts)} [options]"
     options, unknown = parser.parse_known_args(argv)
     if unknown:
         known = parser._option_string_actions

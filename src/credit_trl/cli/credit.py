@@ -11,7 +11,7 @@ import subprocess
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from tempfile import NamedTemporaryFile
 from typing import Any
 
@@ -70,7 +70,8 @@ def launch(launched: Namespace) -> int:
 
     def forward(number: int, frame: Any) -> None:
         for child in psutil.Process().children():
-            child.send_signal(number)
+            with suppress(psutil.NoSuchProcess):  # it ended meanwhile
+                child.send_signal(number)
 
     launched.signals_to_handle = "SIGINT,SIGHUP,SIGQUIT"  # not SIGTERM, after which torch kills the processes in 30 s
     launched.quiet = False  # with it, accelerate replaces the exit code

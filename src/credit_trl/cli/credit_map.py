@@ -7,6 +7,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tqdm.auto import tqdm
+
 from credit_trl.cli.options_file import read_options
 from credit_trl.cli.run_folder import add_run_arguments, model_of_run, read_run, task_of_run
 from credit_trl.lab import MAPS_FOLDER
@@ -38,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from credit_trl.contexts.prompts import check_rows
     from credit_trl.lab.analysis import Checkpoint, map_response, sample_rollouts
     from credit_trl.lab.analysis.token_classes import task_classes
     from credit_trl.lab.report.runs import short_names
@@ -51,6 +54,9 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("give a run directory, or --model and --task.")
     if min(args.max_prompts, args.samples) < 1:
         raise ValueError("`--max_prompts` and `--samples` must be at least 1.")
+    for path in args.checkpoint or ():
+        if not Path(path).is_dir():
+            raise FileNotFoundError(f"`--checkpoint {path}`: there is no such folder.")
     config = measuring_config(args)
     task = task_of_run(args.run, args.task, args.reward_funcs)
     print(f"λ = {config.contrastive_coef:g}, C = {config.contrastive_count}")
@@ -61,14 +67,17 @@ def run(args: argparse.Namespace) -> int:
     ]
     dataset = task.build(args.split, args.path)
     rows = list(dataset.take(args.max_prompts))
+    check_rows("the data", (row.get("prompt") for row in rows))
     population = list(dataset["prompt"])
+    print(f"sampling {args.samples} responses to each of {len(rows)} prompts", flush=True)
     sampled = sample_rollouts(checkpoints[-1], task, rows, config, samples=args.samples, population=population)
     responses = [one for one in sampled if one.privileged and one.token_ids]
     print(f"{len(sampled)} responses to {len(rows)} prompts, {len(responses)} with a teacher")
     if responses and not any(one.contrasts for one in responses):
         raise ValueError("The responses have no contrast prompt, which S_t needs. Give more prompts: --max_prompts.")
     classify = task_classes(task, checkpoints[-1].tokenizer)
-    maps = [map_response(one, response, config, classify=classify) for one in checkpoints for response in responses]
+    pairs = tqdm([(one, response) for one in checkpoints for response in responses], desc="maps", unit="map")
+    maps = [map_response(one, response, config, classify=classify) for one, response in pairs]
     if not maps:
         raise ValueError("no response has a teacher: the task gave no feedback and no rollout succeeded.")
     _write(Path(args.output_dir or "credit_map"), maps, config, args.generation_batches)

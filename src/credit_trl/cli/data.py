@@ -38,7 +38,7 @@ class CreditScriptArguments(ScriptArguments):
     avg_at_k_top_p: float = _option("Nucleus mass of avg@k.", 0.95)
     resume_changes: Literal["refuse", "allow"] = _option("Differences of a resumed run's objective.", "refuse")
     check: bool = _option("Load everything, show one rollout, measure one step, leave nothing behind.", False)
-    sandbox: str | None = _option("auto (default), bubblewrap, landlock, or the address of a remote sandbox.")
+    sandbox: str | None = _option("auto (default), bubblewrap, landlock, unprotected, or the URL of a service.")
     allow_unsandboxed: bool = _option("Without a sandbox, run programs with resource limits only.", False)
 
     def __post_init__(self) -> None:
@@ -67,6 +67,8 @@ def load_data(
         build = get_dataset(dataset_args).__getitem__
     else:
         build = task_of_data(describe(script_args)).build
+    if script_args.eval_dataset_path is not None and not os.path.exists(script_args.eval_dataset_path):
+        raise FileNotFoundError(f"`--eval_dataset_path {script_args.eval_dataset_path}` does not exist.")
     rows = build(script_args.dataset_train_split)
     held_out = build(script_args.dataset_test_split) if wants_eval else None
     return first_rows(rows, script_args.max_train_rows), first_rows(held_out, script_args.max_eval_rows), reward_funcs
@@ -123,17 +125,17 @@ def first_rows(dataset: Any, rows: int | None) -> Any:
     return dataset if dataset is None or rows is None else dataset.take(rows)
 
 
-def drop_long_prompts(name: str, dataset: Any, model: str, limit: int, options: dict[str, Any]) -> Any:
+def drop_long_prompts(name: str, dataset: Any, processor: Any, limit: int, options: dict[str, Any]) -> Any:
     """The rows whose prompt has at most `limit` tokens, with the chat template's generation prompt.
 
-    `name` is that of the rows in messages, `options` are `chat_template_kwargs`.
+    `name` is that of the rows in messages, `processor` that of the model or its tokenizer, `options` are
+    `chat_template_kwargs`.
     """
-    from transformers import AutoProcessor
-
-    from credit_trl.contexts.prompts import row_prompt
+    from credit_trl.contexts.prompts import check_rows, row_prompt
     from credit_trl.evaluation.engines import encode_prompt
 
-    processor = AutoProcessor.from_pretrained(model)  # the tokenizer of a model without images
+    if hasattr(dataset, "__len__"):  # not a stream
+        check_rows(f"the {name} rows", (row.get("prompt") for row in dataset))
     kept = dataset.filter(lambda row: len(encode_prompt(processor, row_prompt(row), **options)) <= limit)
     if hasattr(kept, "__len__") and len(kept) == 0:
         raise ValueError(f"`--max_prompt_tokens {limit}` drops all {len(dataset)} {name} rows. Raise it.")

@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--output_dir", metavar="PATH", default="runs/quickstart", help="default runs/quickstart")
     parser.add_argument("--steps", metavar="N", type=int, default=130, help="optimizer steps (default 130)")
-    parser.add_argument("--seed", metavar="N", type=int, default=0)
+    parser.add_argument("--seed", metavar="N", type=int, default=0, help="of prompts and sampling (default 0)")
     parser.add_argument("--contrastive_coef", metavar="L", type=float, default=0.1, help="λ; 0 is SDPO (default 0.1)")
 
 

@@ -77,6 +77,7 @@ def make_trainer(
     dataset_args: DatasetMixtureConfig,
 ) -> CreditTrainer:
     """Build the trainer with its data, verifier, model and evaluation."""
+    from transformers import AutoProcessor
     from trl import get_peft_config, get_quantization_config
 
     from credit_trl.cli.preemption import SaveOnSigterm
@@ -95,7 +96,9 @@ def make_trainer(
     weight = script_args.token_weight
     with naming_model(model):
         if script_args.max_prompt_tokens is not None:
-            limits = (model, script_args.max_prompt_tokens, training_args.chat_template_kwargs or {})
+            place = {"revision": model_args.model_revision, "trust_remote_code": model_args.trust_remote_code}
+            processor = AutoProcessor.from_pretrained(model, **place)  # the tokenizer of a model without images
+            limits = (processor, script_args.max_prompt_tokens, training_args.chat_template_kwargs or {})
             train_dataset = drop_long_prompts("training", train_dataset, *limits)
             eval_dataset = eval_dataset and drop_long_prompts("evaluation", eval_dataset, *limits)
         trainer = CreditTrainer(
@@ -152,8 +155,6 @@ def evaluate_during_training(trainer: CreditTrainer, script_args: CreditScriptAr
 
     data = describe(script_args, trainer.args.reward_weights)
     trainer.run_log.facts["data"] = data
-    if data["task"] is None and data["test"] == data["train"]:
-        trainer.accelerator.print("avg@k uses the training rows; held-out ones are given by --eval_dataset_path.")
     evaluation = EvaluationCallback(
         trainer,
         task_of_data(data),

@@ -82,4 +82,5 @@ class MemoryGroup:
 def remove_groups(parent: Path | None, pid: int) -> None:
     """Remove the groups that a process made and whose processes have ended."""
     for folder in [] if parent is None else parent.glob(f"credit-trl-{pid}-*"):
-        folder.rmdir()
+        with contextlib.suppress(OSError):  # one that still has processes
+            folder.rmdir()

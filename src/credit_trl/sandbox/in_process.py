@@ -16,6 +16,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Set
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import update_wrapper
 from importlib import import_module
@@ -124,12 +125,15 @@ class InProcess:
 def serve(descriptor: int, module: str, name: str) -> None:
     """Answer the requests that arrive on a connection until it closes: the main function of the process."""
     connection = Connection(descriptor)
-    with suppress(Exception):
-        import_module(module)  # else the answer to a request has the error
+    with ThreadPoolExecutor(1) as reader:
+        first = reader.submit(connection.recv_bytes)  # the sender of a large request does not wait for the import
+        with suppress(Exception):
+            import_module(module)  # else the answer to a request has the error
     with suppress(EOFError, ConnectionError):
+        request = first.result()
         while True:
-            request = connection.recv_bytes()
             connection.send_bytes(_answer(module, name, request))
+            request = connection.recv_bytes()
 
 
 def _answer(module: str, name: str, request: bytes) -> bytes:

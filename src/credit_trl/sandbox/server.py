@@ -89,6 +89,8 @@ class Server:
         try:
             pid, pipes = start(self.isolation, program, group)
         except OSError as error:
+            if group is not None:
+                group.remove()
             self.channel.send({"failed": number, "reason": f"{type(error).__name__}: {error}"})
             return
         run = RunningProgram(number, program, pid, pipes, group, time.monotonic())

@@ -10,6 +10,7 @@ import functools
 import hashlib
 import importlib
 import inspect
+import logging
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -20,6 +21,8 @@ from typing import Any
 
 from credit_trl.tasks.records import read_dataset
 from credit_trl.tasks.task import Task, batch_of, renamed
+
+logger = logging.getLogger(__name__)
 
 BUILT_IN = ("livecodebench", "math", "quickstart", "sciknoweval", "toolalpaca")
 
@@ -109,7 +112,8 @@ def task_of_data(data: Mapping[str, Any]) -> Task:
     """
     if data["folder"] not in sys.path:
         sys.path.insert(0, data["folder"])
-    held_out = data["test"] or data["train"] or {}
+    has_held_out = data["test"] not in (None, data["train"])
+    held_out = (data["test"] if has_held_out else data["train"]) or {}
     if data["task"] is not None:
         task = load_task(data["task"])
     else:
@@ -120,6 +124,8 @@ def task_of_data(data: Mapping[str, Any]) -> Task:
         place = data["train"] if split == data["train_split"] else held_out
         if data["task"] is not None:
             return task.build(split, path or (place or {}).get("path"), **options)
+        if path is None and split != data["train_split"] and not has_held_out:
+            logger.warning("avg@k uses the training rows; held-out ones are given by --eval_dataset_path, or --path.")
         return _own_rows(place) if path is None else read_dataset(path, "--path")
 
     return replace(task, build=build)

@@ -145,7 +145,7 @@ def _is_right_in_another_form(response: str, golden: Sequence[Call]) -> bool:
         return False
     inputs = []
     for found in re.finditer(rf"(?P<object>\{{[^{{}}]*\}})|(?:{any_name})\((?P<keywords>[^(){{}}]*)\)", response):
-        pairs = re.findall(r"""(\w+)\s*=\s*("[^"]*"|'[^']*'|[^,\s]+)""", found["keywords"] or "")
+        pairs = re.findall(r"""\b(\w+)\s*=\s*("[^"]*"|'[^']*'|[^,\s]+)""", found["keywords"] or "")
         written = found["object"] or "{" + ", ".join(f'"{name}": {value}' for name, value in pairs) + "}"
         inputs.append(_json_or_none(written) or _json_or_none(written.replace("'", '"')))
     return inputs == [arguments for _, arguments in golden]

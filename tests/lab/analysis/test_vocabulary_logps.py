@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from credit_trl.lab.analysis.responses import analysis_config
 from credit_trl.lab.analysis.vocabulary_logps import CreditFormula, CreditLogps
+from tables import tables_of
 
 
 class ByHand:
@@ -98,15 +99,6 @@ def test_advantages_without_contrast_equal_the_reward():
         torch.testing.assert_close(got, teacher - student)
 
 
-@pytest.mark.parametrize(
-    ("options", "formula"),
-    [
-        ({}, CreditFormula(0.1, "subtract", 20)),
-        ({"contrastive_form": "guide", "temperature": 0.5}, CreditFormula(0.1, "guide", 20, temperature=0.5)),
-        ({"distillation_tail": "renormalize"}, CreditFormula(0.1, topk=20, tail="renormalize")),
-        ({"distillation_support": "sampled", "contrastive_coef": 0.5}, CreditFormula(0.5)),
-        ({"distillation_topk": None}, CreditFormula(0.1)),
-    ],
-)
-def test_formula_is_that_of_the_configuration(options, formula):
-    assert CreditFormula.from_config(analysis_config(**options)) == formula
+@pytest.mark.parametrize(("options", "fields"), tables_of(__file__)["formulas"])
+def test_formula_is_that_of_the_configuration(options, fields):
+    assert CreditFormula.from_config(analysis_config(**options)) == CreditFormula(**fields)

@@ -68,7 +68,8 @@ class CreditMapCallback(OptionalCallback):
         self.directory = Path(args.output_dir) / MAPS_FOLDER
         if state.is_world_process_zero:  # the report would show steps to come and earlier runs
             for path in self.directory.glob("step-*.json"):
-                if int(path.stem.removeprefix("step-")) > state.global_step:
+                step = path.stem.removeprefix("step-")
+                if step.isdecimal() and int(step) > state.global_step:
                     path.unlink()
         self._due = False
         self._pinned = self._read_pinned() if state.global_step > 0 else None

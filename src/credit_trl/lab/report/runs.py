@@ -16,9 +16,11 @@ COMPLETIONS = "completions"
 SCORE = "score"  # avg@k in an evaluation
 # Options that do not affect training, and the seeds.
 _IGNORED_OPTIONS = re.compile(
-    r"seed|data_seed|run_name|.*_dir|resume_from_checkpoint|disable_tqdm|project|parameters|(trackio|dataloader|eval|hub|"
+    r"seed|data_seed|run|run_name|.*_dir|resume_from_checkpoint|disable_tqdm|project|parameters|(trackio|dataloader|eval|hub|"
     r"log|logging|push|report|save|wandb)_.*"
 )
+# Options without effect on GRPO.
+_OF_TEACHER = re.compile(r"(contrastive|distillation|teacher)_(?!weight).*")
 
 
 @dataclass(frozen=True)
@@ -107,16 +109,18 @@ def arms_of(runs: Sequence[Run]) -> dict[str, list[Run]]:
     arms: dict[str, list[Run]] = {}
     shown = differing_options(runs)
     for run, folder in zip(runs, short_names([run.folder for run in runs]), strict=True):
-        name = ", ".join(f"{option}={_compared(run, option)}" for option in shown) or runs[0].folder.resolve().name
+        differing = {option: _compared(run, option) for option in shown}
+        name = ", ".join(f"{option}={text}" for option, text in differing.items() if text)
+        name = name or runs[0].folder.resolve().name
         is_twin = any(other.seed == run.seed for other in arms.get(name, ()))
         arms.setdefault(f"{name} ({folder})" if is_twin else name, []).append(run)
     return arms
 
 
 def differing_options(runs: Sequence[Run]) -> list[str]:
-    """Options whose values differ among the runs, without seeds and those that do not affect training."""
+    """Options that differ among the runs that use them, without seeds and those that do not affect training."""
     names = sorted({name for run in runs for name in run.options if not _IGNORED_OPTIONS.fullmatch(name)})
-    return [name for name in names if len({_compared(run, name) for run in runs}) > 1]
+    return [name for name in names if len({_compared(run, name) for run in runs} - {""}) > 1]
 
 
 def short_names(paths: Sequence[str | Path], parts: int = 1) -> list[str]:
@@ -145,7 +149,11 @@ def read_completions(run: Run, steps: int = 12, rows: int = 8) -> list[dict[str,
 
 
 def _compared(run: Run, option: str) -> str:
-    """Text of an option; a number in the model's path that is the run's seed does not count."""
+    """Text of an option, "" for one without effect; a number in the model's path that is the run's seed is no part."""
+    is_grpo = run.options.get("distillation_weight") == 0.0
+    is_idle = option.startswith("vllm_") and not run.options.get("use_vllm")
+    if is_idle or (is_grpo and _OF_TEACHER.fullmatch(option)):
+        return ""
     text = run.text(option)
     if option == "model" and run.seed is not None:
         return re.sub(rf"(?<!\d){run.seed}(?!\d)", "{seed}", text)
