@@ -126,7 +126,7 @@ class CreditConfig(GRPOConfig):
             Prompt of the teacher: (x, z), or the student's own x. With `"student"` every sample has a teacher, and
             `teacher_model_kind="model"` is plain on-policy distillation (TRL's `DistillationTrainer`).
         teacher_update_rate (`float`, *optional*):
-            Of `"ema"`, in (0, 1], `None` for 0.01: `teacher ← (1 − rate) · teacher + rate · student`.
+            Rate of `"ema"`, in (0, 1], `None` for 0.01: `teacher ← (1 − rate) · teacher + rate · student`.
         teacher_sync_steps (`int`, *optional*):
             Optimizer steps between updates of the EMA. `None`: one update per generation batch.
 

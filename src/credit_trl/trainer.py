@@ -225,7 +225,7 @@ class CreditTrainer(ResumableTrainer):
         self._verdicts.clear()
         with self.clock.stage("verdict"):
             graded = completions
-            if not (self.tools or self.environment_factories):  # whose completions TRL parses
+            if not (self.tools or self.environment_factories):  # TRL parses their completions
                 graded = mark_thinking(
                     completions,
                     completion_ids_list,
@@ -280,7 +280,7 @@ class CreditTrainer(ResumableTrainer):
             checks.check_truncated(self, metrics["completions/clipped_ratio"][-1])
             is_flat = metrics["frac_reward_zero_std"][-1] == 1.0  # in every group
             self.alarms.raise_if(is_flat, "flat_reward", mean=metrics["reward"][-1])
-        if "importance_sampling_ratio" in output:  # TRL's, of which it logs the other moments
+        if "importance_sampling_ratio" in output:  # TRL logs its other moments
             ratio = output["importance_sampling_ratio"].expand_as(output["completion_mask"])
             median = self.accelerator.gather(ratio[loss_mask(output)].median())
             self._log_values({"sampling/importance_sampling_ratio/median": median.nanmean().item()})
@@ -312,7 +312,7 @@ class CreditTrainer(ResumableTrainer):
         return contexts
 
     def _weigh_successes(self, batch: GenerationBatch, contexts: list[TokenContexts], mask: Tensor) -> Tensor:
-        """(B,) weights of the teacher's fidelity, which is then its mean over the micro-batches of all processes."""
+        """(B,) weights. The mean of the weighted sums over micro-batches and processes is the teacher's fidelity."""
         steps = self.args.steps_per_generation if self.model.training else 1
         weights, mixed, scored = teacher_success_weights(batch, contexts, mask, self.args.success_reward_threshold)
         if self.model.training:

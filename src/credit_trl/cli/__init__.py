@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
         from credit_trl.cli.credit import run
 
         return run(own)
-    except KeyboardInterrupt as interrupt:  # of a run before the launch, whose own message says how to continue
+    except KeyboardInterrupt as interrupt:  # before the launch, which reports later ones itself
         print(f"trl {command}: interrupted{interrupt}", file=sys.stderr)
         return 128 + signal.SIGINT
 

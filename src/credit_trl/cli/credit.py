@@ -73,7 +73,7 @@ def launch(launched: Namespace) -> int:
             with suppress(psutil.NoSuchProcess):  # it ended meanwhile
                 child.send_signal(number)
 
-    launched.signals_to_handle = "SIGINT,SIGHUP,SIGQUIT"  # not SIGTERM, after which torch kills the processes in 30 s
+    launched.signals_to_handle = "SIGINT,SIGHUP,SIGQUIT"  # on SIGTERM torch would kill the processes after 30 s
     launched.quiet = False  # with it, accelerate replaces the exit code
     logging.getLogger("accelerate.commands.launch").setLevel(logging.ERROR)  # six lines of its defaults
     previous = signal.signal(signal.SIGTERM, forward)

@@ -36,7 +36,7 @@ class ContrastBatch:
     Args:
         index: ordinal of the generation batch.
         group_size: rollouts of a dataset row; groups are contiguous.
-        prompts: x of every sample, as an environment may have completed it.
+        prompts: x of every sample, after `reset()` of its environment, if any.
         dataset_prompts: x of every sample as in the dataset.
         privileged: z of every sample.
         rollouts: answer and feedback of every sample's own rollout, in the form of z.

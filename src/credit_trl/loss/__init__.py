@@ -8,8 +8,8 @@ Both entry points take the N unmasked tokens of a batch:
   hidden states, head weight and head bias are computed in the same pass, so that nothing else is kept for `backward`.
 
 One chunk of (tokens × vocabulary) exists at a time. With the tail `"renormalize"` normalisers cancel: contrasts and
-student project only the K tokens of the support. f, Ĝ and log p at the sampled token are then conditional on support
-and token, an entropy without normaliser is that on the support, and the probability of the support is NaN.
+student project only the K tokens of the support. f, Ĝ and log p at the sampled token are then conditional on the
+support and the token. Where no normaliser is computed, the entropy is that of the support and its probability is NaN.
 
 Importance ratios always use true log-probabilities; the student's normaliser is then computed without gradient.
 

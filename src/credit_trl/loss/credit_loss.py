@@ -171,10 +171,9 @@ def _loss_in_chunks(
     """Form the loss in chunks of `size` tokens, with buffers that all chunks share."""
     is_within = support.tail == "renormalize"
     is_clipped = tokens.old_logps is not None and config.distillation_is_clip is not None
+    needs_normalizer = is_clipped or tokens.engine_logps is not None
     statistics = None
-    if is_within and (
-        is_clipped or tokens.engine_logps is not None
-    ):  # in chunks of logits, which read the head less often
+    if is_within and needs_normalizer:  # in chunks of logits, which read the head less often
         found = [project(head, hidden[rows]) for rows in chunks(len(hidden), head.chunk_size(hidden))]
         statistics = torch.cat([torch.stack([one.log_normalizer, one.entropy], dim=-1) for one in found])
     count = 0 if is_within else min(size, len(hidden))
@@ -306,7 +305,7 @@ def student_within_support(
     head: LMHead,
     statistics: Float[Tensor, "n 2"] | None,  # normaliser and entropy over the vocabulary, which a ratio needs
 ) -> Student:
-    """Logits of K tokens and of the sampled one, for a renormalised support: nothing else of the head is used."""
+    """Logits of the K tokens and the sampled one, for a renormalised support. Only these rows of the head are read."""
     everything = torch.cat([support_ids, token_ids.unsqueeze(-1)], dim=-1)
     rows = embedding(everything, head.weight)
     logits = head.column_logits(hidden, rows, everything)

@@ -23,7 +23,7 @@ _CPU_HEAD_ROWS = 16 * 2**20
 # Bytes of one chunk on an accelerator: fp32 logits of 4096 tokens for a vocabulary of 152,000. They are fixed, so that
 # the order of summation does not depend on the free memory.
 _ACCELERATOR_BYTES = 5 * 2**29
-# Tokens of one chunk at most: a chunk of the loss reads the head twice and its gradient once.
+# Most tokens of a chunk. A chunk of the loss reads the head twice and its gradient once.
 _MOST_TOKENS = 8192
 # Elements of one block of logits on the CPU: 8 MB in fp32, so that exp and sums read it from cache.
 _CPU_BLOCK = 2**21
@@ -81,7 +81,7 @@ class HeadGradients:
     """Gradients of one loss, to which chunks add in fp32 (fp64 for fp64 inputs); None where not required."""
 
     hidden: Float[Tensor, "N H"] | None
-    weight: Float[Tensor, "V H"] | None  # in the product's dtype where that is the parameter's and one chunk holds all
+    weight: Float[Tensor, "V H"] | None  # fp32; the parameter's dtype if products use it and there is one chunk
     bias: Float[Tensor, " V"] | None
 
     @classmethod

@@ -17,7 +17,7 @@ _TOPK_GROUP = 32
 
 @dataclass
 class Projection:
-    """Distribution of one chunk over the vocabulary. What was not asked for is None."""
+    """Distribution of one chunk over the vocabulary. Fields that were not requested are None."""
 
     logits: Float[Tensor, "n V"] | None  # those of the support are replaced by `BLANK`
     log_normalizer: Float[Tensor, " n"]  # log Σ_v exp z_v

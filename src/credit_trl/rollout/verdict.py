@@ -294,7 +294,7 @@ def _hold(held: list[Callable[[], None]], log: Callable[..., None], *args: Any, 
 
 
 def listed(output: Any, arguments: Mapping[str, Any]) -> Any:
-    """A result of a reward function, as a list with at most one element more than it needs where it is iterable."""
+    """A result of a reward function as a list. An iterable is read up to one element beyond the expected number."""
     if isinstance(output, _NO_LIST) or not isinstance(output, Iterable):
         return output
     return list(islice(output, len(arguments["completions"]) + 1 if "completions" in arguments else None))

@@ -46,7 +46,7 @@ _PACKABLE_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 class RowLayout:
     """Pieces of a packed row: tokens of each, and the piece that precedes it in its sequence, or None at a start.
 
-    Not a tuple or dataclass, of which wrappers would pass a copy to each layer.
+    A plain class, since wrappers copy tuples and dataclasses for each layer.
     """
 
     def __init__(self, lengths: list[int], parents: list[int | None]) -> None:
@@ -117,8 +117,8 @@ class PrefixSharing:
     """
 
     def __init__(self) -> None:
-        self._lengths = [0]  # of what each sequence has in common with the one before
-        # Of the first n sequences: tokens that they save at most; start and common length of the last group then.
+        self._lengths = [0]  # of the common prefix of each sequence and the one before
+        # For the first n sequences: most tokens saved, start of the last group, its common length.
         self._best = [(0, 0, 0), (0, 0, 0)]
 
     def add(self, common: int) -> int:
@@ -158,8 +158,8 @@ def packed_sdpa(
 
     A piece after a shared prefix has more keys than queries, where causal attention needs a mask. On a GPU that would
     prevent flash attention and repeat the keys and values of grouped heads, and where most tokens are the piece's own
-    it costs more than it saves: these read the queries of the prefix again for each sequence that shares it. Masked
-    are short pieces on a CPU, and a sliding window that is shorter than the sequence.
+    it costs more than it saves: such pieces compute the queries of the prefix again. A mask is used for short pieces
+    on a CPU, and for a sliding window that is shorter than the sequence.
 
     Args:
         query, key, value: (B, heads, L, D); the output is (B, L, heads, D).
@@ -326,8 +326,8 @@ def model_inputs(
 
     Args:
         model: reads them; `enable_packing` was called for it, if `packed`.
-        packed: one row that holds them one after the other; else rows that are padded on the right, whose padding a
-            causal model needs no mask for.
+        packed: one row that holds them one after the other; else rows that are padded on the right. A causal model
+            needs no mask for this padding.
         shares: read a common prefix once in a packed row where the model can, see `packed_row`.
 
     Returns:

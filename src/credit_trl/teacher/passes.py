@@ -247,7 +247,7 @@ def chosen_sequences(batch: dict[str, Any], mask: Bool[Tensor, "B T"]) -> Sequen
     ids, valid, picked = np.split(table, [prompt + width, 2 * (prompt + width)], axis=1)
     rows, columns = picked.nonzero()
     lengths = valid.sum(axis=1)
-    # Counted from 1 by `cumsum`, and a token is predicted at the position before its own.
+    # `cumsum` counts from 1, and position t − 1 predicts token t: hence − 2.
     before = (lengths.cumsum() - lengths)[rows] + valid.cumsum(axis=1)[rows, prompt + columns] - 2
     read = [own[kept.astype(bool)].tolist() for own, kept in zip(ids, valid, strict=True)]
     chosen = to_device(torch.from_numpy(rows * width + columns), mask.device)

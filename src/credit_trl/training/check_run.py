@@ -28,7 +28,7 @@ from credit_trl.teacher.sharding import local_part
 from credit_trl.training.reporting import escape_controls, text_block
 
 SHOWN_CHARACTERS = 4000  # of each text of the rollout
-# Of the trainer, which a run changes, and of which it works on copies during the check.
+# Attributes of the trainer that the check restores, and those that it replaces by copies meanwhile.
 _CHANGED = ("state", "control", "optimizer", "lr_scheduler", "log_completions", "mask_truncated_completions")
 _COPIED = ("args", "callback_handler", "alarms", "clock", "credit_step", "generation_config", "vllm_generation")
 

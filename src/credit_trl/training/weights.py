@@ -13,7 +13,7 @@ from transformers import TrainerCallback
 from credit_trl.teacher.sharding import local_part
 from credit_trl.training.metrics import Alarms
 
-# Stored scores of the teacher, of which a NaN is not always a NaN of the loss.
+# Stored scores of the teacher. A NaN in them does not always make the loss NaN.
 _SCORES = ("teacher_token_logps", "generic_token_logps")
 # Share of the weights with a gradient that the first update changes, below which it is an alarm. Of fp32 weights
 # nearly all change at a learning rate of 1e-6, of bf16 weights about 1 %.
