@@ -161,13 +161,13 @@ class VerifierPolicy:
 
     def _handle(self, name: str, error: Exception, arguments: Mapping[str, Any]) -> object:
         completion = next(iter(arguments.get("completions", ())), None)
-        hint = None
+        advice = None
         if isinstance(completion, list) and isinstance(error, AttributeError | TypeError) and "list" in str(error):
-            hint = "The completion of a conversation is a list of messages; its text is completion[-1]['content']."
+            advice = "The completion of a conversation is a list of messages; its text is completion[-1]['content']."
         if isinstance(completion, str) and isinstance(error, TypeError) and "string indices" in str(error):
-            hint = "The completion of a prompt that is text is text, and no list of messages."
-        if hint is not None:
-            failed = f"The reward function {name!r} failed: {error}. {hint}"
+            advice = "The completion of a prompt that is text is text, and no list of messages."
+        if advice is not None:
+            failed = f"The reward function {name!r} failed: {error}. {advice}"
             error = TypeError(failed).with_traceback(error.__traceback__)
         if self.on_error == "raise":
             raise error

@@ -70,9 +70,6 @@ def check_datasets(args: CreditConfig, datasets: dict[str, Any], reward_funcs: A
         check_column_names(f"`{name}`", columns)
         if isinstance(dataset, Dataset) and len(dataset) == 0:
             raise ValueError(f"`{name}` has no rows.")
-        dtype = getattr((getattr(dataset, "features", None) or {}).get("privileged_context"), "dtype", "string")
-        if dtype not in ("string", "large_string", "null"):
-            raise ValueError(f"`{name}` has the column `privileged_context` of {dtype}. Write it as text.")
         if missing := [column for column in columns_of_source if column not in columns]:
             raise ValueError(
                 f"`contrastive_source={args.contrastive_source!r}` needs the column `{missing[0]}`, which `{name}` "
@@ -153,7 +150,7 @@ def check_image_options(trainer: Any) -> None:
 
 
 def check_prompts(trainer: Any, datasets: dict[str, Any], *, distills: bool) -> None:
-    """Check the form of all prompts, and more of the first of each dataset; of streams only the columns.
+    """Check the form of all prompts and static feedback, and more of each first prompt; of streams only the columns.
 
     Prompts that environments or a `rollout_func` change are not checked. Warns where one ends in an EOS id, and where
     an EOS id is ordinary text, so that completions end inside a sentence.
@@ -169,6 +166,9 @@ def check_prompts(trainer: Any, datasets: dict[str, Any], *, distills: bool) -> 
     is_changed = trainer.environment_factories is not None or trainer.rollout_func is not None
     for name, dataset in datasets.items():
         columns = getattr(dataset, "column_names", None) or ()
+        dtype = getattr((getattr(dataset, "features", None) or {}).get("privileged_context"), "dtype", "string")
+        if dtype not in ("string", "large_string", "null"):
+            raise ValueError(f"`{name}` has the column `privileged_context` of {dtype}. Write it as text.")
         has_prompts = isinstance(dataset, Dataset) and len(dataset) > 0 and "prompt" in columns
         if has_prompts and not is_changed and "Image(" not in str(dataset.features["prompt"]):  # not to decode all
             batches = dataset.select_columns("prompt").iter(1000)
