@@ -40,7 +40,7 @@ def read_run(folder: str | Path) -> dict[str, Any]:
 def model_of_run(folder: str | Path) -> Path:
     """Folder of the final model, or of the last checkpoint of a run that has not ended.
 
-    Before its end, a final model in the folder is that of an earlier run.
+    Until the run has ended, a final model in the folder belongs to an earlier one.
 
     Raises:
         FileNotFoundError: there is neither.

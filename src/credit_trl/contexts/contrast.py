@@ -100,7 +100,8 @@ def find_source(name: str) -> Source:
 def source_columns(source: Source) -> list[str]:
     """Names of the dataset columns that a source takes: its parameters without a default after the first three."""
     parameters = list(inspect.signature(source).parameters.values())[3:]
-    return [one.name for one in parameters if one.default is one.empty]
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return [one.name for one in parameters if one.default is one.empty and one.kind in named]
 
 
 def draw_contrasts(source: Source, batch: ContrastBatch, sample: int, seed: int) -> Iterator[Contrast]:

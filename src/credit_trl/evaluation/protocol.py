@@ -144,8 +144,9 @@ def _open(folder: Path | None, settings: Mapping[str, Any], units: Sequence[Unit
     """The samples on disk, after checking that they belong to this evaluation."""
     if folder is None:
         return []
+    stored = files.read_lines(folder / SAMPLES_FILE)
     path = folder / files.SETTINGS_FILE
-    if path.is_file() and files.read_lines(folder / SAMPLES_FILE):
+    if path.is_file() and stored:
         before = files.read_json(path)
         now = json.loads(json.dumps(settings))
         differing = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
@@ -157,7 +158,6 @@ def _open(folder: Path | None, settings: Mapping[str, Any], units: Sequence[Unit
     else:
         files.write_json(path, settings)
     path = folder / SAMPLES_FILE
-    stored = files.read_lines(path)
     first = [(row["id"], number) for row, number in units[: len(stored)]]
     if [(sample.get("prompt"), sample.get("sample")) for sample in stored] != first:
         raise ValueError(f"{path} holds samples of another evaluation. Use another `output_dir`, or remove it.")

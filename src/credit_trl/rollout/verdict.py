@@ -165,7 +165,7 @@ class VerifierPolicy:
         if isinstance(completion, list) and isinstance(error, AttributeError | TypeError) and "list" in str(error):
             advice = "The completion of a conversation is a list of messages; its text is completion[-1]['content']."
         if isinstance(completion, str) and isinstance(error, TypeError) and "string indices" in str(error):
-            advice = "The completion of a prompt that is text is text, and no list of messages."
+            advice = "For a prompt that is text the completion is text too, not a list of messages."
         if advice is not None:
             failed = f"The reward function {name!r} failed: {error}. {advice}"
             error = TypeError(failed).with_traceback(error.__traceback__)
@@ -358,7 +358,7 @@ def takes(func: Callable[..., Any], name: str) -> bool:
 def transferable(error: Exception | None) -> Exception | None:
     """The error, or one with its type and text where it cannot be sent to another process."""
     with suppress(Exception):
-        pickle.loads(pickle.dumps(error))  # of a copy that this process made itself
+        pickle.loads(pickle.dumps(error))  # bytes of this process, not of others
         return error
     return RuntimeError(f"{type(error).__name__}: {error}")
 

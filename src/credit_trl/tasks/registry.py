@@ -125,7 +125,7 @@ def task_of_data(data: Mapping[str, Any]) -> Task:
         if data["task"] is not None:
             return task.build(split, path or (place or {}).get("path"), **options)
         if path is None and split != data["train_split"] and not has_held_out:
-            logger.warning("avg@k uses the training rows; held-out ones are given by --eval_dataset_path, or --path.")
+            logger.warning("No held-out rows: the training rows are used. --eval_dataset_path, or --path, gives others.")
         return _own_rows(place) if path is None else read_dataset(path, "--path")
 
     return replace(task, build=build)
