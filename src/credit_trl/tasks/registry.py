@@ -125,7 +125,7 @@ def task_of_data(data: Mapping[str, Any]) -> Task:
         if data["task"] is not None:
             return task.build(split, path or (place or {}).get("path"), **options)
         if path is None and split != data["train_split"] and not has_held_out:
-            logger.warning("No held-out rows: the training rows are used. --eval_dataset_path, or --path, gives others.")
+            logger.warning("No held-out rows: training rows are used. --eval_dataset_path, or --path, gives others.")
         return _own_rows(place) if path is None else read_dataset(path, "--path")
 
     return replace(task, build=build)
