@@ -23,15 +23,16 @@ def hub_row(
     return row | changes
 
 
-# Rewards for the gold letter B, and whether the feedback names a wrong form.
+# Rewards for the gold letter, B where none is given, and whether the feedback names a wrong form.
 RESPONSES = rows_of(__file__, "letters")
 
 
 @pytest.mark.parametrize("row", RESPONSES, ids=lambda row: row["case"])
 def test_response_is_graded_by_the_published_rule(row):
-    verdict = sciknoweval.verify(row["response"], "B")
+    gold = row.get("gold", "B")
+    verdict = sciknoweval.verify(row["response"], gold)
     assert (verdict.reward, verdict.metrics) == (row["reward"], {"answer_format": row["answer_format"]})
-    assert verdict.feedback.endswith("Correct answer: B")
+    assert verdict.feedback.endswith(f"Correct answer: {gold}")
     assert verdict.feedback.startswith("The letter is right; write it as <answer>") == row["is_misspelt"]
 
 

@@ -123,7 +123,8 @@ def same_answer(gold: str, given: str) -> bool:
     sides = [_clean(gold), _clean(given)]
     for kind in ("name", "unit", "set"):
         found = [list(_PATTERNS[kind].finditer(side)) for side in sides]
-        marks = {re.sub(r"[{}() ]|\\text", "", one["mark"]) for one in found[0] + found[1]}
+        ignored = r"[{}() ]|\\text" + ("" if all(found) else r"|_\{\d\}")  # roots are x_1 and x_2
+        marks = {re.sub(ignored, "", one["mark"]) for one in found[0] + found[1]}
         is_relation = kind == "name" and not all(found) and all("=" in side for side in sides)
         if len(marks) == 1 and not is_relation:
             sides = [_PATTERNS[kind].sub(r"\g<value>", side) for side in sides]
@@ -138,7 +139,8 @@ def same_answer(gold: str, given: str) -> bool:
 
 def _clean(text: str) -> str:
     """An answer in one notation."""
-    text = _PATTERNS["sign"].sub(lambda sign: _SIGNS.get(sign[0], sign[0]), " ".join(text.split()))
+    text = _PATTERNS["or"].sub(",", " ".join(text.split()))
+    text = _PATTERNS["sign"].sub(lambda sign: _SIGNS.get(sign[0], sign[0]), text)
     for pattern, replacement in _NOTATION["rewrites"]:
         text = re.sub(pattern, replacement, text.strip())
     return ",".join(dict.fromkeys([text.replace("±", "+"), text.replace("±", "-")]))

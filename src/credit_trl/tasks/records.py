@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -39,7 +40,7 @@ class Row(dict[str, Any]):
         """The row of a data set for a question in a common form: `prompt`, `answer`, `task` and `id`.
 
         The question is a text, or messages that end with a user's, before `instruction`. The answer of a worked
-        solution is what `boxed` finds in it, or the text after `####`.
+        solution is what `boxed` finds in it, or the text after `####`; several answers are one list.
         """
         given = {name: value for name, value in self.items() if value is not None}
         problem = given.get("problem", given.get("question", given.get("prompt", "")))
@@ -47,7 +48,8 @@ class Row(dict[str, Any]):
         if turns[-1]["role"] != "user" or not turns[-1]["content"].strip():
             raise self.error("problem", "it, `question` or `prompt` must be a text or messages that end with a user's")
         last = {"role": "user", "content": f"{turns[-1]['content']}\n\n{instruction}".rstrip()}
-        text = str(given.get("answer", given.get("final_answer", given.get("solution", ""))))
+        text = given.get("answer", given.get("final_answer", given.get("solution", "")))
+        text = ", ".join(map(str, text)) if isinstance(text, list) else str(text)
         gold = (boxed(text) or text.rpartition("####")[2]).strip()
         is_unread = len(gold) > 250 and gold == str(given.get("solution")).strip()
         if not gold or "\n\n" in gold or is_unread:
@@ -106,7 +108,20 @@ def _load(source: str, remedy: str, builder: str, **options: Any) -> Dataset:
         return load_dataset(builder, **options)
     except Exception as error:  # also a StopIteration, for an empty file
         problem = printable(str(error.__cause__ or error)) or "it is empty"
-        raise ValueError(f"{source} cannot be read: {problem}{remedy}") from error
+        lines = [f"{line}: " for file in options.get("data_files", ()) if (line := _bad_line(Path(file)))]
+        raise ValueError(f"{source} cannot be read: {''.join(lines)}{problem}{remedy}") from error
+
+
+def _bad_line(path: Path) -> str | None:
+    """`line 5`, the first of a JSON Lines file that is no JSON object; None of another file."""
+    if path.suffix == ".jsonl":
+        for number, line in enumerate(path.read_bytes().splitlines(), 1):
+            try:
+                if line.strip() and not isinstance(json.loads(line), dict):
+                    return f"line {number}"
+            except ValueError:
+                return f"line {number}"
+    return None
 
 
 def dataset_of(rows: Iterable[Mapping[str, Any]], name: str) -> Dataset:

@@ -66,7 +66,8 @@ def verify(response: str, answer: str, *, truncated: bool = False) -> Verdict:
     is_tagged = re.search(r"<answer>\s*[A-Z]\s*</answer>\s*\Z", response) is not None
     feedback = f"Correct answer: {answer}"
     written = given if "<answer>" in response else given.rpartition("\n")[2]
-    letter = re.match(rf"(?:[\W_]|(?:{WORDS_BEFORE})\b)*([a-z])(?![a-z'])", written[:200], re.IGNORECASE)
+    before, no_article = rf"(?:[\W_]|(?:{WORDS_BEFORE})\b)*", r"(?!(?<=[ai]) +[a-z])"
+    letter = re.match(rf"{before}([a-z])(?![a-z']){no_article}", written[:200], re.IGNORECASE)
     if given != answer and letter is not None and letter[1].upper() == answer:
         feedback = f"The letter is right; write it as <answer>\n{answer}\n</answer>. {feedback}"
     return Verdict(float(given == answer), feedback, {"answer_format": float(is_tagged)})
