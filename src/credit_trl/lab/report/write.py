@@ -39,7 +39,8 @@ def write_report(runs: Sequence[str | Path], output: str | Path | None = None) -
 
     Args:
         runs: run directories, or directories of `trl credit-eval`. The first one's arm is the baseline.
-        output: the HTML file. None is `report.html` in the run's directory, or in the working directory for several.
+        output: the HTML file, or a directory for `report.html`; None for the run's directory, or for several runs the
+            working directory.
 
     Returns:
         Path of the HTML file.
@@ -54,7 +55,8 @@ def write_report(runs: Sequence[str | Path], output: str | Path | None = None) -
     read = [load_run(folder) for folder in folders]
     if output is None:
         output = folders[0] / REPORT_FILE if len(folders) == 1 else REPORT_FILE
-    output = Path(output).with_suffix(".html")
+    output = Path(output) / REPORT_FILE if Path(output).is_dir() else Path(output)
+    output = output if output.suffix == ".html" else output.with_name(f"{output.name}.html")
     document = report_document(read)
     write_json(output.with_suffix(".json"), document)
     write_atomically(output.with_suffix(".md"), report_markdown(document))

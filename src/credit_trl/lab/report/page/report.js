@@ -158,7 +158,8 @@ function figureOf(curve) {
   const steps = [...new Set(points.map((point) => point[0]))].sort((a, b) => a - b);
   const values = points.flatMap((point) => point.slice(1)).filter((value) => typeof value === "number");
   let low = Math.min(...values), high = Math.max(...values);
-  const margin = (high - low) * 0.06 || Math.abs(high) * 0.05 || 1;
+  const isFlat = high - low <= 1e-9 * Math.abs(high); // sums of equal values differ in the last digit
+  const margin = (!isFlat && (high - low) * 0.06) || Math.abs(high) * 0.05 || 1;
   low -= margin;
   high += margin;
   const x = (step) => LEFT + (WIDTH - LEFT - RIGHT) * (steps.length > 1 ? (step - steps[0]) / (steps.at(-1) - steps[0]) : 0.5);
@@ -271,7 +272,7 @@ function cardOf(rollout, isOpen) {
   const card = element("details", "rollout"), summary = element("summary"), box = element("div");
   const rewards = Object.entries(rollout.rewards).filter(([name]) => name !== "s_mean" && name !== "advantage");
   const facts = rewards.map(([name, value]) => (name.startsWith("reward") ? name : "reward " + name) + " " + number(value, 2));
-  if ("s_mean" in rollout.rewards) facts.push("mean S_t " + number(rollout.rewards.s_mean, 3));
+  if (rollout.rewards.s_mean) facts.push("mean S_t " + number(rollout.rewards.s_mean, 3));
   const said = rollout.completion.map((turn) => turn.text).join("\n");
   summary.append(element("span", "reward", facts.join(" · ")), element("span", "line", said.replaceAll("\n", " ")));
   const several = rollout.completion.length > 1;
@@ -425,7 +426,7 @@ function choose(index) {
   byId("values").checked = maps.responses[index].tokens.length <= 120;
   showContext();
   showPanes();
-  inspect(lowest(panes[0].map.centred));
+  inspect(lowest(panes.flatMap(({ map }) => map.centred)) % panes[0].map.centred.length);
   for (const { cells } of panes) {
     const cell = cells[state.at], body = cell.closest(".map");
     body.scrollTop += cell.getBoundingClientRect().top - body.getBoundingClientRect().top - body.clientHeight / 3;
