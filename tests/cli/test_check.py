@@ -44,7 +44,7 @@ def test_check_prints_each_part_and_leaves_nothing(tmp_path, monkeypatch, capsys
 
 def test_check_changes_neither_weights_nor_options_nor_the_next_run(make_trainer, tmp_path):
     def trained(checks):
-        trainer = make_trainer(output_dir=str(tmp_path / str(checks)), max_steps=2, learning_rate=1e-2)
+        trainer = make_trainer(output_dir=str(tmp_path / str(checks)), max_steps=2, lr_scheduler_type="polynomial")
         before = [weight.clone() for weight in trainer.model.parameters()]
         options = dict(vars(trainer.args))
         if checks:

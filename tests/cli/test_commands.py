@@ -124,7 +124,7 @@ def parsed(monkeypatch):
 
 def test_options_of_several_files_are_merged(parsed, monkeypatch, tmp_path):
     first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
-    first.write_text("env: {FIRST: a, BOTH: a}\ntask: quickstart\ntop_p: 0.5\nuse_cpu: true\nmax_steps: 5\n")
+    first.write_text("env: {FIRST: a, BOTH: a}\ntask: quickstart\ntop_p: 0.5\nuse_cpu: true\nsave_strategy: no\n")
     second.write_text("env: {BOTH: b}\ntask: null\ntop_p: 0.9\nbf16: false\nmax_steps: 6\nnum_processes: 1\n")
     for name in ("FIRST", "BOTH"):
         monkeypatch.setenv(name, "")
@@ -132,6 +132,7 @@ def test_options_of_several_files_are_merged(parsed, monkeypatch, tmp_path):
     assert credit.run(line) == 0
     [(script, config, launched)] = parsed
     assert (script.task, config.top_p, config.max_steps, launched.num_processes) == (None, 0.9, 7, 1)
+    assert config.save_strategy == "no"  # YAML reads false
     assert (os.environ["FIRST"], os.environ["BOTH"]) == ("a", "b")
 
 
@@ -158,8 +159,8 @@ def test_batches_are_checked_for_the_launched_processes(launched, capsys):
     [
         (subprocess.CalledProcessError(3, "python"), 3, ""),
         (subprocess.CalledProcessError(-9, "python"), 137, "signal 9 (Killed) ended the process"),
-        (KeyboardInterrupt(), 130, "`--resume_from_checkpoint latest` continues the run"),
-        (SignalException("one of several", signal.SIGHUP), 129, "continues the run"),
+        (KeyboardInterrupt(), 130, "`--resume_from_checkpoint latest` continues from a saved step"),
+        (SignalException("one of several", signal.SIGHUP), 129, "continues from a saved step"),
         (ValueError("You need to use at least 2 processes"), 2, "at least 2 processes"),
     ],
 )

@@ -29,6 +29,9 @@ from credit_trl.tasks.registry import check_name
 _ARGUMENTS = {
     "dataset": "Give `--dataset_path FILE` or `--dataset_name NAME`.",
     "tokenizer": "It is that of `--model_name_or_path`.",
+    "model": "Give `--model_name_or_path NAME`.",
+    "data": "Give `--dataset_path FILE` or `--dataset_name NAME`.",
+    "verifier": "Give `--reward_funcs my_module.my_function`.",
 }
 TRAINING_MODULE = "credit_trl.cli.training"
 PROG = "trl credit"
@@ -86,7 +89,7 @@ def launch(launched: Namespace) -> int:
     except ChildFailedError as error:  # one of several processes
         return report_failed_process(PROG, error)
     except (KeyboardInterrupt, SignalException) as error:  # with one process, with several
-        print(f"{PROG}: interrupted; `--resume_from_checkpoint latest` continues the run", file=sys.stderr)
+        print(f"{PROG}: interrupted; `--resume_from_checkpoint latest` continues from a saved step", file=sys.stderr)
         return 128 + getattr(error, "sigval", signal.SIGINT)
     finally:
         signal.signal(signal.SIGTERM, previous)
@@ -172,14 +175,10 @@ def check_names(known: set[str], argv: list[str]) -> None:
     from credit_trl.config import OTHER_NAMES
 
     fixes = OTHER_NAMES | _ARGUMENTS
-    # The spelling with a dash is for the line, as abbreviations are.
+    # The spelling with a dash is for the line. An option with an underscore has no abbreviation: it has two spellings.
     in_file = [f"--{key}" for key in config_file(argv) if "-" in key or f"--{key}" not in known]
     on_line = [word.split("=")[0] for word in argv if word.startswith("--") and " " not in word]
-    unknown = [
-        name
-        for name in on_line
-        if name not in known and (name[2:] in fixes or not any(option.startswith(name) for option in known))
-    ]
+    unknown = [name for name in on_line if name not in known]
     problems = []
     for name in dict.fromkeys([*in_file, *unknown]):
         fix = f" {fixes[name[2:]]}" if name[2:] in fixes else suggest(name, known - {name})

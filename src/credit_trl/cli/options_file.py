@@ -36,7 +36,10 @@ def read_options(path: str | Path) -> dict[str, Any]:
         content = content.get("config")
     if not isinstance(content, dict):
         raise ValueError(f"{path} must contain a YAML mapping, `option: value` on each line.")
-    return content
+    if not isinstance(content.get("env") or {}, dict):
+        raise ValueError(f"{path}: `env` must be a mapping of names to values, got {content['env']!r}.")
+    is_no = {name for name, value in content.items() if value is False and str(name).endswith("_strategy")}
+    return content | dict.fromkeys(is_no, "no")  # which YAML reads as false
 
 
 def load_yaml(text: str) -> Any:

@@ -96,7 +96,7 @@ def make_trainer(
     weight = script_args.token_weight
     with naming_model(model):
         if script_args.max_prompt_tokens is not None:
-            place = {"revision": model_args.model_revision, "trust_remote_code": model_args.trust_remote_code}
+            place = {"revision": model_args.model_revision, "trust_remote_code": training_args.trust_remote_code}
             processor = AutoProcessor.from_pretrained(model, **place)  # the tokenizer of a model without images
             limits = (processor, script_args.max_prompt_tokens, training_args.chat_template_kwargs or {})
             train_dataset = drop_long_prompts("training", train_dataset, *limits)

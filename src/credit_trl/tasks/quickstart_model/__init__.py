@@ -44,10 +44,10 @@ def model_path(name: str) -> str:
 
 @contextmanager
 def naming_model(name: str) -> Iterator[None]:
-    """Name the model that is loaded inside in transformers' error of a missing connection."""
+    """Name the model that is loaded inside in errors of a missing connection or of a path that is no hub name."""
     try:
         yield
-    except OSError as error:
-        if not str(error).startswith("We couldn't connect to"):
+    except (OSError, ValueError) as error:
+        if not str(error).startswith(("We couldn't connect to", "Repo id must")):
             raise
         raise OSError(f"The model `{name}` is neither a folder nor in the cache. {error}") from error
