@@ -250,13 +250,9 @@ def test_contexts_are_what_the_processor_forms_of_the_whole_text(make_batch, fam
         text = [{"role": "user", "content": "No picture"}]
         assert batch.trainer._tokenize_prompts([text])[0] == [ids := builder.encode(text, PrivilegedContext())]
         assert (ids[0], ids.count(number)) == (number, 1)
-    parts = [
-        {"type": "text", "text": "Before"},
-        {"type": "image", "image": picture(1)},
-        {"type": "text", "text": "after?"},
-    ]
+    parts = [{"type": "text", "text": "In"}, {"type": "image", "image": picture(1)}, {"type": "text", "text": "what?"}]
     prompt = [
-        {"role": "user", "content": "Earlier"},
+        {"role": "user", "content": "Hi"},
         {"role": "assistant", "content": "Yes"},
         {"role": "user", "content": parts},
     ]

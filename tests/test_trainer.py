@@ -72,6 +72,14 @@ def test_a_static_column_reaches_the_teacher_without_unused_columns(train, datas
     assert all("Static for" in own for own, _ in found)
 
 
+def test_contrasts_of_an_evaluation_come_from_the_rows_that_it_got(train, dataset):
+    trainer = train(contrastive_source="dataset", eval_strategy="no")
+    trainer.seen.clear()
+    trainer.evaluate(dataset.map(lambda row: {"prompt": [{"role": "user", "content": f"Held out {row['answer']}"}]}))
+    assert trainer.seen
+    assert all("Held out" in own and "Held out" in contrast for own, contrast in texts(trainer))
+
+
 def test_a_contrast_replaces_the_question_and_keeps_the_feedback(train):
     trainer = train()
     for (prompts, _), (own, contrast) in zip(trainer.seen, texts(trainer), strict=True):
@@ -115,7 +123,8 @@ def test_the_verifier_gets_the_truncation_flag_also_beside_a_streamed_column_of_
     assert all(flag == (ids[-1] != end) for ids, flag in told)
 
 
-def test_unclosed_thinking_of_the_prompt_is_told_to_the_verifier(train, tokenizer, monkeypatch):
+@pytest.mark.parametrize("is_parsed", [False, True])
+def test_unclosed_thinking_is_told_to_the_verifier_unless_trl_parses(train, tokenizer, monkeypatch, is_parsed):
     told = []
 
     def verdicts(completions, completion_ids, **kwargs):
@@ -125,9 +134,14 @@ def test_unclosed_thinking_of_the_prompt_is_told_to_the_verifier(train, tokenize
     template = tokenizer.chat_template.replace("assistant\n{% endif", "assistant\n<think>\n{% endif")
     assert template != tokenizer.chat_template
     monkeypatch.setattr(tokenizer, "chat_template", template)
+    if is_parsed:
+        monkeypatch.setattr(tokenizer, "response_template", "x", raising=False)
+        parsed = {"role": "assistant", "content": "parsed"}
+        monkeypatch.setattr("trl.trainer.grpo_trainer.parse_response", lambda *_, **__: parsed)
     train(verdicts)
     assert told
-    assert all(text == "<think>" + tokenizer.decode(ids, skip_special_tokens=True) for text, ids in told)
+    decoded = ["<think>" + tokenizer.decode(ids, skip_special_tokens=True) for _, ids in told]
+    assert [text for text, _ in told] == (["parsed"] * len(told) if is_parsed else decoded)
 
 
 def test_several_iterations_reuse_the_scores(train, make_model):

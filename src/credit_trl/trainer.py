@@ -155,7 +155,7 @@ class CreditTrainer(ResumableTrainer):
         args = self.args
         reduce_gradients_in_fp32(self.accelerator)
         self.teacher = build_teacher(args, self.model, self.accelerator, self._tokenizer)
-        check_model(self.model, self.accelerator)
+        check_model(self.model, self.accelerator, reads_padding=args.distillation_weight < 1.0)
         if args.teacher_model_kind == "model":
             check_logits(self.teacher.models()[0], self.accelerator)
         reason = cannot_pack(self.model) if args.packed else None
@@ -225,7 +225,8 @@ class CreditTrainer(ResumableTrainer):
         self._verdicts.clear()
         with self.clock.stage("verdict"):
             graded = completions
-            if not (self.tools or self.environment_factories):  # TRL parses their completions
+            parsers = (getattr(self._tokenizer, f"response_{name}", None) for name in ("template", "schema"))
+            if not (self.tools or self.environment_factories or any(parsers)):  # TRL parses these completions
                 graded = mark_thinking(
                     completions,
                     completion_ids_list,
@@ -242,7 +243,7 @@ class CreditTrainer(ResumableTrainer):
         else:
             self._eval_batches += 1
             index = EVALUATION_INDEX + self._eval_batches
-        is_train = self.model.training or not isinstance(self.eval_dataset, Dataset)
+        evaluated = None if self.model.training else self.callback_handler.eval_dataloader.dataset
         self._rollouts = GenerationBatch(
             rows=inputs,
             prompts=prompts,
@@ -253,7 +254,7 @@ class CreditTrainer(ResumableTrainer):
             first=self.accelerator.process_index * len(prompts),
             group_size=self.num_generations if self.model.training else self.num_generations_eval,
             index=index,
-            dataset=self.train_dataset if is_train else self.eval_dataset,
+            dataset=evaluated if isinstance(evaluated, Dataset) else self.train_dataset,
             tools=self._sample_tools(len(prompts)),
         )
         return rewards_per_func
@@ -331,8 +332,7 @@ class CreditTrainer(ResumableTrainer):
             return micro_batches.without_padding(inputs)
         if self._buffered_inputs is not before:
             exchanged = micro_batches.exchanged_count(self.args, self.aux_loss_enabled)
-            packed = self.credit_step.packed
-            self._buffered_inputs = micro_batches.evened(self._buffered_inputs, exchanged, packed)
+            self._buffered_inputs = micro_batches.evened(self._buffered_inputs, exchanged, self.credit_step.packed)
             inputs = self._buffered_inputs[self._step % self.args.steps_per_generation]
         return inputs
 

@@ -2,6 +2,8 @@
 
 import asyncio
 import itertools
+import re
+import sys
 import threading
 import time
 
@@ -35,15 +37,24 @@ async def fails_async():
     raise TimeoutError("read timed out")
 
 
+def exits():
+    sys.exit(3)
+
+
+async def exits_async():
+    sys.exit(3)
+
+
 @pytest.mark.parametrize("timeout", [None, 30.0], ids=["unlimited", "limited"])
-@pytest.mark.parametrize("func", [fails, fails_async])
+@pytest.mark.parametrize("func", [fails, fails_async, exits, exits_async])
 def test_an_error_propagates_or_is_skipped(func, timeout, caplog):
     """A judge behind a slow network may raise a TimeoutError; since Python 3.11 it equals asyncio's class."""
-    with pytest.raises(TimeoutError, match="read timed out") as caught:
+    says = "read timed out" if func in (fails, fails_async) else "'f' called `sys.exit(3)`"
+    with pytest.raises((TimeoutError, RuntimeError), match=re.escape(says)) as caught:
         call(VerifierPolicy("raise", timeout), func)
     assert not isinstance(caught.value, VerifierTimeout)
     assert call(VerifierPolicy("skip", timeout), func) is FAILED
-    assert "read timed out" in caplog.text
+    assert says in caplog.text
     assert call(VerifierPolicy("skip", timeout), lambda n: [n], n=3) == [3]
 
 

@@ -187,9 +187,5 @@ def _images_of_batch(batch: ContrastBatch) -> list[list[Any]]:
 
 
 # Registered sources by name.
-SOURCES: dict[str, Source] = {
-    "batch": from_batch,
-    "dataset": from_dataset,
-    "other_images": other_images,
-    "without_images": without_images,
-}
+SOURCES: dict[str, Source] = {"batch": from_batch, "dataset": from_dataset}
+SOURCES |= {"other_images": other_images, "without_images": without_images}

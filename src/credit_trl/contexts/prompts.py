@@ -48,7 +48,7 @@ def check_rows(name: str, prompts: Iterable[Any], *, needs_user: bool = False) -
     """Check that all prompts have the form of the first, which a run may reach only after hours.
 
     Raises:
-        ValueError: one is neither text nor messages, or has another form than the first, or is the JSON text of
+        ValueError: one is neither text nor messages, or has another form than the first, or is the text of
             messages, or has no user turn although `needs_user`.
     """
     first = None
@@ -56,11 +56,11 @@ def check_rows(name: str, prompts: Iterable[Any], *, needs_user: bool = False) -
         first = first or type(prompt)
         fix = None
         if not is_prompt(prompt):
-            fix = "Give text, or messages with `role` and `content`."
+            fix = "Give the column `prompt` text, or messages with `role` and `content`."
         elif not isinstance(prompt, first):
             fix = "Give all prompts the form of the first: text, or messages."
-        elif isinstance(prompt, str) and re.match(r'\s*\[\s*\{\s*"role"', prompt):
-            fix = "It is the JSON text of messages: read it with `json.loads`."
+        elif isinstance(prompt, str) and re.match(r"""\s*\[\s*\{\s*['"](role|content)['"]""", prompt):
+            fix = "It is the text of messages: store lists, as `json.loads` or `ast.literal_eval` read them."
         elif needs_user and isinstance(prompt, list) and all(message["role"] != "user" for message in prompt):
             fix = "The teacher's prompt needs a user turn: add a message with the role 'user'."
         if fix is not None:
@@ -150,9 +150,8 @@ def with_images_in_prompts(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, 
 
 
 def _last_user(messages: list[dict[str, Any]]) -> int:
-    for index in range(len(messages) - 1, -1, -1):
-        if messages[index].get("role") == "user":
-            return index
+    if users := [index for index, message in enumerate(messages) if message.get("role") == "user"]:
+        return users[-1]
     raise ValueError(
         f"The teacher's prompt needs a user turn; the roles of this prompt are {[m.get('role') for m in messages]}. "
         "Add a message with the role 'user'."

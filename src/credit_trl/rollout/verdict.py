@@ -118,7 +118,7 @@ class VerifierPolicy:
         """
 
         def work() -> tuple[Any, float]:
-            with deadline_in(self.timeout):
+            with deadline_in(self.timeout), _exit_is_an_error(name):
                 return listed(reward_func(**arguments), arguments), time.monotonic()
 
         began = time.monotonic()
@@ -135,7 +135,8 @@ class VerifierPolicy:
         """Call a coroutine function as `call` does, without blocking the event loop."""
 
         async def work() -> tuple[Any, float]:
-            return listed(await reward_func(**arguments), arguments), time.monotonic()
+            with _exit_is_an_error(name):
+                return listed(await reward_func(**arguments), arguments), time.monotonic()
 
         began = time.monotonic()
         try:
@@ -173,6 +174,18 @@ class VerifierPolicy:
             raise error
         logger.warning(f"{name} failed ({type(error).__name__}: {error}); the rollouts of this call are skipped.")
         return FAILED
+
+
+@contextmanager
+def _exit_is_an_error(name: str) -> Iterator[None]:
+    """Raise a `RuntimeError` where the block would end the program, as `exit()` in code of a model does."""
+    try:
+        yield
+    except SystemExit as error:
+        raise RuntimeError(
+            f"The reward function {name!r} called `sys.exit({error.code!r})`. Raise an exception to end the run, and "
+            "run code of the model in a sandbox (`credit_trl.sandbox.open_sandbox`)."
+        ) from error
 
 
 @contextmanager
