@@ -29,6 +29,7 @@ _HERE = Path(__file__).parent
 PAPER: dict[str, Any] = yaml.safe_load((_HERE / "paper.yaml").read_text("utf-8"))
 # Options of other trainers, and other names of ours -> what to set here.
 OTHER_NAMES: dict[str, str] = yaml.safe_load((_HERE / "other_names.yaml").read_text("utf-8"))
+_MESSAGES: dict[str, str] = yaml.safe_load((_HERE / "refused.yaml").read_text("utf-8"))
 
 
 def _described(config: type) -> type:
@@ -275,11 +276,16 @@ def _accumulation(config: CreditConfig, prompts: int) -> int:
 
 
 def fit_batch(config: CreditConfig, rows: int) -> None:
-    """Lower the number of prompts in a generation batch to that of the rows, where no batch size is set."""
-    if config.distillation_weight > 0.0 and not config.is_sized and rows < _DEFAULT_PROMPTS:
-        config.gradient_accumulation_steps = config.steps_per_generation = _accumulation(config, rows)
-        rollouts = config.per_device_train_batch_size * config.world_size
-        config.generation_batch_size = rollouts * config.steps_per_generation
+    """Set at most as many prompts in a generation batch as there are rows, where no batch size is set."""
+    if config.distillation_weight == 0.0 or config.is_sized:
+        return
+    prompts = min(rows, _DEFAULT_PROMPTS)
+    largest = GRPOConfig.per_device_train_batch_size
+    sizes = (n for n in range(largest, 0, -1) if prompts * config.num_generations % (n * config.world_size) == 0)
+    config.per_device_train_batch_size = next(sizes, largest)
+    config.gradient_accumulation_steps = config.steps_per_generation = _accumulation(config, prompts)
+    rollouts = config.per_device_train_batch_size * config.world_size
+    config.generation_batch_size = rollouts * config.steps_per_generation
 
 
 def _resolve_defaults(config: CreditConfig) -> None:
@@ -400,9 +406,9 @@ def _check_combinations(config: CreditConfig) -> None:
     """Raise a `ValueError` where a combination of options cannot train, or an option would have no effect."""
     if config.distillation_weight == 0.0:
         return
-    for fails, message in _COMBINATIONS:
-        if fails(config):
-            raise ValueError(message.format(c=config))
+    for name, is_refused in _REFUSED.items():
+        if is_refused(config):
+            raise ValueError(_MESSAGES[name].format(c=config))
     policy = [name for name in _POLICY_LOSS if getattr(config, name) != getattr(GRPOConfig, name)]
     if config.loss_type == "luspo" and "importance_sampling_level" in policy:
         policy.remove("importance_sampling_level")  # TRL asks for "sequence" there
@@ -413,50 +419,17 @@ def _check_combinations(config: CreditConfig) -> None:
         )
 
 
-# Whether a combination fails -> message, with the configuration as `c`.
-_COMBINATIONS: tuple[tuple[Callable[[CreditConfig], bool], str], ...] = (
-    (
-        lambda c: c.use_transformers_continuous_batching,
-        "`use_transformers_continuous_batching=True` casts the teacher's adapter with the model, which rounds its "
-        "average away. Set `use_vllm=True` for fast rollouts.",
+# Combination that is refused, by its name in `refused.yaml` -> whether a configuration has it.
+_REFUSED: dict[str, Callable[[CreditConfig], bool]] = {
+    "continuous_batching": lambda c: c.use_transformers_continuous_batching,
+    "teacher_model": lambda c: (c.teacher_model_name_or_path is not None) != (c.teacher_model_kind == "model"),
+    "own_target": lambda c: c.teacher_prompt == "student" and c.teacher_model_kind == "live" and not c.contrasts,
+    "one_prompt": lambda c: (
+        c.contrasts and c.contrastive_source == "batch" and c.generation_batch_size < 2 * c.num_generations
     ),
-    (
-        lambda c: (c.teacher_model_name_or_path is not None) != (c.teacher_model_kind == "model"),
-        "`teacher_model_kind='model'` and `teacher_model_name_or_path` need each other: set both or neither.",
-    ),
-    (
-        lambda c: c.teacher_prompt == "student" and c.teacher_model_kind == "live" and not c.contrasts,
-        "`teacher_prompt='student'` with `teacher_model_kind='live'` makes the policy its own target, so nothing is "
-        "learned. Set `teacher_prompt='privileged'` or another teacher.",
-    ),
-    (
-        lambda c: c.contrasts and c.contrastive_source == "batch" and c.generation_batch_size < 2 * c.num_generations,
-        "A generation batch of {c.generation_batch_size} rollouts with `num_generations={c.num_generations}` holds "
-        "one prompt, so there is no contrast prompt. Raise `per_device_train_batch_size` or `generation_batch_size`, "
-        "set `contrastive_source='dataset'`, or set `contrastive_coef=0` (SDPO).",
-    ),
-    (
-        lambda c: c.max_completion_length is None,
-        "`max_completion_length=None` generates up to the default length of the model, 20 tokens with the prompt "
-        "where its `generation_config` has none. Set a number.",
-    ),
-    (
-        lambda c: c.enable_jit_checkpoint,
-        "`enable_jit_checkpoint=True` saves inside a step, where weights, teacher and generation batch do not match. "
-        "Save often (`save_steps`) instead.",
-    ),
-    (
-        lambda c: (c.generation_kwargs or {}).get("temperature", c.temperature) != c.temperature,
-        "`generation_kwargs` has the temperature {c.generation_kwargs[temperature]}, and the loss uses `temperature="
-        "{c.temperature}`. Set `temperature` instead.",
-    ),
-    (
-        lambda c: c.distillation_support == "sampled" and c.distillation_alpha != 1.0,
-        "`distillation_support='sampled'` estimates the reverse KL: set `distillation_alpha=1`.",
-    ),
-    (
-        lambda c: c.distillation_tail == "renormalize" and c.distillation_topk == 1,
-        "`distillation_topk=1` with `distillation_tail='renormalize'` is a loss of 0. Increase `distillation_topk`, "
-        "or set `distillation_tail='bucket'`.",
-    ),
-)
+    "no_length": lambda c: c.max_completion_length is None,
+    "jit_checkpoint": lambda c: c.enable_jit_checkpoint,
+    "temperature": lambda c: (c.generation_kwargs or {}).get("temperature", c.temperature) != c.temperature,
+    "sampled_alpha": lambda c: c.distillation_support == "sampled" and c.distillation_alpha != 1.0,
+    "one_conditional": lambda c: c.distillation_tail == "renormalize" and c.distillation_topk == 1,
+}

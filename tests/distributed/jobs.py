@@ -280,6 +280,8 @@ def run(folder: str, rank: int, processes: int, port: int, limit: float, options
     draws = kept_draws()
     gathered = largest_gather(made.teacher) if wrapper == "zero3" else []
     made.train(resume_from_checkpoint=get_last_checkpoint(str(out / "run")) if resume else None)
+    if rank == 0 and wrapper in ("", "ddp"):
+        made.save_model(str(out / "final"))  # by one process alone, as scripts do
     weights = {name: whole(p) for name, p in made.accelerator.unwrap_model(made.model).named_parameters()}
     teacher = named_weights(made.teacher)
     saved = {"weights": weights, "teacher": {n: whole(p) for n, p in teacher.items()}, "engine": {}}

@@ -27,7 +27,7 @@ def user(content) -> list:
     return [{"role": "user", "content": content}]
 
 
-def tokenizer_ending(token: str) -> transformers.PreTrainedTokenizerFast:
+def tokenizer_ending(token: str | None) -> transformers.PreTrainedTokenizerFast:
     """The tiny tokenizer with another EOS; its template ends turns with <|im_end|>."""
     tokenizer = build_tokenizer()
     tokenizer.eos_token = token
@@ -78,6 +78,7 @@ OBJECTS = {
     "other end": lambda: tokenizer_ending("<|endoftext|>"),
     "other end of the model": lambda: build_model(tokenizer_ending("<|endoftext|>")),
     "ordinary end": lambda: tokenizer_ending("a"),
+    "no end": lambda: tokenizer_ending(None),
     "AdaLoRA": lambda: AdaLoraConfig(r=4, target_modules=["q_proj"], total_step=10, task_type="CAUSAL_LM"),
     "prompt tuning": lambda: PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
 }

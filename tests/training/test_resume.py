@@ -106,6 +106,14 @@ def test_base_teacher_is_the_initial_policy_after_an_ema_run(train, tmp_path, lo
     assert state["options"]["teacher_model_kind"] == "base"
 
 
+def test_checkpoints_of_an_earlier_run_are_named_and_not_resumed(train, tmp_path, caplog):
+    train(max_steps=1, save_steps=1)
+    (tmp_path / "run.json").write_text('{"run": "another"}')
+    with pytest.raises(ValueError, match="has no checkpoint of this run"):
+        train(resume=True, max_steps=1)
+    assert "has checkpoints of an earlier run (1)" in caplog.text
+
+
 def test_average_of_a_live_teacher_is_refused_even_if_changes_are_allowed(train, tmp_path):
     train(max_steps=1, save_steps=1, teacher_model_kind="live")
     with pytest.raises(FileNotFoundError, match=r"teacher cannot be restored.*same `teacher_model_kind`"):

@@ -3,7 +3,9 @@
 import json
 
 import pytest
+from datasets import Dataset
 
+from credit_trl.training import run_directory
 from credit_trl.training.run_directory import append_lines, keep_up_to, read_lines, write_atomically, write_json
 
 
@@ -20,6 +22,13 @@ def test_read_lines_skips_unfinished_and_names_broken_lines(tmp_path):
         path.write_text(f'{{"step": 1}}\n{broken}\n')
         with pytest.raises(ValueError, match=r"log\.jsonl, line 2"):
             read_lines(path)
+
+
+def test_rows_that_parquet_cannot_hold_end_no_run(tmp_path, caplog):
+    data = {"task": None, "train": None}
+    run_directory.store_rows(tmp_path, data, {"train": Dataset.from_list([{"prompt": "1+1=", "extra": {}}])})
+    assert data["train"] is None
+    assert "The rows are not stored" in caplog.text
 
 
 def test_failed_write_keeps_the_old_file(tmp_path, monkeypatch):

@@ -109,6 +109,19 @@ def test_skipped_step_changes_no_weight_and_is_counted(make_trainer, fault):
     assert any(not torch.equal(p, before[n]) for n, p in trainer.model.named_parameters())
 
 
+def test_a_loss_scale_is_no_reason_for_a_loss_that_is_not_finite(make_trainer):
+    trainer = make_trainer(save_strategy="no")
+    trainer.accelerator.scaler = torch.amp.GradScaler("cpu")
+    trainer.add_callback(At(2, lambda: loss(trainer, math.nan)))
+    with pytest.raises(NonFiniteError, match="from the loss of the update"):
+        trainer.train()
+
+
+def test_weights_in_fp8_are_read():
+    weight = torch.nn.Parameter(torch.ones(2).to(torch.float8_e4m3fn), requires_grad=False)
+    assert nonfinite_weight(torch.nn.ParameterDict({"w": weight}), {}) is None
+
+
 @pytest.mark.parametrize("whose", ["policy", "teacher"])
 def test_nonfinite_weights_are_never_written(make_trainer, tmp_path, whose):
     trainer = make_trainer()

@@ -82,7 +82,8 @@ class Teacher:
         for teacher, student in self.pairs():
             with gathered([teacher, student]):
                 # In fp32: pairwise summation is precise enough, and not every device has fp64.
-                own, trained = (_local(x).to(self.device, torch.float32) for x in (teacher, student))
+                held = (x.to_local() if hasattr(x, "to_local") else x for x in (teacher, student))
+                own, trained = (x.to(self.device, torch.float32) for x in held)
                 difference = difference + (own - trained).square().sum()
                 norm = norm + trained.square().sum()
         if self._is_fsdp2():
@@ -337,7 +338,3 @@ def eval_mode(module: nn.Module) -> Iterator[None]:
     finally:
         for submodule in training:
             submodule.training = True
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor

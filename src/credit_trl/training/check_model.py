@@ -1,5 +1,6 @@
 """Checks of a model's logits before the first rollout: the loss computes them from hidden states, without padding."""
 
+import inspect
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,8 +22,11 @@ _PADDING_TOLERANCE = 0.01
 _PADDING = 8
 
 
-def check_model(model: nn.Module, accelerator: Accelerator) -> None:
+def check_model(model: nn.Module, accelerator: Accelerator, *, reads_padding: bool = True) -> None:
     """Check that a model can be distilled. Skipped where `check_logits` is.
+
+    `reads_padding`: whether the policy reads TRL's padded prompts, whose positions count the padding; those of
+    generation and of the distillation loss do not.
 
     Raises:
         ValueError: its logits are not those of its backbone and head (`check_logits`), or they change with later
@@ -38,10 +42,12 @@ def check_model(model: nn.Module, accelerator: Accelerator) -> None:
     padded = torch.cat([input_ids[:, :1].repeat(1, _PADDING), input_ids], dim=1)
     mask = torch.ones_like(padded)
     mask[:, :_PADDING] = 0
+    has_positions = "position_ids" in inspect.signature(unwrap_adapters(model).forward).parameters
+    counted = {"position_ids": (mask.cumsum(-1) - 1).clamp(min=0)} if has_positions and not reads_padding else {}
     with _inference(model, accelerator):
         own = model(input_ids=input_ids, attention_mask=mask[:, _PADDING:], use_cache=False).logits
         shorter = model(input_ids=input_ids[:, :3], attention_mask=mask[:, _PADDING:-1], use_cache=False).logits
-        behind = model(input_ids=padded, attention_mask=mask, use_cache=False).logits
+        behind = model(input_ids=padded, attention_mask=mask, use_cache=False, **counted).logits
     if changed := _change(own[:, 2], shorter[:, -1]):
         raise ValueError(
             f"The logits of `{name}` change by {changed:.2g} when a token follows, so the model is not causal. Use a "
@@ -51,7 +57,7 @@ def check_model(model: nn.Module, accelerator: Accelerator) -> None:
         raise ValueError(
             f"The logits of `{name}` in {str(own.dtype).removeprefix('torch.')} change by {changed:.2g} (NaN: inf) "
             "when its prompt is padded on the left: it would train on another distribution than it samples from. Set "
-            "another dtype or `attn_implementation`, or use a model with relative positions or TRL's `GRPOTrainer`."
+            "another dtype or `attn_implementation`, `distillation_weight=1`, or use a model with relative positions."
         )
 
 

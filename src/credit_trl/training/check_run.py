@@ -1,7 +1,7 @@
 """`CreditTrainer.check`: one rollout and one step before a run, with the time, memory and disk that it needs.
 
-The check trains on two generation batches with learning rate 0. The first is a usual one, of which a rollout is shown;
-in the second, completions and the teacher's prompts have the longest lengths of the configuration.
+The check trains on two generation batches with an optimizer of its own, at rate 0. The first is a usual one, of which
+a rollout is shown; in the second, completions and teacher prompts have the longest lengths of the configuration.
 """
 
 import copy
@@ -47,11 +47,14 @@ def check_run(trainer: Any) -> str:
     meter = StepMeter(trainer)
     options = {"max_steps": 2 * meter.updates, "save_steps": 2 * meter.updates, "logging_steps": meter.updates}
     options |= {"save_strategy": "steps", "logging_strategy": "steps", "eval_strategy": "no", "learning_rate": 0.0}
-    options |= {"output_dir": str(output_dir / "check"), "load_best_model_at_end": False, "push_to_hub": False}
+    options |= {"lr_scheduler_type": "constant", "lr_scheduler_kwargs": {}}
+    options |= {"output_dir": str(output_dir / ".check"), "load_best_model_at_end": False, "push_to_hub": False}
     own = {name: vars(trainer)[name] for name in (*_CHANGED, *_COPIED) if name in vars(trainer)}
     try:
         vars(trainer).update({name: copy.copy(own[name]) for name in _COPIED if name in own})
-        vars(trainer).update(log_completions=False, mask_truncated_completions=False)
+        vars(trainer).update(
+            log_completions=False, mask_truncated_completions=False, optimizer=None, lr_scheduler=None
+        )
         vars(trainer.args).update(options)
         callbacks = trainer.callback_handler.callbacks
         kept = [one for one in callbacks if isinstance(one, DefaultFlowCallback | TeacherUpdate)]
@@ -61,12 +64,12 @@ def check_run(trainer: Any) -> str:
         with torch.random.fork_rng():
             trainer.train()
         trainer.accelerator.wait_for_everyone()
-        files = [path for path in output_dir.glob("check/checkpoint-*/**/*") if path.is_file()]
+        files = [path for path in output_dir.glob(".check/checkpoint-*/**/*") if path.is_file()]
         size = sum(path.stat().st_size for path in files) / 1e9
     finally:
         vars(trainer).update(own)
         if trainer.accelerator.is_main_process:
-            shutil.rmtree(output_dir / "check", ignore_errors=True)
+            shutil.rmtree(output_dir / ".check", ignore_errors=True)
             made = [output_dir, *([] if output_dir.is_absolute() else output_dir.parents[:-1])]
             for folder in made:
                 if folder.is_dir() and not any(folder.iterdir()):

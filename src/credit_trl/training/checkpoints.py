@@ -131,8 +131,9 @@ class ResumableTrainer(GRPOTrainer):
             with raised_on_all():
                 if self.is_world_process_zero():
                     held.enter_context(run_lock(output_dir))
-                    for scratch in output_dir.rglob(".*.tmp"):  # of `write_atomically` in a killed run
-                        scratch.unlink(missing_ok=True)
+                    for place in ("", "evaluations/*/", "credit_maps/"):  # `write_atomically` in a killed run
+                        for scratch in output_dir.glob(f"{place}.*.[0-9]*.tmp"):
+                            scratch.unlink(missing_ok=True)
                     if resume_from_checkpoint:
                         requested = LATEST if resume_from_checkpoint is True else str(resume_from_checkpoint)
                         found[0] = checkpoint_to_resume(requested, output_dir)  # reads all of its files
@@ -141,10 +142,11 @@ class ResumableTrainer(GRPOTrainer):
                 shutil.rmtree(output_dir / UNFINISHED, ignore_errors=True)  # of a killed run
             if found[0] is not None:
                 self._check_options(Path(found[0]), resume_changes)
+            elif resume_from_checkpoint is True:
+                raise ValueError(f"{output_dir} has no checkpoint of this run. `{LATEST}` starts a run without one.")
             self._step = 0
             self._buffered_inputs = None  # of an earlier call
-            resumed = found[0] or resume_from_checkpoint is True  # transformers refuses True without a checkpoint
-            return super().train(resumed, *args, **kwargs)
+            return super().train(found[0], *args, **kwargs)
 
     def _check_options(self, checkpoint: Path, resume_changes: str) -> None:
         """Compare the options of a checkpoint with those of this run before anything is loaded."""
@@ -186,7 +188,7 @@ class ResumableTrainer(GRPOTrainer):
         losses = self._losses_are_finite is None or bool(self._losses_are_finite)
         self._losses_are_finite = None
         skips = self.args.on_nonfinite == "skip" and self.accelerator.distributed_type != "DEEPSPEED"
-        is_bad = self.accelerator.scaler is None and not (losses and math.isfinite(norm))
+        is_bad = not losses or (self.accelerator.scaler is None and not math.isfinite(norm))
         if is_bad and not skips:
             source = source_of(model, self._teacher_weights(), self._buffered_inputs or (), losses)
             raise NonFiniteError(
@@ -207,12 +209,13 @@ class ResumableTrainer(GRPOTrainer):
         return f"The last checkpoint is {found[-1]}." if found else "There is no checkpoint yet."
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the policy, as transformers' method.
+        """Save the policy, as transformers' method. Without shards the main process may call it alone.
 
         Raises:
-            NonFiniteError: on every process, where a weight of policy or teacher is not finite. Nothing is saved.
+            NonFiniteError: where a weight of policy or teacher is not finite. Nothing is saved.
         """
-        with raised_on_all():
+        is_shared = _internal_call or self.is_fsdp_enabled or self.is_deepspeed_enabled
+        with raised_on_all() if is_shared else nullcontext():
             weight = nonfinite_weight(self.model, self._teacher_weights())
             if weight is not None:
                 raise NonFiniteError(f"The {weight} is not finite, so nothing is saved. {self._last_checkpoint()}")
@@ -412,6 +415,8 @@ def checkpoint_to_resume(requested: str, output_dir: str | Path) -> str | None:
             f"`resume_from_checkpoint={requested}`: {damages[0]}. Give a checkpoint (`<output_dir>/checkpoint-<step>"
             f"`), or `{LATEST}` for the newest in `output_dir`, which also starts a run that has none yet."
         )
+    if others := len(sort_checkpoints(str(output_dir))) - len(paths):
+        logger.warning(f"{output_dir} has checkpoints of an earlier run ({others}): resume one by its path.")
     if damages:
         raise ValueError(
             f"Every checkpoint in {output_dir} is damaged: {'; '.join(damages)}. To start again set another "

@@ -70,12 +70,12 @@ def check_datasets(args: CreditConfig, datasets: dict[str, Any], reward_funcs: A
         check_column_names(f"`{name}`", columns)
         if isinstance(dataset, Dataset) and len(dataset) == 0:
             raise ValueError(f"`{name}` has no rows.")
-        if missing := [column for column in columns_of_source if column not in columns]:
-            raise ValueError(
-                f"`contrastive_source={args.contrastive_source!r}` needs the column `{missing[0]}`, which `{name}` "
-                f"does not have; its columns are {', '.join(columns)}."
-            )
         passed = set(columns) & _KEPT if args.remove_unused_columns else set(columns)
+        if missing := [column for column in columns_of_source if column not in passed]:
+            raise ValueError(
+                f"`contrastive_source={args.contrastive_source!r}` needs the column `{missing[0]}`; with "
+                f"`remove_unused_columns={args.remove_unused_columns}` `{name}` has {', '.join(sorted(passed))}."
+            )
         passed -= {"prompt", "completion"}  # which TRL calls `prompts` and `completions`
         passed |= RESERVED_COLUMNS if has_environments else _PASSED
         for func in funcs:
@@ -156,9 +156,11 @@ def check_prompts(trainer: Any, datasets: dict[str, Any], *, distills: bool) -> 
     an EOS id is ordinary text, so that completions end inside a sentence.
 
     Raises:
-        ValueError: a prompt cannot be encoded, the chat template does not take its content parts, or the teacher
-            cannot read it: it has no user turn, or images that the configuration does not support.
+        ValueError: there is no EOS token, a prompt cannot be encoded, the chat template does not take its parts, or
+            the teacher cannot read it: it has no user turn, or images that the configuration does not support.
     """
+    if None in trainer.eos_token_ids:
+        raise ValueError("The tokenizer has no EOS token, which ends a completion: set `tokenizer.eos_token`.")
     added = trainer._tokenizer.added_tokens_decoder
     ordinary = [trainer._tokenizer.decode([i]) for i in trainer.eos_token_ids if added and i not in added]
     trainer.alarms.raise_if(bool(ordinary), "ordinary_end", text=next(iter(ordinary), None))

@@ -217,10 +217,14 @@ def store_rows(folder: Path, data: dict[str, Any], rows: Mapping[str, Any]) -> N
             path.parent.mkdir(parents=True, exist_ok=True)
             shows_bars = not datasets.are_progress_bars_disabled()
             datasets.disable_progress_bars()
-            dataset.to_parquet(path)
+            try:
+                dataset.to_parquet(path)
+                data[name] = describe_rows(path)
+            except Exception as error:  # Parquet has no empty structs, for example
+                path.unlink(missing_ok=True)
+                logger.warning(f"The rows are not stored for `credit-eval` and `credit-map` ({error}).")
             if shows_bars:
                 datasets.enable_progress_bars()
-            data[name] = describe_rows(path)
 
 
 def describe_function(function: Any) -> dict[str, Any]:

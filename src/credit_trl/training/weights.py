@@ -45,7 +45,8 @@ def nonfinite_weight(model: nn.Module, teacher: Mapping[str, Tensor]) -> str | N
     `model` is the policy; `teacher` has the teacher's weights, none for a live one.
     """
     for owner, weights in (("policy", dict(model.named_parameters())), ("teacher", teacher)):
-        flags = {name: local_part(weight).isfinite().all() for name, weight in weights.items()}
+        parts = ((name, local_part(weight)) for name, weight in weights.items())
+        flags = {name: (part.float() if part.itemsize == 1 else part).isfinite().all() for name, part in parts}  # fp8
         if flags and not torch.stack([flag.cpu() for flag in flags.values()]).all():
             return f"{owner}'s weight `{next(name for name, flag in flags.items() if not flag)}`"
     return None
