@@ -12,7 +12,7 @@ from trl import GRPOConfig, TrlParser
 from trl.experimental.sdpo import SDPOConfig
 
 from credit_trl import CreditConfig
-from credit_trl.config import OTHER_NAMES
+from credit_trl.config import OTHER_NAMES, fit_batch
 from tables import tables_of
 
 TABLES = tables_of(__file__)
@@ -79,6 +79,9 @@ def test_paper_takes_overrides_and_processes(tmp_path, monkeypatch):
 def test_generation_batch_holds_eight_prompts_where_no_size_is_set(tmp_path, options, prompts):
     config = CreditConfig(str(tmp_path), use_cpu=True, **options)
     assert config.generation_batch_size // config.num_generations == prompts
+    for rows in (3, 20):
+        fit_batch(config, rows)
+        assert config.generation_batch_size // config.num_generations == (min(rows, 8) if prompts == 8 else prompts)
 
 
 @pytest.mark.parametrize(("options", "bf16"), [({}, False), ({"fp16": False}, False), ({"bf16": True}, True)])

@@ -38,8 +38,7 @@ def test_quickstart_of_trl_trains_with_two_names_changed(tmp_path, monkeypatch, 
     namespace = {"reward_func": reward_func}
     exec(compile(text, "quickstart", "exec"), namespace)
     trainer = namespace["trainer"]
-    prompts = len(trainer.train_dataset)
-    assert trainer.args.generation_batch_size == prompts * trainer.num_generations
+    assert trainer.args.generation_batch_size == len(trainer.train_dataset) * trainer.num_generations
     assert trainer.args.output_dir in ("Qwen2-0.5B-Instruct-CREDIT", "sdpo-model")
     assert trainer.state.global_step == 3  # epochs of one generation batch
     assert math.isfinite(trainer.state.log_history[-1]["train_loss"])

@@ -282,7 +282,7 @@ def fit_batch(config: CreditConfig, rows: int) -> None:
     prompts = min(rows, _DEFAULT_PROMPTS)
     largest = GRPOConfig.per_device_train_batch_size
     sizes = (n for n in range(largest, 0, -1) if prompts * config.num_generations % (n * config.world_size) == 0)
-    config.per_device_train_batch_size = next(sizes, largest)
+    config.per_device_train_batch_size = next(sizes, largest) if rows < _DEFAULT_PROMPTS else largest
     config.gradient_accumulation_steps = config.steps_per_generation = _accumulation(config, prompts)
     rollouts = config.per_device_train_batch_size * config.world_size
     config.generation_batch_size = rollouts * config.steps_per_generation

@@ -118,8 +118,7 @@ def test_a_loss_scale_is_no_reason_for_a_loss_that_is_not_finite(make_trainer):
 
 
 def test_weights_in_fp8_are_read():
-    weight = torch.nn.Parameter(torch.ones(2).to(torch.float8_e4m3fn), requires_grad=False)
-    assert nonfinite_weight(torch.nn.ParameterDict({"w": weight}), {}) is None
+    assert nonfinite_weight(torch.nn.Module(), {"w": torch.ones(2).to(torch.float8_e4m3fn)}) is None
 
 
 @pytest.mark.parametrize("whose", ["policy", "teacher"])
