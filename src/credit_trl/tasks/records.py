@@ -114,7 +114,7 @@ def _load(source: str, remedy: str, builder: str, **options: Any) -> Dataset:
 
 def _bad_line(path: Path) -> str | None:
     """`line 5`, the first of a JSON Lines file that is no JSON object; None of another file."""
-    if path.suffix == ".jsonl":
+    if path.suffix == ".jsonl" and path.is_file():
         for number, line in enumerate(path.read_bytes().splitlines(), 1):
             try:
                 if line.strip() and not isinstance(json.loads(line), dict):

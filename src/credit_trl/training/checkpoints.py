@@ -388,7 +388,7 @@ def own_checkpoints(folder: str | Path) -> list[str]:
         state = {}
         with suppress(OSError, ValueError):  # `find_damage` reports it
             state = read_json(Path(path) / STATE_FILE)
-        if state.get("run", run) == run:
+        if run is None or state.get("run", run) == run:
             found.append((state.get("time", os.path.getmtime(path)), path))
     return [path for _, path in sorted(found)]
 
