@@ -47,7 +47,7 @@ def naming_model(name: str) -> Iterator[None]:
     """Name the model that is loaded inside in errors of a missing connection or of a path that is no hub name."""
     try:
         yield
-    except (OSError, ValueError) as error:
+    except OSError as error:
         if not str(error).startswith(("We couldn't connect to", "Repo id must")):
             raise
         raise OSError(f"The model `{name}` is neither a folder nor in the cache. {error}") from error

@@ -426,7 +426,7 @@ function choose(index) {
   byId("values").checked = maps.responses[index].tokens.length <= 120;
   showContext();
   showPanes();
-  inspect(lowest(panes.flatMap(({ map }) => map.centred)) % panes[0].map.centred.length);
+  inspect(lowest(panes.flatMap(({ map }) => map.centred)) % panes[0].map.centred.length); // of all panes, which have the same tokens
   for (const { cells } of panes) {
     const cell = cells[state.at], body = cell.closest(".map");
     body.scrollTop += cell.getBoundingClientRect().top - body.getBoundingClientRect().top - body.clientHeight / 3;
