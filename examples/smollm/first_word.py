@@ -9,8 +9,9 @@ word first, the noun, and five words or more; the feedback names the broken rule
 the model tends to begin with the feedback's own wording ("The sentence …").
 
 Every step prints the probability of the required first word on prompts with words that are not trained. The command
-writes a page with the curves and answers before and after; with `--csv` a row per measured step: arm, seed, step,
-that probability, accuracy, transfer, length, kl. Runs that are in the file are skipped.
+writes a page with the curves and answers before and after. With `--csv` it measures every `--every` steps only, and
+writes a row for each: arm, seed, step, that probability, accuracy, transfer, length, kl. Runs that are in the file are
+skipped.
 """
 
 import argparse
@@ -177,7 +178,7 @@ def accuracy(policy: Checkpoint, rows: Sequence[dict[str, Any]], answers: Sequen
 
 
 class Measurements(TrainerCallback):
-    """Measures the policy after every step, and with `every` also the columns of the table."""
+    """Measures the probability after every step, or all columns of the table every `every` steps."""
 
     def __init__(self, trainer: CreditTrainer, arm: str, every: int | None, prompts: int) -> None:
         self.policy = Checkpoint.from_model(trainer.model, trainer.processing_class)
@@ -198,12 +199,14 @@ class Measurements(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, *, model: Any, **kwargs: Any) -> None:
         step = state.global_step
+        if self.every is not None and step % self.every != 0:
+            return
         was_training = model.training
         model.eval()
         self.curve.append(first_word_probability(self.policy, self.rows))
         name = STYLES[self.arm][0]
         print(f"{name:20} step {step:3}  p(required first word) {self.curve[-1]:.3f}", flush=True)
-        if self.every is not None and step % self.every == 0:
+        if self.every is not None:
             self.table.append({"step": step, "probability": self.curve[-1]} | self._columns(step))
         model.train(was_training)
 
