@@ -24,7 +24,7 @@ from credit_trl.lab.analysis.tokentext import visible
 from credit_trl.lab.report import ReportCallback, callback, write_report, write_token_maps
 from credit_trl.lab.report.comparison import compare_arms, curves, training_table
 from credit_trl.lab.report.runs import arms_of, differing_options, load_run
-from credit_trl.training.run_directory import append_lines, write_json
+from credit_trl.training.run_directory import append_lines, read_json, write_json
 from lab.drawn import HOSTILE, drawn_map
 from tables import tables_of
 from tiny import declared_entry_points
@@ -84,6 +84,21 @@ def test_arms_are_named_by_every_option_that_differs(tmp_path, scores):
     assert list(arms([paths[0], twin])) == ["r0", "r0 (again)"]
 
 
+def test_digit_in_the_name_of_a_model_is_no_seed(tmp_path, scores):
+    paths = [make_run(tmp_path / f"r{i}", scores[i], seed=i) for i in range(4)]
+    for path in paths:
+        write_json(path / "run.json", read_json(path / "run.json") | {"model": "Qwen/Qwen3-0.6B"})
+    assert [len(runs) for runs in arms(paths).values()] == [4]
+
+
+def test_files_that_are_of_no_report_are_kept(tmp_path, scores):
+    run = make_run(tmp_path / "r", scores[0])
+    with pytest.raises(FileExistsError, match="are not of an earlier report"):
+        write_report([run], run / "run.html")
+    assert "config" in read_json(run / "run.json")
+    assert write_report([run]) == write_report([run])
+
+
 def test_differences_are_paired_by_prompt_and_seed(tmp_path, scores):
     paths = [make_run(tmp_path / f"a{i}", scores[i], seed=i) for i in range(3)]
     paths += [make_run(tmp_path / f"b{i}", scores[3 + i], seed=(2, 0, 1)[i], contrastive_coef=0.0) for i in range(3)]
@@ -114,6 +129,8 @@ def test_runs_are_compared_on_shared_prompts(tmp_path, scores):
     base, other = compare_arms(arms([one, two]))
     assert base["prompts"] == other["prompts"] == 15
     assert base["score"] == pytest.approx(scores[0, -1, :15].mean())
+    assert base["before"] == pytest.approx(scores[0, 0, :15].mean())
+    assert base["best"] == pytest.approx(scores[0, :, :15].mean(-1).max())
     assert other["difference"] == pytest.approx((scores[1, -1, :15] - scores[0, -1, :15]).mean())
 
 

@@ -87,8 +87,8 @@ def compare_arms(arms: Mapping[str, Sequence[Run]]) -> list[dict[str, Any]]:
     """One row for each task and arm: avg@k of the last evaluation, and its difference from the task's first arm.
 
     Scores are compared on the prompts that all last evaluations of the task have. A row has `task`, `arm`, `runs`,
-    `prompts`, `k`, `greedy`, `before` (avg@k at step 0), `score`, `low`, `high`, `best` (the largest of the run,
-    biased upwards), and for every arm but the first `difference`, `difference_low`, `difference_high`, `p` and
+    `prompts`, `k`, `greedy`, `step`, `before` (avg@k at step 0), `score`, `low`, `high`, `best` (the largest of the
+    run, biased upwards), and for every arm but the first `difference`, `difference_low`, `difference_high`, `p` and
     `p_holm`. Missing values are None.
     """
     rows: list[dict[str, Any]] = []
@@ -107,7 +107,13 @@ def _compare_on_task(task: str, arms: Mapping[str, Sequence[Run]]) -> list[dict[
     baseline = next(iter(arms))
     rows = []
     for name, runs in arms.items():
-        row = {"task": task, "arm": name, "runs": len(runs), "prompts": len(shared), **_scores(runs, matrices[name])}
+        row = {
+            "task": task,
+            "arm": name,
+            "runs": len(runs),
+            "prompts": len(shared),
+            **_scores(runs, matrices[name], shared),
+        }
         if name != baseline and len(shared) > 1:
             row |= _difference(runs, arms[baseline], matrices[name], matrices[baseline])
         rows.append(row)
@@ -117,17 +123,17 @@ def _compare_on_task(task: str, arms: Mapping[str, Sequence[Run]]) -> list[dict[
     return rows
 
 
-def _scores(runs: Sequence[Run], matrix: NDArray[np.float64]) -> dict[str, Any]:
+def _scores(runs: Sequence[Run], matrix: NDArray[np.float64], shared: Sequence[str]) -> dict[str, Any]:
     """Scores of one arm; `matrix` has shape (runs, shared prompts)."""
     last = [run.evaluations[-1] for run in runs]
-    first = [run.evaluations[0] for run in runs if len(run.evaluations) > 1]
+    scores = [{row["step"]: _score_on(run, row, shared) for row in run.evaluations} for run in runs]
     row: dict[str, Any] = {
         "k": last[0].get("k"),
         "greedy": bool(last[0].get("greedy")),
         "step": max(one["step"] for one in last),
-        "before": _mean([one["score"] for one in first if one["step"] == 0]),
+        "before": _mean([own.get(0) for own in scores if len(own) > 1]),
         "score": float(np.mean([one["score"] for one in last])),
-        "best": float(np.mean([max(one["score"] for one in run.evaluations) for run in runs])),
+        "best": float(np.mean([max(own.values()) for own in scores])),
     }
     if matrix.shape[1] > 1:
         # over prompts, and over seeds where there are several
@@ -135,6 +141,13 @@ def _scores(runs: Sequence[Run], matrix: NDArray[np.float64]) -> dict[str, Any]:
         interval = paired_bootstrap(matrix, np.zeros_like(matrix[0])) if several else bootstrap_ci(matrix[0])
         row |= {"score": float(matrix.mean()), "low": interval.low, "high": interval.high}
     return row
+
+
+def _score_on(run: Run, row: Mapping[str, Any], prompts: Sequence[str]) -> float:
+    """Score of an evaluation on these prompts, or on all of its own where the results of one are missing."""
+    scores = run.scores(row["step"])
+    is_known = len(prompts) > 0 and all(prompt in scores for prompt in prompts)
+    return float(np.mean([scores[prompt] for prompt in prompts])) if is_known else row["score"]
 
 
 def _difference(

@@ -149,12 +149,12 @@ def read_completions(run: Run, steps: int = 12, rows: int = 8) -> list[dict[str,
 
 
 def _compared(run: Run, option: str) -> str:
-    """Text of an option, "" for one without effect; a number in the model's path that is the run's seed is no part."""
+    """Text of an option, "" for one without effect; the run's seed in the model's path, `bases/seed3`, is no part."""
     is_grpo = run.options.get("distillation_weight") == 0.0
     is_idle = option.startswith("vllm_") and not run.options.get("use_vllm")
     if is_idle or (is_grpo and _OF_TEACHER.fullmatch(option)):
         return ""
     text = run.text(option)
     if option == "model" and run.seed is not None:
-        return re.sub(rf"(?<!\d){run.seed}(?!\d)", "{seed}", text)
+        return re.sub(rf"(?<=seed)([-_=]?){run.seed}(?!\d)", r"\1{seed}", text)
     return text

@@ -22,14 +22,26 @@ from credit_trl.lab.report.runs import Run, arms_of, differing_options, load_run
 from credit_trl.lab.report.token_maps import maps_section, read_run_maps, turns
 from credit_trl.sandbox.protocol import excerpt
 from credit_trl.tasks.escaping import markdown_table, table_cell
-from credit_trl.training.run_directory import without_nan, write_atomically, write_json
+from credit_trl.training.run_directory import read_json, without_nan, write_atomically, write_json
 
 # `ensure_ascii` escapes U+2028 and U+2029, which end a line in a script.
 _ESCAPES = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"})
 REPORT_FILE = "report.html"
 # Characters of a text of a rollout that the page shows.
 _LONGEST_TEXT = 20_000
-_COLUMNS = ("task", "arm", "runs", "before", "avg@k (%)", "95 % interval", "best", "difference", "95 %", "p (Holm)")
+_COLUMNS = (
+    "task",
+    "arm",
+    "runs",
+    "step",
+    "before",
+    "avg@k (%)",
+    "95 % interval",
+    "best",
+    "difference",
+    "95 %",
+    "p (Holm)",
+)
 _TRAINING_COLUMNS = ("arm", "C", "avg@k (%)", "train score, peak", "seconds a step", "ratio", "S_t, mean", "S_t, std")
 _FACTS = ("task", "model", "contrastive_coef", "contrastive_form", "contrastive_source", "contrastive_count")
 
@@ -47,6 +59,7 @@ def write_report(runs: Sequence[str | Path], output: str | Path | None = None) -
 
     Raises:
         FileNotFoundError: a directory holds no run.
+        FileExistsError: the `.md` or `.json` file is not that of an earlier report.
         ValueError: `runs` is empty or names a run twice, or a file of a run is damaged.
     """
     if not runs:
@@ -58,8 +71,12 @@ def write_report(runs: Sequence[str | Path], output: str | Path | None = None) -
     output = Path(output) / REPORT_FILE if Path(output).is_dir() else Path(output)
     output = output if output.suffix == ".html" else output.with_name(f"{output.name}.html")
     document = report_document(read)
-    write_json(output.with_suffix(".json"), document)
-    write_atomically(output.with_suffix(".md"), report_markdown(document))
+    data, text = output.with_suffix(".json"), output.with_suffix(".md")
+    before = read_json(data) if data.is_file() else {}
+    if (data.exists() or text.exists()) and not {"arms", "curves"} <= before.keys():
+        raise FileExistsError(f"{data} and {text} are not of an earlier report. Choose another `--output`.")
+    write_json(data, document)
+    write_atomically(text, report_markdown(document))
     write_html(document | _of_runs(read, document["runs"]), output)
     return output
 
@@ -155,6 +172,7 @@ def _score_cells(row: Mapping[str, Any]) -> list[str]:
         table_cell(row["task"]),
         table_cell(row["arm"]),
         str(row["runs"]),
+        str(row["step"]),
         _percent(row.get("before")),
         _percent(row["score"]) + (" (greedy)" if row["greedy"] else ""),
         _interval(row.get("low"), row.get("high")),

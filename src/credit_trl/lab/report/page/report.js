@@ -92,9 +92,9 @@ function buildSummary() {
   const tasks = [...new Set(data.comparison.map((row) => row.task))];
   for (const task of tasks) {
     const rows = data.comparison.filter((row) => row.task === task);
-    const names = ["arm", "runs", "before", "avg@" + rows[0].k + (rows.some((row) => row.greedy) ? ", greedy" : "") + ", %", "95 % interval", "difference", "95 % interval", "p (Holm)"];
+    const names = ["arm", "runs", "step", "before", "avg@" + rows[0].k + (rows.some((row) => row.greedy) ? ", greedy" : "") + ", %", "95 % interval", "difference", "95 % interval", "p (Holm)"];
     const cells = rows.map((row) => [
-      armName(data.arms.indexOf(row.arm)), String(row.runs), percent(row.before), percent(row.score), interval(row.low, row.high),
+      armName(data.arms.indexOf(row.arm)), String(row.runs), String(row.step), percent(row.before), percent(row.score), interval(row.low, row.high),
       percent(row.difference, true), interval(row.difference_low, row.difference_high, true),
       typeof row.p_holm !== "number" ? "–" : row.p_holm < 0.001 ? "< 0.001" : row.p_holm.toFixed(3),
     ]);
@@ -157,7 +157,7 @@ function figureOf(curve) {
   const points = curve.series.flatMap((one) => one.points);
   const steps = [...new Set(points.map((point) => point[0]))].sort((a, b) => a - b);
   const values = points.flatMap((point) => point.slice(1)).filter((value) => typeof value === "number");
-  let low = Math.min(...values), high = Math.max(...values);
+  let low = values.reduce((a, b) => Math.min(a, b)), high = values.reduce((a, b) => Math.max(a, b));
   const isFlat = high - low <= 1e-9 * Math.abs(high); // sums of equal values differ in the last digit
   const margin = (!isFlat && (high - low) * 0.06) || Math.abs(high) * 0.05 || 1;
   low -= margin;
