@@ -29,10 +29,12 @@ def main(script: CreditScriptArguments, config: CreditConfig, model: ModelConfig
         quantization_config=get_quantization_config(model),
         peft_config=get_peft_config(model),
     )
-    evaluation = evaluate_during_training(trainer, script)  # avg@k; keeps the best model
+    if script.avg_at_k is not None:
+        evaluation = evaluate_during_training(trainer, script)  # keeps the best model
     trainer.train(resume_from_checkpoint=config.resume_from_checkpoint)
     trainer.save_model(f"{config.output_dir}/final")
-    print(evaluation)
+    if script.avg_at_k is not None:
+        print(evaluation)
 
 
 if __name__ == "__main__":

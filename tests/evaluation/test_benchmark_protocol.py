@@ -175,6 +175,21 @@ def test_other_evaluation_in_output_dir_raises(tmp_path, change):
         run(tmp_path, **change)
 
 
+def test_samples_of_another_verifier_column_or_program_are_not_taken(tmp_path):
+    def other(completions, **columns):
+        return [0.0] * len(completions)
+
+    evaluate(FakeEngine(), TASK, 1, output_dir=tmp_path, progress=False)
+    rows = [row | {"tests": "other"} for row in letters()]
+    for task, data, name in ((TASK, rows, "data"), (Task.from_dataset({}, other), letters(), "verifier")):
+        with pytest.raises(EvaluationMismatchError, match=f"{name}: "):
+            evaluate(FakeEngine(), task, 1, dataset=data, output_dir=tmp_path, progress=False)
+    (tmp_path / "samples.jsonl").unlink()
+    (tmp_path / "settings.json").write_text("{}")
+    with pytest.raises(FileExistsError, match="is not of an evaluation"):
+        evaluate(FakeEngine(), TASK, 1, output_dir=tmp_path, progress=False)
+
+
 def test_sample_seeds_are_unique():
     seeds = [sample_seed(s, f"q{i}", j) for s in range(3) for i in range(40) for j in range(16)]
     assert len(set(seeds)) == len(seeds)

@@ -88,8 +88,9 @@ def test_run_directory_holds_evaluations_log_and_settings(train, tmp_path):
 
 
 def test_best_model_is_kept(train, tmp_path):
+    (tmp_path / "best-step-2-copy").mkdir()
     trainer = train(tmp_path, scores={0: 0.25, 2: 0.75, 4: 0.5})
-    assert [path.name for path in tmp_path.glob("best-step-*")] == ["best-step-2"]
+    assert {path.name for path in tmp_path.glob("best-step-*")} == {"best-step-2", "best-step-2-copy"}
     kept = type(trainer.model).from_pretrained(tmp_path / "best-step-2")
     evaluated = json.loads((tmp_path / "evaluations" / "step-000002" / "settings.json").read_text())["weights"]
     assert evaluated != weight_fingerprint(trainer.model)

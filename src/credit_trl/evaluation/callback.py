@@ -141,7 +141,8 @@ class EvaluationCallback(TrainerCallback):
         self.trainer.save_model(str(self.folder / f"best-step-{step}"))
         self.trainer.accelerator.wait_for_everyone()
         for folder in self.folder.glob("best-step-*") if self.engine.is_main else ():
-            if folder.name != f"best-step-{step}":
+            other = folder.name.removeprefix("best-step-")
+            if other.isdecimal() and int(other) != step and folder.is_dir():
                 shutil.rmtree(folder)
 
 

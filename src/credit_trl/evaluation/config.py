@@ -40,7 +40,9 @@ class SamplingConfig:
         for words, (holds, names) in RANGES.items():
             for name in names:
                 value = getattr(self, name, None)
-                if value is not None and not holds(value):
+                if value is None and (name in ("max_prompts", "batch_size") or not hasattr(self, name)):
+                    continue
+                if value is None or not holds(value):
                     raise ValueError(f"`{name}` must be {words}, got {value!r}.")
 
 

@@ -5,11 +5,12 @@ written to disk as soon as they are graded, so an interrupted evaluation continu
 """
 
 import hashlib
+import inspect
 import itertools
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,7 @@ def evaluate(model: Any, task: str | Task, k: int = 16, **options: Any) -> Evalu
         "weights": engine.identity(),
         "prompts": len(rows),
         "data": data_digest(rows),
+        "verifier": verifier_digest(task),
         "template": getattr(engine, "chat_template_kwargs", {}),
     }
     folder = None if config.output_dir is None else Path(config.output_dir)
@@ -129,9 +131,25 @@ def distinct_names(names: Sequence[str]) -> list[str]:
 
 
 def data_digest(rows: Sequence[Mapping[str, Any]]) -> str:
-    """16 hex digits that change with the rows' ids, prompts, answers and order."""
-    content = [[row["id"], prompt_key(row_prompt(row)), row.get("answer")] for row in rows]
-    return hashlib.sha256(json.dumps(content, default=str).encode()).hexdigest()[:16]
+    """16 hex digits that change with the rows' prompts, other columns and order."""
+    prompts = ("prompt", "image", "images")
+    content = [
+        [prompt_key(row_prompt(row)), {name: row[name] for name in sorted(row) if name not in prompts}] for row in rows
+    ]
+    text = json.dumps(content, default=lambda value: type(value).__name__)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def verifier_digest(task: Task) -> str:
+    """16 hex digits that change with the source of the verifier: of its module, or of its function in a script."""
+    sources = []
+    for function in task.functions or (task.verify,):
+        described = files.describe_function(function)
+        sources.append(described["called"])
+        with suppress(OSError, TypeError):  # there is no source
+            module = sys.modules[function.__module__] if described["name"] else inspect.unwrap(function)
+            sources.append(inspect.getsource(module))
+    return hashlib.sha256("\n".join(sources).encode()).hexdigest()[:16]
 
 
 def sample_seed(seed: int, prompt: str, sample: int) -> int:
@@ -155,6 +173,8 @@ def _open(folder: Path | None, settings: Mapping[str, Any], units: Sequence[Unit
             raise EvaluationMismatchError(
                 f"{folder} holds another evaluation ({changes}). Use another `output_dir`, or remove it."
             )
+    elif path.is_file() and "weights" not in files.read_json(path):
+        raise FileExistsError(f"{path} is not of an evaluation. Use another `output_dir`.")
     else:
         files.write_json(path, settings)
     path = folder / SAMPLES_FILE
