@@ -23,10 +23,9 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Sample and verify responses, and map the credit of every token: ΔV_t, S_t, Ĝ_t, R_t and the alternatives. "
-        "Writes maps.html, maps.json and summary.md, which also predicts which λ holds generic tokens and how "
-        "often they come after training. With --checkpoint, the model and each checkpoint "
-        "score the same responses, with the options of the last one's run; RUN stands for its model, checkpoint, data "
-        "and options."
+        "Writes maps.html, maps.json and summary.md, which also predicts which λ holds generic tokens and how often "
+        "they come after training. With --checkpoint, the model and each checkpoint score the same responses, with "
+        "the options of the last one's run; RUN stands for its model, checkpoint, data and options."
     )
     add_run_arguments(parser)
     parser.add_argument("--checkpoint", metavar="PATH", action="append", default=[], help="of a run; may be repeated")
@@ -40,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from credit_trl.contexts.prompts import check_rows
+    from credit_trl.contexts.prompts import check_rows, images_of, row_prompt
     from credit_trl.lab.analysis import Checkpoint, map_response, sample_rollouts
     from credit_trl.lab.analysis.token_classes import task_classes
     from credit_trl.lab.report.runs import short_names
@@ -60,15 +59,16 @@ def run(args: argparse.Namespace) -> int:
     config = measuring_config(args)
     task = task_of_run(args.run, args.task, args.reward_funcs)
     print(f"λ = {config.contrastive_coef:g}, C = {config.contrastive_count}")
-    names = [None, *short_names(args.checkpoint, parts=2)]  # `runs/first/checkpoint-50` → `first/checkpoint-50`
-    checkpoints = [
-        Checkpoint.load(args.model, path, name=name, chat_template_kwargs=config.chat_template_kwargs)
-        for path, name in zip([None, *args.checkpoint], names, strict=True)
-    ]
     dataset = task.build(args.split, args.path)
     rows = list(dataset.take(args.max_prompts))
     check_rows("the data", (row.get("prompt") for row in rows))
+    if any(images_of(row_prompt(row)) for row in rows):
+        raise ValueError("The prompts have images. Map them with `CreditMapCallback` during training.")
     population = list(dataset["prompt"])
+    names = [None, *short_names(args.checkpoint, parts=2)]  # `runs/first/checkpoint-50` → `first/checkpoint-50`
+    loaded = {"teacher": config.teacher_model_kind, "chat_template_kwargs": config.chat_template_kwargs}
+    places = zip([None, *args.checkpoint], names, strict=True)
+    checkpoints = [Checkpoint.load(args.model, path, name=name, **loaded) for path, name in places]
     print(f"sampling {args.samples} responses to each of {len(rows)} prompts", flush=True)
     sampled = sample_rollouts(checkpoints[-1], task, rows, config, samples=args.samples, population=population)
     responses = [one for one in sampled if one.privileged and one.token_ids]

@@ -103,7 +103,7 @@ def test_evaluation_rollouts_are_not_mapped(train):
 
 
 @pytest.mark.parametrize("lora", [False, True])
-def test_loaded_checkpoint_has_the_runs_policy_and_teacher(make_trainer, tokenizer, tmp_path, lora):
+def test_loaded_checkpoint_has_the_runs_policy_and_teacher(make_trainer, tokenizer, tmp_path, caplog, lora):
     path = save_model(tmp_path / "model", max_position_embeddings=2048)
     options = {"save_strategy": "steps", "save_steps": 2, "learning_rate": 0.05, "teacher_update_rate": 0.5}
     peft = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM") if lora else None
@@ -117,3 +117,8 @@ def test_loaded_checkpoint_has_the_runs_policy_and_teacher(make_trainer, tokeniz
         torch.testing.assert_close(*scores)
     own, lagged = (next_token_logps(one, TokenContexts(prompt), y) for one in (loaded.student, loaded.teacher))
     assert not torch.equal(own, lagged)
+    (saved / "teacher.safetensors").unlink()  # as in a final model
+    initial = Checkpoint.load(path, device="cpu").student
+    final = Checkpoint.load(path, saved, device="cpu", teacher="base").teacher
+    assert torch.equal(*(next_token_logps(one, TokenContexts(prompt), y) for one in (initial, final)))
+    assert Checkpoint.load(path, saved, device="cpu", teacher="ema").name in caplog.text

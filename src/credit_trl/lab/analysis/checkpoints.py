@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -23,6 +24,8 @@ from credit_trl.evaluation.generation import end_of_turn_ids, generate_ids
 from credit_trl.tasks.quickstart_model import model_path, naming_model
 from credit_trl.teacher.models import TEACHER_FILE, CopyTeacher, Teacher, make_teacher
 from credit_trl.training.check_model import check_logits
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,7 @@ class Checkpoint:
         model: str,
         checkpoint: str | Path | None = None,
         *,
+        teacher: str = "live",
         device: str | torch.device | None = None,
         name: str | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
@@ -66,7 +70,9 @@ class Checkpoint:
         Args:
             model: path, hub name, `"quickstart"` for the embedded model.
             checkpoint: `checkpoint-…` directory with full weights or adapters of `model`. The teacher that
-                `CreditTrainer` saved there is loaded too; without it the policy is its own teacher.
+                `CreditTrainer` saved there is loaded too.
+            teacher: `teacher_model_kind` of the run. Where no teacher is saved, as with a final model, it is `model`
+                for `"base"`, and else the policy, with a warning for `"ema"`.
             device: None takes the GPU if there is one.
             name: None takes the name of the checkpoint's directory, or of the model.
 
@@ -81,12 +87,16 @@ class Checkpoint:
         check_logits(policy, one_process)
         own = checkpoint is not None and (Path(checkpoint) / "tokenizer_config.json").exists()
         tokenizer = AutoTokenizer.from_pretrained(checkpoint if own else path)
-        student = teacher = Teacher(policy)
+        student = lagged = Teacher(policy)
         if checkpoint is not None and (Path(checkpoint) / TEACHER_FILE).exists():
-            teacher = make_teacher("ema", policy)  # in fp32, which also holds the weights of other kinds
-            teacher.load(checkpoint)
+            lagged = make_teacher("ema", policy)  # in fp32, which also holds the weights of other kinds
+            lagged.load(checkpoint)
+        elif checkpoint is not None and teacher == "base":
+            lagged = CopyTeacher(policy, None, _load_policy(path, None).to(device))
+        elif checkpoint is not None and teacher == "ema":
+            logger.warning("%s has no teacher: its policy is. Name a `checkpoint-…` folder of the run.", checkpoint)
         default = Path(checkpoint).name if checkpoint is not None else model.rstrip("/").split("/")[-1]
-        return cls(name or default, tokenizer, student, teacher, chat_template_kwargs or {})
+        return cls(name or default, tokenizer, student, lagged, chat_template_kwargs or {})
 
     def context_builder(self, config: CreditConfig) -> ContextBuilder:
         """Builder of the teacher's and the contrast prompts of this checkpoint."""
