@@ -75,6 +75,10 @@ def test_each_program_has_a_group_that_limits_its_memory(delegated: Path) -> Non
         [group] = delegated.glob(f"credit-trl-{opened.server_pid}-*")
         assert (group / "memory.max").read_text() == str(200 * MIB)
         assert (group / "cgroup.procs").read_text() == "0"  # the process that wrote it
+        for file in group.iterdir():  # which end with the processes of a group
+            file.unlink()
+        run_one(opened, "print(42)")
+        assert not group.exists()
 
 
 def test_program_that_the_kernel_ended_for_its_memory_has_that_status(delegated: Path) -> None:

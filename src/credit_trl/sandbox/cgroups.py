@@ -73,10 +73,13 @@ class MemoryGroup:
             return dict(zip(events[::2], events[1::2], strict=False)).get("oom_kill", "0") != "0"
         return False
 
-    def remove(self) -> None:
-        """Remove the group, whose processes have ended."""
-        with contextlib.suppress(OSError):
+    def remove(self) -> bool:
+        """Remove the group; False while a process of it is still ending."""
+        try:
             self._folder.rmdir()
+        except OSError:
+            return not self._folder.exists()
+        return True
 
 
 def remove_groups(parent: Path | None, pid: int) -> None:

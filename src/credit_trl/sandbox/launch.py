@@ -21,6 +21,7 @@ USER = 60800  # id of the programs of a server that is root; not allocated by De
 OWN_TASKS = 1  # of an isolation: bubblewrap has a reaper, process 1 of the namespace
 DEVICES = ("/dev/null", "/dev/random", "/dev/urandom")  # /dev/zero, mapped, is uncounted shared memory
 _FILE_BYTES = 16 * MIB  # of a file that an unprotected program writes; others write none
+_STACK_BYTES = 64 << 20  # of cached functions that call each other 25,000 deep
 _SIGNALS = 256  # queued signals and timers, which hold memory of the kernel
 _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 
@@ -166,4 +167,6 @@ def resource_limits(limits: Limits, isolation: Isolation) -> list[tuple[int, int
     for kind, *values in wanted:
         ceiling = resource.getrlimit(kind)[1] % (1 << 64)  # "infinity" is -1
         bounded.append((kind, *(min(value, ceiling) for value in values)))
+    stack = resource.getrlimit(resource.RLIMIT_STACK)[1]
+    bounded.append((resource.RLIMIT_STACK, _STACK_BYTES if stack < 0 else min(_STACK_BYTES, stack), stack))
     return bounded

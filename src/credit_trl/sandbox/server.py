@@ -51,6 +51,7 @@ class Server:
         self.channel = channel
         self.isolation = isolation
         self.groups = delegated_group()  # in which it makes one for each program
+        self.ending: list[MemoryGroup] = []  # of ended programs, while a process of theirs still ends
         self.runs: dict[int, RunningProgram] = {}  # by process id
         self.by_descriptor: dict[int, RunningProgram] = {}
         self.poll = select.epoll()
@@ -175,6 +176,7 @@ class Server:
 
     def _reap(self) -> None:
         """Collect every child that ended: programs, and their descendants that this process adopted."""
+        self.ending = [group for group in self.ending if not group.remove()]
         with contextlib.suppress(ChildProcessError):  # there is none
             while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
                 if ended.si_pid in self.runs:
@@ -195,7 +197,8 @@ class Server:
         if run.group is not None:
             if run.group.has_killed():
                 self._kill(run, "memory", f"more than {run.program.limits.memory_bytes} bytes of memory")
-            run.group.remove()
+            if not run.group.remove():
+                self.ending.append(run.group)
         self.channel.send(run.answer(exit_code, time.monotonic()))
 
     def _kill_orphans(self) -> None:
