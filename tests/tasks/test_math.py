@@ -92,6 +92,18 @@ def test_expensive_answers_fail_and_the_pool_survives():
     assert verdicts[0].metrics == {"answer_format": 1.0, "comparison_failed": 1.0}
 
 
+def test_comparison_has_its_seconds_on_a_processor(monkeypatch):
+    def compared(gold, given):
+        while given == "works":
+            pass
+        time.sleep(0.5)
+        return True
+
+    monkeypatch.setattr(math_task, "SECONDS_PER_PAIR", 0.2)
+    monkeypatch.setattr(math_task, "same_answer", compared)
+    assert math_task.compare.__wrapped__([("7", "waits"), ("7", "works")], time.monotonic() + 60.0) == [True, "failed"]
+
+
 def test_comparisons_after_the_deadline_are_undecided():
     with deadline_in(-2.0):
         verdicts = math_task.reward([r"\boxed{0.5}", r"\boxed{1/2}", "no answer"], ["1/2"] * 3)

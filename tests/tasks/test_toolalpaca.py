@@ -31,6 +31,9 @@ def test_feedback_names_the_expected_calls():
         'predicted {"city": "Oslo", "days": 2}, expected {"city": "Rome", "days": 2}'
     )
 
+    nested = toolalpaca.verify("Action: get\nAction Input: {'city': 'Rome'}", GOLD).feedback
+    assert "Action inputs mismatch: predicted no flat JSON object: {'city': 'Rome'}, expected" in nested
+
 
 HOSTILE = ["get " * 5_000, "get(" * 5_000, "{" * 20_000, 'get(a="' * 2_500, "{'" * 9_000, f"get({'a' * 19_900})"]
 

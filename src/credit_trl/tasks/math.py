@@ -9,6 +9,7 @@ and becomes its values; other parts stay texts.
 from __future__ import annotations
 
 import resource
+import signal
 import time
 from collections.abc import Sequence
 from concurrent.futures import wait
@@ -40,7 +41,7 @@ NO_BOX = r"No final answer was found. The final answer must be given in the form
 TRUNCATED = "The response was cut off because it reached the maximum length. "
 LONGEST = 250  # characters of an answer above which only equal texts are equal
 LONGEST_BOX = 10_000  # characters after which a box that is not closed is none
-SECONDS_PER_PAIR = 3  # that a comparison may take
+SECONDS_PER_PAIR = 3  # of processor time, that a comparison may take
 WORKER_LIMIT = (resource.RLIMIT_AS, (2 << 30, 2 << 30))  # of memory
 DIGITS = 50
 
@@ -107,15 +108,23 @@ def last_boxed(text: str) -> str | None:
 
 @in_process
 def compare(pairs: list[tuple[str, str]], deadline: float) -> list[bool | str]:
-    """Whether each pair is equal, in killable processes, "failed", or "undecided" after the deadline."""
+    """Whether each pair is equal, in killable processes, "failed", or "undecided" where others use the processors."""
     same_answer(r"\frac{x}{2}", "0.5x")  # fills the caches of the parser, which the forked workers inherit
     with ProcessPool(worker_count(), 0, resource.setrlimit, WORKER_LIMIT, get_context("fork")) as pool:
-        futures = [pool.schedule(same_answer, args=pair, timeout=SECONDS_PER_PAIR) for pair in pairs]
+        futures = [pool.schedule(compare_briefly, args=pair, timeout=10 * SECONDS_PER_PAIR) for pair in pairs]
         results = dict.fromkeys(futures, "undecided")
         for future in wait(futures, deadline - time.monotonic()).done:
-            results[future] = "failed" if future.exception() else future.result()
+            error = future.exception()
+            if not isinstance(error, TimeoutError):
+                results[future] = "failed" if error else future.result()
         pool.stop()
     return list(results.values())
+
+
+def compare_briefly(gold: str, given: str) -> bool:
+    """`same_answer`, but the process ends after `SECONDS_PER_PAIR` of its processor time."""
+    signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS_PER_PAIR)
+    return same_answer(gold, given)
 
 
 def same_answer(gold: str, given: str) -> bool:

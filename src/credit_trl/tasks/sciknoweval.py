@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from credit_trl.rollout.thinking import split_thinking
 from credit_trl.rollout.verdict import Verdict
 from credit_trl.tasks.records import Row, dataset_of, read_rows
 from credit_trl.tasks.task import PROMPTS
@@ -61,6 +62,7 @@ def verify(response: str, answer: str, *, truncated: bool = False) -> Verdict:
     """
     if not isinstance(answer, str) or not re.fullmatch("[A-Z]", answer):
         raise ValueError(f"A SciKnowEval answer must be one capital letter, got {answer!r}.")
+    response = split_thinking(response)[1] or ""
     # The stripped text from the last `<answer>` (or the start) to `</answer>` (or the end).
     given = response.rpartition("<answer>")[2].partition("</answer>")[0].strip()
     is_tagged = re.search(r"<answer>\s*[A-Z]\s*</answer>\s*\Z", response) is not None

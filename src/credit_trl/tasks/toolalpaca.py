@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from credit_trl.rollout.thinking import split_thinking
 from credit_trl.rollout.verdict import Verdict
 from credit_trl.tasks.records import PATH_OPTIONS, Row, dataset_of, read_rows
 from credit_trl.tasks.task import PROMPTS
@@ -106,16 +107,21 @@ def verify(response: str, answer: str | list[dict[str, Any]], *, truncated: bool
     of the calls is wrong, it begins with the form to write.
     """
     golden = golden_calls(answer)
+    response = split_thinking(response)[1] or ""
     actions = re.findall(r"Action:\s*(\w+)", response)
     blocks = re.findall(r"Action Input:\s*(\{[^}]*\})", response[: response.rfind("}") + 1])  # cut: linear time
-    merged = _merged(map(_json_or_none, blocks))
+    inputs = list(map(_json_or_none, blocks))
+    merged = _merged(inputs)
     names = [name for name, _ in golden]
     expected = _merged(arguments for _, arguments in golden)
     mismatches = []
     if Counter(actions) != Counter(names):
         mismatches.append(_mismatch("Actions", f"[{', '.join(actions)}]", f"[{', '.join(names)}]"))
     if merged != expected:
-        mismatches.append(_mismatch("Action inputs", _as_json(merged), _as_json(expected)))
+        written = response.partition("Action Input:")[2].strip()
+        is_read = merged or not written or (inputs and None not in inputs)
+        predicted = _as_json(merged) if is_read else f"no flat JSON object: {written}"
+        mismatches.append(_mismatch("Action inputs", predicted, _as_json(expected)))
     has_other_calls = Counter(actions) not in (Counter(), Counter(names))
     if mismatches and not has_other_calls and _is_right_in_another_form(response, golden):
         mismatches.insert(0, FORM)
@@ -165,12 +171,12 @@ def _json_or_none(text: str) -> Any:
 
 def _as_json(value: Any) -> str:
     try:
-        text = json.dumps(value, ensure_ascii=False)
+        return json.dumps(value, ensure_ascii=False)
     except RecursionError:
         return "(nested too deeply to show)"
-    return text.encode("utf-8", "replace").decode("utf-8")  # tokenizers reject lone surrogates
 
 
 def _mismatch(what: str, predicted: str, expected: str) -> str:
     shown = predicted if len(predicted) <= MAX_SHOWN else f"{predicted[:MAX_SHOWN]}..."
-    return f"{what} mismatch: predicted {shown}, expected {expected}"
+    text = f"{what} mismatch: predicted {shown}, expected {expected}"
+    return text.encode("utf-8", "replace").decode("utf-8")  # tokenizers reject lone surrogates
