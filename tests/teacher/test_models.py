@@ -81,6 +81,16 @@ def test_base_teacher_is_constant_and_live_is_policy(make_trainer, lora):
         assert model is live.teacher.student
 
 
+@pytest.mark.parametrize("kind", ["base", "ema"])
+def test_frozen_tied_embeddings_are_shared_by_both_names(make_model, kind):
+    student = make_model(tie_word_embeddings=True)
+    student.get_input_embeddings().requires_grad_(False)
+    teacher = make_teacher(kind, student, Accelerator(cpu=True))
+    assert teacher.model.get_output_embeddings().weight is student.get_input_embeddings().weight
+    teacher.update(0.1)
+    assert teacher.drift() == 0.0
+
+
 def test_ema_of_bf16_policy_is_fp32_and_keeps_small_steps(make_model):
     student = make_model(dtype=torch.bfloat16)
     teacher = make_teacher("ema", student, Accelerator(cpu=True))

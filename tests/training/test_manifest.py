@@ -66,7 +66,7 @@ def test_damaged_checkpoints_alone_do_not_start_the_run_again(run, tmp_path):
     shutil.copytree(run, tmp_path / "run")
     for folder in (tmp_path / "run").glob("checkpoint-*"):
         flip(folder / "model.safetensors")
-    with pytest.raises(ValueError, match=r"Every checkpoint in .* is damaged: .*checkpoint-3.*checkpoint-1"):
+    with pytest.raises(ValueError, match=r"No checkpoint in .* can be resumed: .*checkpoint-3.*checkpoint-1"):
         checkpoint_to_resume("latest", tmp_path / "run")
 
 
@@ -78,3 +78,10 @@ def test_manifest_covers_files_in_folders_and_not_itself(tmp_path):
     assert find_damage(tmp_path) is None
     (tmp_path / "shards" / "0").write_text("weightz")
     assert find_damage(tmp_path).startswith(f"{tmp_path}/shards/0 has changed")
+
+
+def test_checkpoint_of_another_trainer_is_named(tmp_path):
+    (tmp_path / "checkpoint-1").mkdir()
+    (tmp_path / "checkpoint-1" / "trainer_state.json").touch()
+    with pytest.raises(ValueError, match="is not of `CreditTrainer`; start a new run from it, with `model="):
+        checkpoint_to_resume("latest", tmp_path)

@@ -64,3 +64,12 @@ def test_latest_is_of_the_branch_that_trained_last(train, tmp_path):
 def test_evaluation_before_training_is_no_earlier_run(train, tmp_path):
     train(max_steps=1, evaluates=True)
     assert [row["step"] for row in read_lines(tmp_path / "log.jsonl")][:2] == [0, 1]
+
+
+def test_rows_and_tokens_stay_out_of_a_folder_that_is_pushed(make_trainer, tmp_path):
+    trainer = make_trainer(output_dir=str(tmp_path), teacher_model_init_kwargs={"token": "secret"})
+    trainer.args.push_to_hub = True
+    trainer.state.max_steps = 1
+    trainer.run_log.on_train_begin(trainer.args, trainer.state, trainer.control, model=trainer.model)
+    assert not (tmp_path / "rows").exists()
+    assert "secret" not in (tmp_path / "run.json").read_text()

@@ -1,6 +1,9 @@
 """Backbone and LM head of causal language models."""
 
+from pathlib import Path
+
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 
 
@@ -20,10 +23,16 @@ def backbone(model: nn.Module) -> nn.Module:
 
 
 def load_renamed_weights(model: nn.Module, directory: str) -> None:
-    """Load the full weights of a checkpoint whose names `save_pretrained` changed, as of vision-language models.
+    """Load a checkpoint with weights that `save_pretrained` renames: of mixtures of experts, vision-language models.
 
-    The trainer of transformers reads the file by the model's own names and ignores all others.
+    The trainer of transformers reads the files by the model's own names and ignores all others.
     """
+    stored = set(model.all_tied_weights_keys)
+    for file in Path(directory).glob("model*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            stored.update(opened.keys())
+    if model.state_dict().keys() <= stored:
+        return
     saved = type(model).from_pretrained(directory, dtype=torch.promote_types(model.dtype, torch.float32))
     model.load_state_dict(saved.state_dict())
 

@@ -36,14 +36,15 @@ class ModelTeacher(CopyTeacher):
         name = config.teacher_model_name_or_path
         own = config.teacher_model_init_kwargs or {}
         options = {"dtype": "auto", "trust_remote_code": config.trust_remote_code} | own
-        if "quantization_config" in own:  # quantised weights cannot be moved between devices
+        configs = (student.config, AutoConfig.from_pretrained(name, **teacher_place(config)))
+        # Quantized weights cannot be moved between devices.
+        if "quantization_config" in own or hasattr(configs[1], "quantization_config"):
             if is_zero3(accelerator):
                 raise ValueError(
-                    "ZeRO-3 cannot partition the quantized weights of the teacher. Use FSDP2 or ZeRO-2, or remove the "
-                    "`quantization_config`."
+                    "ZeRO-3 cannot partition the quantized weights of the teacher. Use FSDP2 or ZeRO-2, or a teacher "
+                    "without a `quantization_config`."
                 )
             options.setdefault("device_map", {"": accelerator.device})
-        configs = (student.config, AutoConfig.from_pretrained(name, **teacher_place(config)))
         read_images = all(hasattr(one, "vision_config") for one in configs)
         auto = AutoModelForImageTextToText if read_images else AutoModelForCausalLM
         model = auto.from_pretrained(name, **options).requires_grad_(False)

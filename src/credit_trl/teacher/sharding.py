@@ -121,7 +121,7 @@ def frozen_copy(model: PreTrainedModel, accelerator: Accelerator | None, *, prec
     copied = copied.to(torch.promote_types(copied.dtype, torch.float32)) if precise else copied
     copied = copied if accelerator is None else place_frozen(copied, accelerator)
     if accelerator is None or accelerator.distributed_type not in ("FSDP", "DEEPSPEED"):
-        for name, parameter in model.named_parameters():
+        for name, parameter in model.named_parameters(remove_duplicate=False):  # tied ones by each of their names
             if not parameter.requires_grad:  # of a vision tower, for example
                 owner, _, own = name.rpartition(".")
                 setattr(copied.get_submodule(owner), own, parameter)

@@ -43,7 +43,7 @@ def check_run(trainer: Any) -> str:
     steps = trainer.set_initial_training_values(args, trainer.get_train_dataloader())[-1]
     save_steps = args.save_steps if args.save_steps >= 1 else args.save_steps * steps
     every = {"no": math.inf, "epoch": steps / args.num_train_epochs}.get(args.save_strategy, save_steps)
-    checkpoints = min(int(steps / every), args.save_total_limit or steps)
+    checkpoints = min(math.ceil(steps / every), args.save_total_limit or steps)  # also after the last step
     meter = StepMeter(trainer)
     options = {"max_steps": 2 * meter.updates, "save_steps": 2 * meter.updates, "logging_steps": meter.updates}
     options |= {"save_strategy": "steps", "logging_strategy": "steps", "eval_strategy": "no", "learning_rate": 0.0}

@@ -32,7 +32,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from trl import GRPOTrainer
 from trl.trainer.utils import RepeatSampler
 
-from credit_trl.config import CreditConfig
+from credit_trl.config import CreditConfig, refusal
 from credit_trl.rollout.verdict import transferable
 from credit_trl.teacher.causal_lm import load_renamed_weights
 from credit_trl.teacher.models import Teacher
@@ -146,7 +146,10 @@ class ResumableTrainer(GRPOTrainer):
                 raise ValueError(f"{output_dir} has no checkpoint of this run. `{LATEST}` starts a run without one.")
             self._step = 0
             self._buffered_inputs = None  # of an earlier call
-            return super().train(found[0], *args, **kwargs)
+            output = super().train(found[0], *args, **kwargs)
+            if self.args.load_best_model_at_end and self.state.best_model_checkpoint is not None:
+                self._load_renamed(self.state.best_model_checkpoint)
+            return output
 
     def _check_options(self, checkpoint: Path, resume_changes: str) -> None:
         """Compare the options of a checkpoint with those of this run before anything is loaded."""
@@ -289,6 +292,11 @@ class ResumableTrainer(GRPOTrainer):
     def _get_output_dir(self, trial: Any) -> str:
         return self._save_dir or super()._get_output_dir(trial)
 
+    def _load_renamed(self, checkpoint: str) -> None:
+        is_whole = self.accelerator.distributed_type not in ("FSDP", "DEEPSPEED")
+        if is_whole and isinstance(self.model, PreTrainedModel):
+            load_renamed_weights(self.model, checkpoint)
+
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Restore optimizer, the step of the schedule, teacher and progress. The learning rate is this run's."""
         if checkpoint is None:
@@ -302,9 +310,7 @@ class ResumableTrainer(GRPOTrainer):
             for group, rate, share in zip(self.optimizer.param_groups, rates, schedule.lr_lambdas, strict=True):
                 group |= {"initial_lr": rate, "lr": rate * share(schedule.last_epoch)}
             schedule._last_lr = [group["lr"] for group in self.optimizer.param_groups]  # which is logged
-        is_whole = self.accelerator.distributed_type not in ("FSDP", "DEEPSPEED")
-        if self._is_vlm and is_whole and isinstance(self.model, PreTrainedModel):
-            load_renamed_weights(self.model, checkpoint)
+        self._load_renamed(checkpoint)
         saved = read_json(Path(checkpoint) / STATE_FILE)["options"]["teacher_model_kind"]
         if self.teacher is not None and self.args.teacher_model_kind in ("ema", saved):
             self.teacher.load(checkpoint)
@@ -343,12 +349,7 @@ class ResumableTrainer(GRPOTrainer):
         """
         self._sampler = super()._get_train_sampler(dataset)
         if len(self._sampler) == 0:
-            raise ValueError(
-                f"`train_dataset` has {self._sampler.num_samples} rows, but a generation batch of "
-                f"{self.args.generation_batch_size} rollouts with `num_generations={self.num_generations}` needs "
-                f"{self._sampler.batch_size}. Add rows, or lower `gradient_accumulation_steps`, "
-                "`per_device_train_batch_size` or `generation_batch_size`."
-            )
+            raise refusal("few_rows", c=self.args, rows=self._sampler.num_samples, needed=self._sampler.batch_size)
         return self._sampler
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
@@ -419,8 +420,8 @@ def checkpoint_to_resume(requested: str, output_dir: str | Path) -> str | None:
         logger.warning(f"{output_dir} has checkpoints of an earlier run ({others}): resume one by its path.")
     if damages:
         raise ValueError(
-            f"Every checkpoint in {output_dir} is damaged: {'; '.join(damages)}. To start again set another "
-            "`output_dir`, or remove them."
+            f"No checkpoint in {output_dir} can be resumed: {'; '.join(damages)}. To start again set another "
+            "`output_dir`."
         )
     return None
 
@@ -446,6 +447,8 @@ def find_damage(folder: Path) -> str | None:
     try:
         found = read_json(manifest)
     except FileNotFoundError:
+        if (folder / TRAINER_STATE_NAME).is_file() and not (folder / STATE_FILE).is_file():
+            return f"{folder} is not of `CreditTrainer`; start a new run from it, with `model={str(folder)!r}`"
         return f"{manifest} is missing, so the checkpoint was not written completely"
     except ValueError:
         found = {}
