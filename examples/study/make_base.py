@@ -9,7 +9,7 @@ from embedded_base.architecture import build_tokenizer
 from embedded_base.curriculum import WORLDS, template_texts
 from embedded_base.pretrain import make_base_of
 
-from credit_trl.tasks.quickstart_model import cache_directory
+from credit_trl.tasks.quickstart_model import CACHE_FOLDER
 
 
 def main() -> None:
@@ -18,7 +18,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="new directory of the model (default: the user's cache)")
     args = parser.parse_args()
-    directory = args.out or cache_directory() / "quickstart" / f"{args.world}-seed{args.seed}"
+    directory = args.out or CACHE_FOLDER / "quickstart" / f"{args.world}-seed{args.seed}"
     make_base(args.world, args.seed, directory)
     print(directory)
 

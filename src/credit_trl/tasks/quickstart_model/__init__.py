@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 EMBEDDED_MODEL = "quickstart"
 SHIPPED = Path(__file__).parent / "plain"  # the base of the world "plain" with seed 0
+CACHE_FOLDER = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "credit_trl"
 
 
 def load_model() -> tuple[Qwen3ForCausalLM, PreTrainedTokenizerFast]:
@@ -30,11 +31,6 @@ def read_base(directory: str | Path) -> tuple[Qwen3ForCausalLM, PreTrainedTokeni
 
     model = Qwen3ForCausalLM.from_pretrained(directory, dtype=torch.float32, local_files_only=True)
     return model.eval(), AutoTokenizer.from_pretrained(directory, local_files_only=True)
-
-
-def cache_directory() -> Path:
-    """`$XDG_CACHE_HOME/credit_trl`, or `~/.cache/credit_trl`."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "credit_trl"
 
 
 def model_path(name: str) -> str:
