@@ -6,7 +6,6 @@
 import importlib.util
 import json
 import os
-import re
 import subprocess
 import sys
 from dataclasses import fields, replace
@@ -18,14 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from credit_trl.loss import head, projection
-from credit_trl.loss.credit_loss import CreditLoss, LossTokens, credit_loss
+from credit_trl.loss.credit_loss import CreditLoss
 from credit_trl.loss.head import BLANK, LMHead, choose_kernels
-from credit_trl.loss.projection import project
-from credit_trl.loss.scores import SupportConfig, score_tokens
-from dense_reference import Case, assert_same, assert_same_gradients, dense, loss_options, make_case, ours
+from dense_reference import Case, assert_same, assert_same_gradients, dense, make_case, ours
 
 INSTALLED = importlib.util.find_spec("triton") is not None
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -213,98 +209,13 @@ def test_sorted_scatter_of_an_accelerator_equals_that_of_a_cpu(monkeypatch):
         assert_close(total, expected)
 
 
-# Not counted: matrix products, which both paths have, access to single columns, allocations and views.
-_NOT_A_PASS = re.compile(r"aten::(addmm|mm|index|index_put_|gather|scatter_|(new_)?empty(_like)?|new_full|set_)$")
-
-
-class Traffic(TorchDispatchMode):
-    """Counts bytes of logits that elementwise operations and reductions read and write."""
-
-    def __init__(self, elements: int) -> None:
-        super().__init__()
-        self.elements = elements  # of a chunk of logits
-        self.bytes = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        schema = func._schema
-        is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
-        if is_view or _NOT_A_PASS.match(schema.name):
-            return result
-        by_name = dict(zip([a.name for a in schema.arguments], args, strict=False)) | (kwargs or {})
-        for argument in schema.arguments:
-            writes = argument.alias_info is not None and argument.alias_info.is_write
-            self._count(by_name.get(argument.name), (not argument.is_out) + writes)
-        if not any(r.alias_info for r in schema.returns):
-            for tensor in result if isinstance(result, tuple | list) else [result]:
-                self._count(tensor, 1)
-        return result
-
-    def _count(self, tensor: object, times: int) -> None:
-        if isinstance(tensor, Tensor) and tensor.numel() == self.elements:
-            self.bytes += times * tensor.numel() * tensor.element_size()
-
-
-def traffic(options: dict, kernels_: str = "torch") -> float:
-    """Bytes per token and vocabulary entry of the student's forward and backward with bf16 products."""
-    n, v = 4, 64  # a power of two is one chunk
-    case = make_case(n=n, v=v, h=3, dtype=torch.bfloat16, **options)
-    head = case.head(case.reference_weight, None)
-    scores = score_tokens(case.teacher, case.contrasts, head, case.token_ids, SupportConfig("teacher_topk", 5))
-    case.head = lambda w, b: replace(Case.head(case, w, b), kernels=kernels_)
-    tokens = LossTokens(case.token_ids, case.weights, case.coef.float())
-    support = SupportConfig("teacher_topk", scores.support_ids.shape[-1])
-    with Traffic(n * v) as counted:
-        credit_loss(case.hidden, case.head(case.weight, case.bias), tokens, scores, support, loss_options(alpha=0.5))
-    return counted.bytes / (n * v)
-
-
-counted = pytest.mark.skipif(DEVICE == "cuda", reason="counts operations only where a GPU's products are emulated")
-PLACES = {"plain": {}, "temperature": {"temperature": 0.7}, "bias": {"bias": True}, "soft-cap": {"softcap": 3.0}}
-
-
-def documented(row: str) -> list[int]:
-    """Bytes of torch and of Triton in this row of the table in docs/performance.md."""
-    text = (Path(__file__).parents[2] / "docs" / "performance.md").read_text("utf-8")
-    [figures] = re.findall(rf"^\| {row}[^|]*\| (\d+) V \| (\d+) V \|$", text, re.MULTILINE)
-    return [int(figure) for figure in figures]
-
-
-@counted
-@pytest.mark.parametrize("place", PLACES)
-def test_torch_path_moves_the_documented_bytes(place, bf16_products):
-    assert traffic(PLACES[place]) == documented(f"student, {place}")[0]
-
-
-@counted
-@pytest.mark.parametrize(("row", "chosen"), [("contrast", "ids"), ("teacher", "topk")])
-def test_scoring_moves_the_documented_bytes(row, chosen):
-    hidden, one, ids = torch.randn(4, 3), LMHead(torch.randn(64, 3)), torch.arange(12).view(4, 3)
-    options = {"ids": ids, "wants_entropy": False} if chosen == "ids" else {"out": torch.empty(4, 64), "topk": 1}
-    with Traffic(4 * 64) as counts:
-        project(one, hidden, tokens=ids[:, :1], **options)
-    assert counts.bytes == 4 * 64 * documented(row)[0]
-
-
-@kernels
-@counted
-@pytest.mark.parametrize("place", PLACES)
-def test_torch_moves_no_row_beside_the_triton_kernels(place, bf16_products):
-    """Except for the gradient of a bias, a sum over tokens of the kernel's bf16 output. The test of the compiled
-    kernels below counts the rest of the documented bytes."""
-    by_torch = 2 if place == "bias" else 0
-    by_kernels = (4 if place == "plain" else 4 + 4) + (4 + 2)
-    assert traffic(PLACES[place], "triton") == by_torch
-    assert documented(f"student, {place}")[1] == by_torch + by_kernels
-
-
 COMPILE = (Path(__file__).parent / "cases" / "compile_kernels.txt").read_text()
 
 
 @pytest.mark.skipif(not INSTALLED, reason="needs the package triton: `make test-slow` has an environment for it")
 @pytest.mark.parametrize("capability", [80, 90])
 def test_the_compiled_kernels_read_and_write_each_entry_once(capability, tmp_path):
-    """Triton compiles for a GPU without one; the PTX moves the bytes that docs/performance.md counts.
+    """Triton compiles for a GPU without one; the PTX moves the bytes that docs/performance.md names.
 
     No kernel needs more than 40 registers a thread, so that a GPU's warps are not limited by them, or spills one.
     """
@@ -327,12 +238,6 @@ def test_the_compiled_kernels_read_and_write_each_entry_once(capability, tmp_pat
     assert found["fp32"] == {"ld": row + of_row, "st": row}
 
 
-def test_triton_without_the_package_is_refused(monkeypatch):
-    monkeypatch.setattr("credit_trl.loss.head.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"needs triton.*or set it to 'torch'"):
-        choose_kernels("triton", torch.device("cpu"))
-
-
 def test_auto_takes_triton_on_a_gpu_where_it_is_installed(monkeypatch, recwarn):
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
     monkeypatch.setattr("credit_trl.loss.head.find_spec", lambda name: object())
@@ -341,6 +246,8 @@ def test_auto_takes_triton_on_a_gpu_where_it_is_installed(monkeypatch, recwarn):
     assert not recwarn.list
     monkeypatch.setattr("credit_trl.loss.head.find_spec", lambda name: None)
     assert choose_kernels("auto", cpu) == "torch"
+    with pytest.raises(ValueError, match=r"needs triton.*or set it to 'torch'"):
+        choose_kernels("triton", cpu)
     with pytest.warns(UserWarning, match="triton is not installed"):
         assert choose_kernels("auto", gpu) == "torch"
 
