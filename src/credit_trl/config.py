@@ -29,7 +29,12 @@ _HERE = Path(__file__).parent
 PAPER: dict[str, Any] = yaml.safe_load((_HERE / "paper.yaml").read_text("utf-8"))
 # Options of other trainers, and other names of ours -> what to set here.
 OTHER_NAMES: dict[str, str] = yaml.safe_load((_HERE / "other_names.yaml").read_text("utf-8"))
-_MESSAGES: dict[str, str] = yaml.safe_load((_HERE / "refused.yaml").read_text("utf-8"))
+_REFUSALS: dict[str, str] = yaml.safe_load((_HERE / "refused.yaml").read_text("utf-8"))
+
+
+def refusal(cause: str, **values: Any) -> ValueError:
+    """The error of a cause in `refused.yaml`, with the values that its message names."""
+    return ValueError(_REFUSALS[cause].format(**values))
 
 
 def _described(config: type) -> type:
@@ -61,8 +66,8 @@ class CreditConfig(GRPOConfig):
     paper's LiveCodeBench column, with a frozen teacher, others to TRL's values; `CreditConfig.paper` gives a column.
 
     Without an accelerator `bf16` is off by default. With a distillation loss a generation batch holds at least 8
-    prompts where no batch size is set, and `vllm_importance_sampling_mode` is `"token_truncate"` with the bound 2.0:
-    one ratio for a completion of thousands of tokens is far from 1 by rounding alone.
+    prompts where no batch size is set, one of evaluation 2, and `vllm_importance_sampling_mode` is `"token_truncate"`
+    with the bound 2.0: one ratio for a completion of thousands of tokens is far from 1 by rounding alone.
 
     Parameters:
         > The contrast
@@ -173,10 +178,13 @@ class CreditConfig(GRPOConfig):
     is_sized: ClassVar[bool] = False  # whether a batch size was given; set at construction
     _VALID_DICT_FIELDS = [*GRPOConfig._VALID_DICT_FIELDS, "teacher_model_init_kwargs"]  # noqa: RUF012, as in TRL
 
-    per_device_train_batch_size: int | None = None  # resolved to TRL's 8, as the next two to the values above
+    per_device_train_batch_size: int | None = None  # resolved to TRL's 8, as the next three to the values above
+    per_device_eval_batch_size: int | None = None
     gradient_accumulation_steps: int | None = None
-    vllm_importance_sampling_mode: str | None = None
-    vllm_importance_sampling_clip_max: float | None = None
+    vllm_importance_sampling_mode: (
+        Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] | None
+    ) = None
+    vllm_importance_sampling_clip_max: float | None = -1.0  # resolved to 2.0 or TRL's 3.0; None is no bound, as in TRL
 
     contrastive_coef: float = 0.1
     contrastive_form: Form = "subtract"
@@ -225,7 +233,8 @@ class CreditConfig(GRPOConfig):
         _check_values(self)  # own options first: TRL checks the machine, and its error would hide theirs
         _resolve_defaults(self)
         super().__post_init__()
-        _check_combinations(self)  # uses batch sizes that TRL has resolved
+        if self.distillation_weight > 0.0:
+            check_combinations(self)  # uses batch sizes that TRL has resolved
 
     @classmethod
     def paper(cls, benchmark: str, output_dir: str, **overrides: Any) -> CreditConfig:
@@ -277,7 +286,7 @@ def _accumulation(config: CreditConfig, prompts: int) -> int:
 
 def fit_batch(config: CreditConfig, rows: int) -> None:
     """Set at most as many prompts in a generation batch as there are rows, where no batch size is set."""
-    if config.distillation_weight == 0.0 or config.is_sized:
+    if config.is_sized:
         return
     prompts = min(rows, _DEFAULT_PROMPTS)
     largest = GRPOConfig.per_device_train_batch_size
@@ -292,16 +301,20 @@ def _resolve_defaults(config: CreditConfig) -> None:
     """Set options whose default depends on others or on the machine."""
     distills = config.distillation_weight > 0.0
     config.is_sized = any(getattr(config, name) is not None for name in _BATCH_SIZES)
-    for name in _BATCH_SIZES[:2]:
+    for name in ("per_device_train_batch_size", "gradient_accumulation_steps"):
         if getattr(config, name) is None:
             setattr(config, name, getattr(GRPOConfig, name))
     if distills and not config.is_sized:
         config.gradient_accumulation_steps = _accumulation(config, _DEFAULT_PROMPTS)
+    if config.per_device_eval_batch_size is None:
+        two_prompts = math.ceil(2 * (config.num_generations_eval or config.num_generations) / _processes())
+        size = GRPOConfig.per_device_eval_batch_size
+        config.per_device_eval_batch_size = max(size, two_prompts) if distills else size
     has_average = (config.teacher_update_rate, config.teacher_sync_steps) != (None, None)
     config.teacher_model_kind = config.teacher_model_kind or ("ema" if has_average else "base")
     config.teacher_update_rate = config.teacher_update_rate or 0.01
     has_mode = config.vllm_importance_sampling_mode is not None
-    if config.vllm_importance_sampling_clip_max is None:
+    if config.vllm_importance_sampling_clip_max == -1.0:
         bound = GRPOConfig.vllm_importance_sampling_clip_max
         config.vllm_importance_sampling_clip_max = 2.0 if distills and not has_mode else bound
     if not has_mode:
@@ -379,16 +392,10 @@ def _check_values(config: CreditConfig) -> None:
             if not is_valid:
                 raise ValueError(f"`{name}` must be {words}, got {value!r}.")
     if config.contrastive_form == "subtract" and config.contrastive_coef > 1.0:
-        raise ValueError(
-            f"`contrastive_coef` must be in [0, 1], got {config.contrastive_coef}. The paper finds 0.05 to 0.1 best; "
-            "only `contrastive_form='guide'` takes more than 1."
-        )
+        raise refusal("large_coef", c=config)
     compiles = config.torch_compile or config.torch_compile_backend or config.torch_compile_mode
     if config.distillation_weight > 0.0 and compiles:  # before transformers tells accelerate by the environment
-        raise ValueError(
-            "`torch_compile` compiles the forward pass of the whole model, and the distillation loss calls the layers "
-            "inside it. Set `torch_compile=False`, without a backend or mode."
-        )
+        raise refusal("torch_compile")
     for name, placeholders in _PLACEHOLDERS.items():
         template = getattr(config, name)
         try:
@@ -402,21 +409,16 @@ def _check_values(config: CreditConfig) -> None:
             )
 
 
-def _check_combinations(config: CreditConfig) -> None:
-    """Raise a `ValueError` where a combination of options cannot train, or an option would have no effect."""
-    if config.distillation_weight == 0.0:
-        return
+def check_combinations(config: CreditConfig) -> None:
+    """Raise a `ValueError` where a teacher cannot score with these options, or an option would have no effect."""
     for name, is_refused in _REFUSED.items():
         if is_refused(config):
-            raise ValueError(_MESSAGES[name].format(c=config))
+            raise refusal(name, c=config)
     policy = [name for name in _POLICY_LOSS if getattr(config, name) != getattr(GRPOConfig, name)]
     if config.loss_type == "luspo" and "importance_sampling_level" in policy:
         policy.remove("importance_sampling_level")  # TRL asks for "sequence" there
     if config.distillation_weight == 1.0 and policy:
-        raise ValueError(
-            f"`{policy[0]}` is an option of GRPO's loss, which `distillation_weight=1` does not compute. Lower "
-            "`distillation_weight`, or remove it."
-        )
+        raise refusal("policy_loss", name=policy[0])
 
 
 # Combination that is refused, by its name in `refused.yaml` -> whether a configuration has it.

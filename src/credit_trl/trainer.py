@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from trl import GRPOTrainer
 from trl.trainer.utils import get_config_model_id
 
-from credit_trl.config import PAPER, CreditConfig, fit_batch, refuse_unknown
+from credit_trl.config import PAPER, CreditConfig, check_combinations, fit_batch, refuse_unknown
 from credit_trl.contexts.build import ignored_feedback
 from credit_trl.contexts.builder import ContextBuilder
 from credit_trl.contexts.images import ImageReader, PromptImages, trl_image_fields
@@ -58,15 +58,11 @@ class CreditTrainer(ResumableTrainer):
     Example:
 
     ```python
-    trainer = CreditTrainer(
-        model="Qwen/Qwen3-0.6B",
-        reward_funcs=lambda completions, answer, **kwargs: [
-            Verdict(float(a in c[-1]["content"]), f"It begins with {a[0]}.")
-            for c, a in zip(completions, answer)
-        ],
-        args=CreditConfig(output_dir="runs/first", gradient_accumulation_steps=8),
-        train_dataset=dataset,  # columns `prompt`, as messages, and `answer`
-    )
+    def verifier(completions, answer, **kwargs):
+        texts = [completion[-1]["content"] for completion in completions]
+        return [Verdict(float(a in text), f"It begins with {a[0]}.") for text, a in zip(texts, answer)]
+
+    trainer = CreditTrainer("Qwen/Qwen3-0.6B", verifier, CreditConfig("runs/first"), dataset)
     trainer.train()
     ```
 
@@ -110,11 +106,14 @@ class CreditTrainer(ResumableTrainer):
         self._verdicts = VerdictLog(VerifierPolicy(args.on_verifier_error, args.verifier_timeout))
         self.clock = reporting.StageClock(counts=lambda: self.model.training)
         self.credit_step: CreditStep | None = None
+        distills = args.distillation_weight > 0.0 or token_weight is not None
         datasets = checks.named_datasets(train_dataset, eval_dataset)
-        checks.check_datasets(args, datasets, reward_funcs, kwargs)
+        checks.check_datasets(args, datasets, reward_funcs, kwargs, distills=distills)
         checks.check_teacher(args)
-        if isinstance(train_dataset, Dataset):
+        if distills and isinstance(train_dataset, Dataset):
             fit_batch(args, len(train_dataset))
+        if distills:
+            check_combinations(args)  # at weight 0 the configuration has not
         super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, **kwargs)
         self._set_signature_columns_if_needed()
         self._signature_columns = list(dict.fromkeys([*self._signature_columns, "privileged_context", "task"]))
@@ -127,12 +126,13 @@ class CreditTrainer(ResumableTrainer):
             func if isinstance(func, nn.Module) else self._verdicts.wrap(func, position)
             for position, func in enumerate(self.reward_funcs)
         ]
-        distills = args.distillation_weight > 0.0 or token_weight is not None
         options = {"chat_template": self.chat_template} | self.chat_template_kwargs
         render = chat_renderer(self.processing_class, self._is_vlm, **options)
         reader = ImageReader(self.processing_class) if self._is_vlm and distills else None
         self.context_builder = ContextBuilder(self._tokenizer, args, self.eos_token_ids, render, reader)
         self._init_reports()
+        sums = distills and args.use_successful_as_teacher and args.success_reward_threshold == 1.0
+        self.alarms.raise_if(sums and len(self.reward_funcs) > 1, "summed_rewards", functions=len(self.reward_funcs))
         self.run_log.facts["data"] = describe_data(reward_funcs or [], args.reward_weights)
         self.run_log.rows = {"train": train_dataset, "test": eval_dataset}
         checks.check_prompts(self, datasets, distills=distills)
@@ -226,7 +226,9 @@ class CreditTrainer(ResumableTrainer):
         with self.clock.stage("verdict"):
             graded = completions
             parsers = (getattr(self._tokenizer, f"response_{name}", None) for name in ("template", "schema"))
-            if not (self.tools or self.environment_factories or any(parsers)):  # TRL parses these completions
+            renders_itself = self.rollout_func is not None and self.credit_step is None  # maybe without a template
+            # TRL parses the completions of the others.
+            if not (self.tools or self.environment_factories or any(parsers) or renders_itself):
                 graded = mark_thinking(
                     completions,
                     completion_ids_list,

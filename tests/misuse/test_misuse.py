@@ -9,7 +9,7 @@ import torch
 import transformers
 import yaml
 from datasets import Dataset, DatasetDict
-from peft import AdaLoraConfig, PromptTuningConfig
+from peft import AdaLoraConfig, LoraConfig, PromptTuningConfig
 
 from credit_trl import CreditTrainer, Verdict
 from credit_trl.training.metrics import CreditWarning
@@ -63,6 +63,7 @@ OBJECTS = {
     "stream": lambda: questions().to_iterable_dataset(),
     "evaluation without a prompt": lambda: {"harder": questions().remove_columns("prompt")},
     "reward of a missing column": lambda: lambda completions, solution, **_: [1.0 for _ in completions],
+    "reward of the answer": lambda: lambda completions, answer, **_: [1.0 for _ in completions],
     "verifier of text": lambda: lambda completions, **_: [float(c.strip() == "1") for c in completions],
     "search in text": lambda: lambda completions, **_: [float(bool(re.search("1", c))) for c in completions],
     "no return": lambda: lambda completions, **_: None,
@@ -79,6 +80,9 @@ OBJECTS = {
     "other end of the model": lambda: build_model(tokenizer_ending("<|endoftext|>")),
     "ordinary end": lambda: tokenizer_ending("a"),
     "no end": lambda: tokenizer_ending(None),
+    "two functions": lambda: [length_verdicts, verdicts()],
+    "a log of the trainer": lambda: lambda completions, log_extra, **_: log_extra("feedback", completions),
+    "LoRA of the head": lambda: LoraConfig(r=4, target_modules=["q_proj", "lm_head"], task_type="CAUSAL_LM"),
     "AdaLoRA": lambda: AdaLoraConfig(r=4, target_modules=["q_proj"], total_step=10, task_type="CAUSAL_LM"),
     "prompt tuning": lambda: PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
 }
@@ -114,11 +118,6 @@ def refuses(row):
 
 def assert_says(row, text: str) -> None:
     assert [part for part in row["says"] if part not in text] == [], text
-
-
-def test_table_has_sixty_mistakes():
-    assert sum(map(len, TABLE.values())) >= 60
-    assert all(row["says"] for section in TABLE.values() for row in section)
 
 
 @rows("config")

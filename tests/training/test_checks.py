@@ -25,12 +25,6 @@ def test_parameters_that_are_not_passed_are_refused(make_trainer):
             make_trainer(reward_funcs=func)
 
 
-@pytest.mark.usefixtures("no_rollout")
-def test_dropping_a_reward_functions_column_is_refused(make_trainer):
-    with pytest.raises(ValueError, match=r"`answer`, with which .* `remove_unused_columns=True`"):
-        make_trainer(remove_unused_columns=True)
-
-
 def test_reward_functions_without_required_columns_pass(make_trainer, dataset):
     class Verifier:
         def __call__(self, completions, answer=None, *, truncated, trainer_state, **columns):
@@ -39,6 +33,17 @@ def test_reward_functions_without_required_columns_pass(make_trainer, dataset):
     rows = dataset.remove_columns("answer")
     make_trainer(rows=rows, reward_funcs=Verifier())
     make_trainer(rows=rows, reward_funcs=[lambda **columns: [1.0]])
+
+
+@pytest.mark.parametrize("weight", [0.0, 1.0])
+def test_rows_that_a_transform_forms_train(make_trainer, dataset, weight):
+    def asked(rows):
+        return {"prompt": [[{"role": "user", "content": f"{a}="}] for a in rows["answer"]], "answer": rows["answer"]}
+
+    rows = dataset.remove_columns("prompt").with_transform(asked)
+    trainer = make_trainer(rows=rows, distillation_weight=weight, contrastive_source="dataset", max_steps=1)
+    trainer.train()
+    assert trainer.state.global_step == 1
 
 
 @pytest.mark.filterwarnings("ignore:No sample of this generation batch")

@@ -74,13 +74,17 @@ class _RowPrompts(Sequence):
 
     def __init__(self, dataset: Dataset | Mapping[str, Sequence[Any]]) -> None:
         names = [name for name in ("prompt", "images", "image") if name in getattr(dataset, "column_names", dataset)]
-        self.columns = {name: dataset[name] for name in names}
+        is_transformed = isinstance(dataset, Dataset) and dataset.format["type"] == "custom"
+        self.rows = dataset if is_transformed else {name: dataset[name] for name in names}
 
     def __len__(self) -> int:
-        return len(self.columns["prompt"])
+        return len(self.rows["prompt"] if isinstance(self.rows, dict) else self.rows)
 
     def __getitem__(self, row: int) -> Prompt:
-        return row_prompt({name: values[row] for name, values in self.columns.items()})
+        columns = self.rows
+        return row_prompt(
+            {name: values[row] for name, values in columns.items()} if isinstance(columns, dict) else columns[row]
+        )
 
 
 def _privileged_context(batch: ContrastBatch, sample: int, config: CreditConfig) -> PrivilegedContext:

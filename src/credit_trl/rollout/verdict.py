@@ -303,6 +303,9 @@ class VerdictLog:
 
 def _hold(held: list[Callable[[], None]], log: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     """Store a call of a logger with copies of its arguments, which the function may change later."""
+    name = (*args, kwargs.get("column"))[0]
+    if name in ("feedback", "teacher_prompt", "s_mean"):
+        raise ValueError(f"The trainer logs {name!r} itself. Give `log_extra` another name.")
     held.append(partial(log, *map(copy, args), **{key: copy(value) for key, value in kwargs.items()}))
 
 

@@ -9,6 +9,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from credit_trl.config import refusal
 from credit_trl.loss.head import accumulation_dtype, lm_head
 from credit_trl.loss.projection import project
 from credit_trl.teacher.causal_lm import backbone, unwrap_adapters
@@ -49,16 +50,9 @@ def check_model(model: nn.Module, accelerator: Accelerator, *, reads_padding: bo
         shorter = model(input_ids=input_ids[:, :3], attention_mask=mask[:, _PADDING:-1], use_cache=False).logits
         behind = model(input_ids=padded, attention_mask=mask, use_cache=False, **counted).logits
     if changed := _change(own[:, 2], shorter[:, -1]):
-        raise ValueError(
-            f"The logits of `{name}` change by {changed:.2g} when a token follows, so the model is not causal. Use a "
-            "causal language model, or check its configuration (`is_decoder`, `attn_type`)."
-        )
+        raise refusal("not_causal", name=name, changed=changed)
     if changed := _change(own[:, -1], behind[:, -1]):
-        raise ValueError(
-            f"The logits of `{name}` in {str(own.dtype).removeprefix('torch.')} change by {changed:.2g} (NaN: inf) "
-            "when its prompt is padded on the left: it would train on another distribution than it samples from. Set "
-            "another dtype or `attn_implementation`, `distillation_weight=1`, or use a model with relative positions."
-        )
+        raise refusal("padding", name=name, dtype=str(own.dtype).removeprefix("torch."), changed=changed)
 
 
 def _change(own: Tensor, other: Tensor) -> float:
@@ -104,11 +98,8 @@ def check_logits(model: nn.Module, accelerator: Accelerator) -> None:
             eps = max(torch.finfo(dtype).eps for dtype in (computed, hidden.dtype, head.weight.dtype))
             tolerance = 4 * max(_MIN_EPS, eps) * own.abs().max().item()
     if not difference <= tolerance:
-        raise ValueError(
-            f"The logits of `{type(unwrap_adapters(model)).__name__}` are not the product of its last hidden states "
-            f"and output embeddings with a bias, a scale and a soft cap: they differ by {difference:.2g}, rounding by "
-            f"up to {tolerance:.2g}. Train it with TRL's `GRPOTrainer`, or open an issue that names the class."
-        )
+        name = type(unwrap_adapters(model)).__name__
+        raise refusal("other_head", name=name, difference=difference, tolerance=tolerance)
 
 
 @contextmanager

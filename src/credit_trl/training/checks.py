@@ -10,7 +10,7 @@ from torch import nn
 from transformers import AutoConfig
 from trl.trainer.utils import get_callable_name
 
-from credit_trl.config import CreditConfig
+from credit_trl.config import CreditConfig, refusal
 from credit_trl.contexts.builder import ContextBuilder
 from credit_trl.contexts.contrast import find_source, source_columns
 from credit_trl.contexts.prompts import check_rows, images_of, row_prompt, user_text
@@ -38,18 +38,25 @@ def named_datasets(train_dataset: Any, eval_dataset: Any) -> dict[str, Any]:
     return {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
 
 
-def check_datasets(args: CreditConfig, datasets: dict[str, Any], reward_funcs: Any, options: dict[str, Any]) -> None:
+def _columns(dataset: Any) -> list[str] | None:
+    """Columns of the rows of a dataset, which a transform may change; None where it does not tell."""
+    is_transformed = isinstance(dataset, Dataset) and dataset.format["type"] == "custom" and len(dataset) > 0
+    return list(dataset[0]) if is_transformed else getattr(dataset, "column_names", None)
+
+
+def check_datasets(
+    args: CreditConfig, datasets: dict[str, Any], reward_funcs: Any, options: dict[str, Any], *, distills: bool
+) -> None:
     """Check that the `named_datasets` have the columns that the configuration and the reward functions need.
 
-    `options` are the trainer's other arguments. With a `rollout_func` among them reward functions are not checked,
-    because TRL also passes the fields that it returns.
+    `options` are the trainer's other arguments; `distills` says whether a teacher scores. With a `rollout_func` among
+    them reward functions are not checked, because TRL also passes the fields that it returns.
 
     Raises:
         ValueError: a dataset has no column `prompt` or none for a parameter of a reward function, has a
             column that hides an argument of reward functions, or has no rows or columns to draw contrast prompts
             from; or there is no such contrast source.
     """
-    distills = args.distillation_weight > 0.0
     draws = distills and args.contrasts
     columns_of_source = source_columns(find_source(args.contrastive_source)) if draws else []
     funcs = reward_funcs if isinstance(reward_funcs, Sequence) else [reward_funcs]
@@ -59,45 +66,30 @@ def check_datasets(args: CreditConfig, datasets: dict[str, Any], reward_funcs: A
     for name, dataset in datasets.items():
         if isinstance(dataset, dict):
             raise ValueError(f"`{name}` is a dictionary of splits: give one, dataset[{next(iter(dataset))!r}].")
-        columns = getattr(dataset, "column_names", None)
+        columns = _columns(dataset)
         if columns is None:
             continue
         if "prompt" not in columns and not has_environments:
-            raise ValueError(
-                f"`{name}` has no column `prompt`; its columns are {', '.join(columns)}. Rename the one that holds "
-                "the question: dataset.rename_column(..., 'prompt')."
-            )
+            raise refusal("no_prompt", name=name, columns=", ".join(columns))
         check_column_names(f"`{name}`", columns)
         if isinstance(dataset, Dataset) and len(dataset) == 0:
             raise ValueError(f"`{name}` has no rows.")
         passed = set(columns) & _KEPT if args.remove_unused_columns else set(columns)
         if missing := [column for column in columns_of_source if column not in passed]:
-            raise ValueError(
-                f"`contrastive_source={args.contrastive_source!r}` needs the column `{missing[0]}`; with "
-                f"`remove_unused_columns={args.remove_unused_columns}` `{name}` has {', '.join(sorted(passed))}."
-            )
+            raise refusal("no_column", c=args, missing=missing[0], name=name, passed=", ".join(sorted(passed)))
         passed -= {"prompt", "completion"}  # which TRL calls `prompts` and `completions`
         passed |= RESERVED_COLUMNS if has_environments else _PASSED
         for func in funcs:
             if extra := sorted(one for one in passed - {"truncated"} if not takes(func, one)):
-                raise ValueError(
-                    f"Reward function `{get_callable_name(func)}` does not take `{extra[0]}`, with which it is "
-                    "called. Add `**kwargs` to its parameters."
-                )
+                raise refusal("extra_argument", func=get_callable_name(func), extra=extra[0])
             needed = [p.name for p in parameters_of(func).values() if p.kind in _NAMED and p.default is p.empty]
             if missing := [name for name in needed if name not in passed]:
-                raise ValueError(
-                    f"Reward function `{get_callable_name(func)}` has the parameter `{missing[0]}`, with which it is "
-                    f"not called; with `{name}` and `remove_unused_columns={args.remove_unused_columns}` it is called "
-                    f"with {', '.join(sorted(passed))}. Add the column, rename the parameter, or give it a default."
-                )
+                called = {"func": get_callable_name(func), "passed": ", ".join(sorted(passed))}
+                raise refusal("missing_argument", c=args, missing=missing[0], name=name, **called)
     rows = datasets["train_dataset"]
-    has_rows = isinstance(rows, Dataset) and "prompt" in rows.column_names
+    has_rows = isinstance(rows, Dataset) and "prompt" in _columns(rows)
     if draws and args.contrastive_source == "dataset" and not has_rows:
-        raise ValueError(
-            "`contrastive_source='dataset'` draws rows of a `datasets.Dataset` with the column `prompt`. Give one, or "
-            "set `contrastive_source='batch'`."
-        )
+        raise refusal("no_rows_to_draw")
 
 
 def check_truncated(trainer: Any, share: float) -> None:
@@ -129,24 +121,15 @@ _KEPT = frozenset("prompt image images privileged_context task".split())
 def check_column_names(rows: str, columns: Iterable[str]) -> None:
     """Check that no column takes the place of another argument of reward functions, such as `completions`."""
     if taken := sorted(RESERVED_COLUMNS.intersection(columns)):
-        raise ValueError(
-            f"{rows} has the column `{taken[0]}`, the name of another argument of reward functions. Rename or remove "
-            f"it: dataset.rename_column({taken[0]!r}, 'my_{taken[0]}')."
-        )
+        raise refusal("reserved_column", rows=rows, taken=taken[0])
 
 
 def check_image_options(trainer: Any) -> None:
     """Raise a `ValueError` where a run cannot train on prompts with images."""
     if not trainer._is_vlm:
-        raise ValueError(
-            "The prompts have images, and `processing_class` is a tokenizer. Pass the processor of a vision-language "
-            "model, or remove the images."
-        )
+        raise refusal("no_processor")
     if trainer.accelerator.distributed_type == "FSDP" or is_zero3(trainer.accelerator):
-        raise ValueError(
-            "FSDP2 and ZeRO-3 do not support prompts with images: a pass without images would not gather the vision "
-            "tower's weights as the others do. Use DDP or ZeRO-2, with LoRA if memory is short."
-        )
+        raise refusal("sharded_images")
 
 
 def check_prompts(trainer: Any, datasets: dict[str, Any], *, distills: bool) -> None:
@@ -167,15 +150,17 @@ def check_prompts(trainer: Any, datasets: dict[str, Any], *, distills: bool) -> 
     builder = trainer.context_builder
     is_changed = trainer.environment_factories is not None or trainer.rollout_func is not None
     for name, dataset in datasets.items():
-        columns = getattr(dataset, "column_names", None) or ()
-        dtype = getattr((getattr(dataset, "features", None) or {}).get("privileged_context"), "dtype", "string")
-        if dtype not in ("string", "large_string", "null"):
+        columns = _columns(dataset) or ()
+        features = getattr(dataset, "features", None) or {}
+        dtype = getattr(features.get("privileged_context"), "dtype", type(features.get("privileged_context")).__name__)
+        if dtype not in ("string", "large_string", "null", "NoneType"):
             raise ValueError(f"`{name}` has the column `privileged_context` of {dtype}. Write it as text.")
         has_prompts = isinstance(dataset, Dataset) and len(dataset) > 0 and "prompt" in columns
-        if has_prompts and not is_changed and "Image(" not in str(dataset.features["prompt"]):  # not to decode all
-            batches = dataset.select_columns("prompt").iter(1000)
-            check_rows(f"`{name}`", (prompt for rows in batches for prompt in rows["prompt"]), needs_user=distills)
         row = dataset[0] if has_prompts else {"prompt": ""}
+        if has_prompts and not is_changed:
+            is_lazy = dataset.format["type"] == "custom" or "Image(" in str(features["prompt"])  # not to decode all
+            batches = [{"prompt": [row["prompt"]]}] if is_lazy else dataset.select_columns("prompt").iter(1000)
+            check_rows(f"`{name}`", (prompt for rows in batches for prompt in rows["prompt"]), needs_user=distills)
         prompt = row_prompt(row) if distills else row["prompt"]
         has_images = "image" in columns or "images" in columns or bool(images_of(prompt))
         if distills and has_images:
@@ -198,10 +183,7 @@ def _check_parts(name: str, prompt: Prompt, text: str) -> None:
     """Check that the rendered text of a prompt has its content parts as text."""
     parts = [] if isinstance(prompt, str) else [m["content"] for m in prompt if isinstance(m.get("content"), list)]
     if any(str(part) in text or user_text(prompt).strip() not in text for part in parts):
-        raise ValueError(
-            f"{name} has the content {parts[0]}, which the chat template renders as {text[-80:]!r}. Give `content` as "
-            "a string, or set a `chat_template` that renders parts."
-        )
+        raise refusal("parts_as_text", name=name, part=parts[0], text=text[-80:])
 
 
 def check_rollout_images(
@@ -209,10 +191,7 @@ def check_rollout_images(
 ) -> None:
     """Check that only prompts have images, that the teacher reads the same ids, and at first that z has room."""
     if any(tool_images):
-        raise ValueError(
-            "A tool returned an image. With distillation only prompts may have images: return text, or set "
-            "`distillation_weight=0` (GRPO)."
-        )
+        raise refusal("image_of_tool")
     samples = zip(prompt_ids, prompts, tools or [None] * len(prompts), strict=True)
     distinct = {tuple(ids): (prompt, own) for ids, prompt, own in samples if images_of(prompt)}
     is_first = trainer.state.global_step == 0  # later ones without room count in `credit/frac_without_teacher`
@@ -226,13 +205,7 @@ def _check_prompt(
     """Check that the student's ids of a prompt are the teacher's without z, and that they leave room for z."""
     own = builder.encode(prompt, PrivilegedContext(), tools)
     if own != list(ids):
-        raise ValueError(
-            f"{name} has {len(ids)} tokens for the student and {len(own)} for the teacher, or other ones: the "
-            "processor changes the text around its images. Use a processor that replaces the placeholders only."
-        )
+        raise refusal("other_ids", name=name, student=len(ids), teacher=len(own))
     budget = builder.config.max_reprompt_len
     if needs_room and len(ids) >= budget:
-        raise ValueError(
-            f"{name} has {len(ids)} tokens with its images, which leaves no room for z in "
-            f"`max_reprompt_len={budget}`. Increase it, or lower the resolution of the processor (`max_pixels`)."
-        )
+        raise refusal("no_room", name=name, tokens=len(ids), budget=budget)
