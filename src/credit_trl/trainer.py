@@ -112,8 +112,8 @@ class CreditTrainer(ResumableTrainer):
         checks.check_teacher(args)
         if distills and isinstance(train_dataset, Dataset):
             fit_batch(args, len(train_dataset))
-        if distills:
-            check_combinations(args)  # at weight 0 the configuration has not
+        if distills and args.distillation_weight == 0.0:
+            check_combinations(args)  # which the configuration has not
         super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, **kwargs)
         self._set_signature_columns_if_needed()
         self._signature_columns = list(dict.fromkeys([*self._signature_columns, "privileged_context", "task"]))

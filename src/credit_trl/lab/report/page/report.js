@@ -157,7 +157,7 @@ function figureOf(curve) {
   const points = curve.series.flatMap((one) => one.points);
   const steps = [...new Set(points.map((point) => point[0]))].sort((a, b) => a - b);
   const values = points.flatMap((point) => point.slice(1)).filter((value) => typeof value === "number");
-  let low = values.reduce((a, b) => Math.min(a, b)), high = values.reduce((a, b) => Math.max(a, b));
+  let low = values.reduce((a, b) => Math.min(a, b), Infinity), high = values.reduce((a, b) => Math.max(a, b), -Infinity);
   const isFlat = high - low <= 1e-9 * Math.abs(high); // sums of equal values differ in the last digit
   const margin = (!isFlat && (high - low) * 0.06) || Math.abs(high) * 0.05 || 1;
   low -= margin;
