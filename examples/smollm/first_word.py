@@ -306,11 +306,13 @@ def run_study(args: argparse.Namespace, load: Any) -> None:
     for seed, arm in product(args.seeds, args.arms):
         name, _ = with_options(arm, changes)
         known = pd.read_csv(args.csv) if args.csv.exists() else pd.DataFrame(columns=COLUMNS)
-        if ((known["arm"] == name) & (known["seed"] == seed) & (known["step"] == args.steps)).any():
+        known_steps = known.loc[(known["arm"] == name) & (known["seed"] == seed), "step"]
+        if (known_steps == args.steps).any():
             continue
         options = changes | {"max_steps": args.steps, "output_dir": str(args.output_dir / f"{name}-seed{seed}")}
         found = train(*load(), arm, seed, args.every, **options)
         rows = pd.DataFrame([{"arm": name, "seed": seed} | row | versions for row in found.table], columns=COLUMNS)
+        rows = rows[~rows["step"].isin(known_steps)]  # a longer run repeats those of a shorter one
         rows.to_csv(args.csv, mode="a", header=not args.csv.exists(), index=False)
     print(study_table(pd.read_csv(args.csv), args.steps))
 
