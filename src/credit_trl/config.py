@@ -66,8 +66,8 @@ class CreditConfig(GRPOConfig):
     paper's LiveCodeBench column, with a frozen teacher, others to TRL's values; `CreditConfig.paper` gives a column.
 
     Without an accelerator `bf16` is off by default. With a distillation loss a generation batch holds at least 8
-    prompts where no batch size is set, one of evaluation 2, and `vllm_importance_sampling_mode` is `"token_truncate"`
-    with the bound 2.0: one ratio for a completion of thousands of tokens is far from 1 by rounding alone.
+    prompts and an evaluation batch 2 where no size is set. `vllm_importance_sampling_mode` is `"token_truncate"` with
+    the bound 2.0: one ratio for a completion of thousands of tokens is far from 1 by rounding alone.
 
     Parameters:
         > The contrast

@@ -186,7 +186,7 @@ def test_samples_of_another_verifier_column_or_program_are_not_taken(tmp_path):
             evaluate(FakeEngine(), task, 1, dataset=data, output_dir=tmp_path, progress=False)
     (tmp_path / "samples.jsonl").unlink()
     (tmp_path / "settings.json").write_text("{}")
-    with pytest.raises(FileExistsError, match="is not of an evaluation"):
+    with pytest.raises(FileExistsError, match="was not written by an evaluation"):
         evaluate(FakeEngine(), TASK, 1, output_dir=tmp_path, progress=False)
 
 

@@ -83,5 +83,5 @@ def test_manifest_covers_files_in_folders_and_not_itself(tmp_path):
 def test_checkpoint_of_another_trainer_is_named(tmp_path):
     (tmp_path / "checkpoint-1").mkdir()
     (tmp_path / "checkpoint-1" / "trainer_state.json").touch()
-    with pytest.raises(ValueError, match="is not of `CreditTrainer`; start a new run from it, with `model="):
+    with pytest.raises(ValueError, match="was not saved by `CreditTrainer`; start a new run with `model="):
         checkpoint_to_resume("latest", tmp_path)

@@ -81,10 +81,9 @@ class _RowPrompts(Sequence):
         return len(self.rows["prompt"] if isinstance(self.rows, dict) else self.rows)
 
     def __getitem__(self, row: int) -> Prompt:
-        columns = self.rows
-        return row_prompt(
-            {name: values[row] for name, values in columns.items()} if isinstance(columns, dict) else columns[row]
-        )
+        if isinstance(self.rows, dict):
+            return row_prompt({name: values[row] for name, values in self.rows.items()})
+        return row_prompt(self.rows[row])
 
 
 def _privileged_context(batch: ContrastBatch, sample: int, config: CreditConfig) -> PrivilegedContext:

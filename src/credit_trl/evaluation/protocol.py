@@ -174,7 +174,7 @@ def _open(folder: Path | None, settings: Mapping[str, Any], units: Sequence[Unit
                 f"{folder} holds another evaluation ({changes}). Use another `output_dir`, or remove it."
             )
     elif path.is_file() and "weights" not in files.read_json(path):
-        raise FileExistsError(f"{path} is not of an evaluation. Use another `output_dir`.")
+        raise FileExistsError(f"{path} was not written by an evaluation. Use another `output_dir`.")
     else:
         files.write_json(path, settings)
     path = folder / SAMPLES_FILE

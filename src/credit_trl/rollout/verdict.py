@@ -256,7 +256,8 @@ class VerdictLog:
         def accepted(arguments: dict[str, Any], held: list[Callable[[], None]]) -> dict[str, Any]:
             """Arguments that the function takes. Its calls of loggers wait in `held`, as it may fail or be late."""
             taken = {key: value for key, value in arguments.items() if key not in ignored}
-            loggers = {key: partial(_hold, held, taken[key]) for key in ("log_extra", "log_metric") if key in taken}
+            holders = {"log_extra": _hold_column, "log_metric": _hold}
+            loggers = {key: partial(hold, held, taken[key]) for key, hold in holders.items() if key in taken}
             return taken | loggers
 
         def record(output: Any, arguments: dict[str, Any], held: list[Callable[[], None]]) -> list[float | None]:
@@ -303,10 +304,14 @@ class VerdictLog:
 
 def _hold(held: list[Callable[[], None]], log: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     """Store a call of a logger with copies of its arguments, which the function may change later."""
-    name = (*args, kwargs.get("column"))[0]
-    if name in ("feedback", "teacher_prompt", "s_mean"):
-        raise ValueError(f"The trainer logs {name!r} itself. Give `log_extra` another name.")
     held.append(partial(log, *map(copy, args), **{key: copy(value) for key, value in kwargs.items()}))
+
+
+def _hold_column(held: list[Callable[[], None]], log: Callable[..., None], column: str, values: list[Any]) -> None:
+    """Store a call of `log_extra`, unless the trainer fills a column of that name."""
+    if column in ("feedback", "teacher_prompt", "s_mean"):
+        raise ValueError(f"The trainer logs {column!r} itself. Give the column another name.")
+    _hold(held, log, column=column, values=values)
 
 
 def listed(output: Any, arguments: Mapping[str, Any]) -> Any:

@@ -449,7 +449,7 @@ def find_damage(folder: Path) -> str | None:
     except FileNotFoundError:
         is_other = (folder / TRAINER_STATE_NAME).is_file() and not (folder / STATE_FILE).is_file()
         if is_other and folder.name.startswith(PREFIX_CHECKPOINT_DIR):
-            return f"{folder} is not of `CreditTrainer`; start a new run from it, with `model={str(folder)!r}`"
+            return f"{folder} was not saved by `CreditTrainer`; start a new run with `model={str(folder)!r}`"
         return f"{manifest} is missing, so the checkpoint was not written completely"
     except ValueError:
         found = {}

@@ -152,7 +152,8 @@ def check_prompts(trainer: Any, datasets: dict[str, Any], *, distills: bool) -> 
     for name, dataset in datasets.items():
         columns = _columns(dataset) or ()
         features = getattr(dataset, "features", None) or {}
-        dtype = getattr(features.get("privileged_context"), "dtype", type(features.get("privileged_context")).__name__)
+        feature = features.get("privileged_context")
+        dtype = getattr(feature, "dtype", type(feature).__name__)  # a list or a struct has none
         if dtype not in ("string", "large_string", "null", "NoneType"):
             raise ValueError(f"`{name}` has the column `privileged_context` of {dtype}. Write it as text.")
         has_prompts = isinstance(dataset, Dataset) and len(dataset) > 0 and "prompt" in columns

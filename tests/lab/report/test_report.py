@@ -93,7 +93,7 @@ def test_digit_in_the_name_of_a_model_is_no_seed(tmp_path, scores):
 
 def test_files_that_are_of_no_report_are_kept(tmp_path, scores):
     run = make_run(tmp_path / "r", scores[0])
-    with pytest.raises(FileExistsError, match="are not of an earlier report"):
+    with pytest.raises(FileExistsError, match="were not written by a report"):
         write_report([run], run / "run.html")
     assert "config" in read_json(run / "run.json")
     assert write_report([run]) == write_report([run])

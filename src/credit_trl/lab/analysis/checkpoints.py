@@ -94,7 +94,10 @@ class Checkpoint:
         elif checkpoint is not None and teacher == "base":
             lagged = CopyTeacher(policy, None, _load_policy(path, None).to(device))
         elif checkpoint is not None and teacher == "ema":
-            logger.warning("%s has no teacher: its policy is. Name a `checkpoint-…` folder of the run.", checkpoint)
+            logger.warning(
+                "%s holds no teacher, so its policy is the teacher. Name a `checkpoint-…` folder of the run.",
+                checkpoint,
+            )
         default = Path(checkpoint).name if checkpoint is not None else model.rstrip("/").split("/")[-1]
         return cls(name or default, tokenizer, student, lagged, chat_template_kwargs or {})
 

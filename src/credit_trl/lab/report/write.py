@@ -74,7 +74,7 @@ def write_report(runs: Sequence[str | Path], output: str | Path | None = None) -
     data, text = output.with_suffix(".json"), output.with_suffix(".md")
     before = read_json(data) if data.is_file() else {}
     if (data.exists() or text.exists()) and not {"arms", "curves"} <= before.keys():
-        raise FileExistsError(f"{data} and {text} are not of an earlier report. Choose another `--output`.")
+        raise FileExistsError(f"{data} and {text} were not written by a report. Choose another `--output`.")
     write_json(data, document)
     write_atomically(text, report_markdown(document))
     write_html(document | _of_runs(read, document["runs"]), output)
