@@ -10,8 +10,8 @@ the model tends to begin with the feedback's own wording ("The sentence …").
 
 Every step prints the probability of the required first word on prompts with words that are not trained. The command
 writes a page with the curves and answers before and after. With `--csv` it measures every `--every` steps only, and
-writes a row for each: arm, seed, step, that probability, accuracy, transfer, length, kl. Runs that are in the file are
-skipped.
+writes a row for each: arm, seed, step, that probability, accuracy, transfer, length, and KL divergence and perplexity
+on unrelated prompts. Runs that are in the file are skipped.
 """
 
 import argparse
@@ -26,7 +26,6 @@ from typing import Any
 
 import pandas as pd
 import torch
-import yaml
 from datasets import Dataset
 from scipy import stats
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
@@ -41,7 +40,7 @@ from credit_trl.lab.analysis.vocabulary_logps import CreditLogps, credit_logps, 
 from credit_trl.tasks.quickstart import TEMPLATES
 
 sys.path.append(str(Path(__file__).parents[1] / "study"))
-from arms import ARMS, STYLES, made_by, make_trainer, with_options
+from arms import ARMS, STYLES, made_by, make_trainer, read_options, with_options
 
 STUDIED = (
     *("SDPO", "CREDIT λ=0.1", "CREDIT λ=0.2", "CREDIT λ=0.5"),
@@ -83,13 +82,13 @@ RULES = {
     "length": "The sentence has fewer than five words.",
     None: "The sentence keeps every rule.",
 }
-# Requests that have nothing to do with the task, for the KL divergence from the base on its own answers.
+# Requests that have nothing to do with the task: KL divergence from the base, and perplexity, of the base's answers.
 UNRELATED = [
     {"prompt": [{"role": "user", "content": request.format(subject)}]}
     for request in ("Why do people like {}?", "Explain {} to a child.", "Name three things related to {}.")
     for subject in ("volcanoes", "bicycles", "honey bees", "the moon", "chess", "glass", "elephants", "bread")
 ]
-MEASURED = ["probability", "accuracy", "transfer", "length", "kl"]
+MEASURED = ["probability", "accuracy", "transfer", "length", "kl", "perplexity"]
 COLUMNS = ["arm", "seed", "step", *MEASURED, "version", "commit", "torch", "trl"]
 
 
@@ -214,11 +213,13 @@ class Measurements(TrainerCallback):
         answers = answer(self.policy, self.rows, seed=step)
         others = answer(self.policy, self.others, seed=step)
         logps = answer_logps(self.policy, self.unrelated, self.base_answers)
+        tokens = torch.tensor([token for ids in self.base_answers for token in ids])
         return {
             "accuracy": accuracy(self.policy, self.rows, answers),
             "transfer": accuracy(self.policy, self.others, others),
             "length": sum(map(len, answers)) / len(answers),
             "kl": (self.base_logps.exp() * (self.base_logps - logps)).sum(-1).mean().item(),
+            "perplexity": logps.gather(-1, tokens[:, None]).mean().neg().exp().item(),
         }
 
 
@@ -302,7 +303,7 @@ def run_study(args: argparse.Namespace, load: Any) -> None:
     """Append the rows of the arms and seeds that the table does not have, with their versions, and print the means."""
     versions = made_by()
     args.csv.parent.mkdir(parents=True, exist_ok=True)
-    changes = dict(yaml.safe_load(one.replace("=", ": ", 1)).popitem() for one in args.set)
+    changes = read_options(args.set)
     for seed, arm in product(args.seeds, args.arms):
         name, _ = with_options(arm, changes)
         known = pd.read_csv(args.csv) if args.csv.exists() else pd.DataFrame(columns=COLUMNS)
@@ -323,6 +324,7 @@ def study_table(rows: pd.DataFrame, step: int, baseline: str = "SDPO") -> str:
     The last two columns are the differences from the baseline on the same seeds.
     """
     compared = ("probability", "accuracy")
+    rows = rows.reindex(columns=COLUMNS)  # the perplexity came later than the first rows
     lines = [f"| | seeds | {' | '.join((*MEASURED, *(f'{name}, minus {baseline}' for name in compared)))} |"]
     lines.append("| --- |" + " ---: |" * (1 + len(MEASURED) + len(compared)))
     base = rows[(rows["step"] == 0) & (rows["arm"] == rows["arm"].iloc[0])]
@@ -336,7 +338,8 @@ def study_table(rows: pd.DataFrame, step: int, baseline: str = "SDPO") -> str:
 
 
 def mean_text(values: pd.Series) -> str:
-    """Mean with the half of its interval, if there are two different values or more."""
+    """Mean with the half of its interval, if there are two different values or more; rows may lack the measurement."""
+    values = values.dropna()
     mean = f"{values.mean():.3f}"
     if values.nunique() < 2:
         return mean

@@ -2,7 +2,8 @@
 
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from importlib.metadata import version
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 
 from credit_trl import CreditConfig, CreditTrainer
 
@@ -56,6 +58,15 @@ DEFAULT_ARMS = (
     *("SDPO", "CREDIT λ=0.1", "CREDIT λ=0.05", "CREDIT λ=0.2"),
     *("temper-only λ=0.1", "CREDIT form=guide λ=0.2", "GRPO"),
 )
+
+
+def read_options(lines: Sequence[str]) -> dict[str, Any]:
+    """Options of lines such as `learning_rate=2e-5`. YAML reads a number without a point before its e as text."""
+    options = dict(yaml.safe_load(line.replace("=", ": ", 1)).popitem() for line in lines)
+    for name, value in options.items():
+        with suppress(ValueError):
+            options[name] = float(value) if isinstance(value, str) else value
+    return options
 
 
 def with_options(arm: str, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:

@@ -22,8 +22,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # one thread a process is fastest
 
 import pandas as pd
 import torch
-import yaml
-from arms import ARMS, DEFAULT_ARMS, made_by, make_trainer, with_options
+from arms import ARMS, DEFAULT_ARMS, made_by, make_trainer, read_options, with_options
 from branch import branch_rows, measure_branch, model_log_odds
 from filelock import FileLock, Timeout
 from transformers import PrinterCallback, TrainerCallback
@@ -51,7 +50,7 @@ Row = dict[str, Any]
 def main() -> None:
     args = parse_arguments()
     torch.set_num_threads(1)
-    changes = dict(yaml.safe_load(one.replace("=", ": ", 1)).popitem() for one in args.set)
+    changes = read_options(args.set)
     for world, seed, arm in product(args.worlds, range(args.first_seed, args.first_seed + args.seeds), args.arms):
         run_arm(WORLDS[world], seed, arm, changes, args.output_dir, args.results, args.measure)
 
