@@ -166,6 +166,12 @@ def answer_logps(policy: Checkpoint, rows: Sequence[dict[str, Any]], answers: li
     return torch.cat(found)
 
 
+def perplexity(logps: torch.Tensor, answers: list[list[int]]) -> float:
+    """Perplexity per token of the answers, from log-probabilities of shape (tokens, V)."""
+    tokens = torch.tensor([token for ids in answers for token in ids])
+    return logps.gather(-1, tokens[:, None]).mean().neg().exp().item()
+
+
 def accuracy(policy: Checkpoint, rows: Sequence[dict[str, Any]], answers: Sequence[Sequence[int]]) -> float:
     graded = [
         verify(
@@ -213,13 +219,12 @@ class Measurements(TrainerCallback):
         answers = answer(self.policy, self.rows, seed=step)
         others = answer(self.policy, self.others, seed=step)
         logps = answer_logps(self.policy, self.unrelated, self.base_answers)
-        tokens = torch.tensor([token for ids in self.base_answers for token in ids])
         return {
             "accuracy": accuracy(self.policy, self.rows, answers),
             "transfer": accuracy(self.policy, self.others, others),
             "length": sum(map(len, answers)) / len(answers),
             "kl": (self.base_logps.exp() * (self.base_logps - logps)).sum(-1).mean().item(),
-            "perplexity": logps.gather(-1, tokens[:, None]).mean().neg().exp().item(),
+            "perplexity": perplexity(logps, self.base_answers),
         }
 
 

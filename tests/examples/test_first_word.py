@@ -55,11 +55,17 @@ def test_study_appends_rows_once(first_word, monkeypatch, tmp_path):
     assert all(row["commit"] and row["trl"] for row in rows)
 
 
+def test_perplexity_is_the_inverse_of_the_geometric_mean_of_probabilities(first_word):
+    probabilities = np.random.default_rng(0).dirichlet(np.ones(9), size=3)
+    expected = 1.0 / gmean(probabilities[[0, 1, 2], [5, 6, 8]])
+    assert first_word.perplexity(torch.tensor(probabilities).log(), [[5, 6], [8]]) == pytest.approx(expected)
+
+
 def test_rows_of_a_study_name_the_options_that_are_set(first_word, monkeypatch, tmp_path):
     table = tmp_path / "rows.csv"
-    options = ("--set", "teacher_model_kind=ema", "use_successful_as_teacher=true")
+    options = ("--set", "learning_rate=2e-5", "use_successful_as_teacher=true")
     run(first_word, monkeypatch, tmp_path, "--csv", str(table), "--arms", "SDPO", *options)
-    assert set(pd.read_csv(table)["arm"]) == {"SDPO teacher_model_kind=ema use_successful_as_teacher=True"}
+    assert set(pd.read_csv(table)["arm"]) == {"SDPO learning_rate=2e-05 use_successful_as_teacher=True"}
 
 
 def test_study_is_shown_by_means_over_seeds_and_paired_differences(first_word):

@@ -49,9 +49,8 @@ def test_wrap_returns_floats_and_keeps_feedback_in_order():
 def test_feedback_on_turns_is_joined_by_turn():
     log = VerdictLog()
     for position, own in enumerate([{0: "a", 2: "c"}, {0: "b"}, {0: "a"}]):
-        log.wrap(
-            lambda own=own, **_: [Verdict(0.0, turn_feedback=own), Verdict(0.0, turn_feedback={1: " "})], position
-        )()
+        verdicts = [Verdict(0.0, turn_feedback=own), Verdict(0.0, turn_feedback={1: " "})]
+        log.wrap(lambda verdicts=verdicts, **_: verdicts, position)()
     assert log.turn_feedback(2) == [{0: "a\n\nb", 2: "c"}, {}]
 
 
@@ -61,10 +60,7 @@ def graded(reward_func, completions=("a", "b"), **columns):
 
 
 MALFORMED = [
-    *(
-        (bad, f"'func' returned a {type(bad).__name__} instead of a list")
-        for bad in (Verdict(1.0), 1.0, {}, "10", {0.0})
-    ),
+    *((bad, f"'func' returned a {type(bad).__name__} instead of") for bad in (Verdict(1.0), 1.0, {}, "10", {0.0})),
     (itertools.repeat(1.0), "'func' returned more than 2 elements for 2 completions"),
     (([1.0, 0.0], ["f", "g"]), "'func' returned a list for completion 0"),
     ([(1.0, "f"), (0.0, "g")], "'func' returned a tuple for completion 0"),
