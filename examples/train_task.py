@@ -13,7 +13,7 @@ programs in a sandbox: without one an error names what to install, and programs 
 from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
 
 from credit_trl import CreditConfig, CreditTrainer
-from credit_trl.cli.data import CreditScriptArguments, first_rows
+from credit_trl.cli.data import CreditScriptArguments, describe, first_rows
 from credit_trl.cli.training import evaluate_during_training, model_init_kwargs
 from credit_trl.tasks import load_task
 
@@ -29,6 +29,7 @@ def main(script: CreditScriptArguments, config: CreditConfig, model: ModelConfig
         quantization_config=get_quantization_config(model),
         peft_config=get_peft_config(model),
     )
+    trainer.run_log.facts["data"] = describe(script, config.reward_weights)  # for `credit-eval` of the run
     if script.avg_at_k is not None:
         evaluation = evaluate_during_training(trainer, script)  # keeps the best model
     trainer.train(resume_from_checkpoint=config.resume_from_checkpoint)

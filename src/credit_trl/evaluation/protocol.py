@@ -8,6 +8,7 @@ import hashlib
 import inspect
 import itertools
 import json
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -29,6 +30,7 @@ from credit_trl.training import run_directory as files
 from credit_trl.training.checks import check_column_names
 
 SAMPLES_FILE = "samples.jsonl"
+_BOUND = (str, int, float, list, tuple, dict)  # values that a verifier depends on
 
 
 class EvaluationMismatchError(ValueError):
@@ -67,8 +69,8 @@ def evaluate(model: Any, task: str | Task, k: int = 16, **options: Any) -> Evalu
         "task": task.name,
         "weights": engine.identity(),
         "prompts": len(rows),
-        "data": data_digest(rows),
-        "verifier": verifier_digest(task),
+        "data": content_digest([sorted((row | {"prompt": prompt_key(row_prompt(row))}).items()) for row in rows]),
+        "verifier": content_digest(task.reward),
         "template": getattr(engine, "chat_template_kwargs", {}),
     }
     folder = None if config.output_dir is None else Path(config.output_dir)
@@ -130,26 +132,34 @@ def distinct_names(names: Sequence[str]) -> list[str]:
     return list(distinct)
 
 
-def data_digest(rows: Sequence[Mapping[str, Any]]) -> str:
-    """16 hex digits that change with the rows' prompts, other columns and order."""
-    prompts = ("prompt", "image", "images")
-    content = [
-        [prompt_key(row_prompt(row)), {name: row[name] for name in sorted(row) if name not in prompts}] for row in rows
-    ]
-    text = json.dumps(content, default=lambda value: type(value).__name__)
+def content_digest(content: Any) -> str:
+    """16 hex digits of values, and of functions with the source of their module or script and what they are bound to.
+
+    Bound are closures, defaults and public attributes. Other objects count with their text, without its address.
+    """
+    found: list[Any] = []
+
+    def described(value: Any) -> Any:
+        if isinstance(value, set | frozenset):
+            return sorted(map(str, value))
+        if hasattr(value, "tolist"):  # arrays
+            return value.tolist()
+        if not callable(value) or any(value is one for one in found):
+            return re.sub(" at 0x[0-9a-f]+", "", str(value))
+        found.append(value)
+        value = inspect.unwrap(value)
+        code = value if inspect.isroutine(value) else type(value)
+        bound = [one for name, one in getattr(value, "__dict__", {}).items() if not name.startswith("_")]
+        bound += [getattr(value, name, None) for name in ("__defaults__", "__self__", "func", "args", "keywords")]
+        source = None
+        with suppress(OSError, TypeError, ValueError):  # no source, an empty cell
+            bound += [cell.cell_contents for cell in getattr(value, "__closure__", None) or ()]
+            module = None if code.__module__ == "__main__" else sys.modules.get(code.__module__)
+            source = inspect.getsource(module or code)
+        return [code.__qualname__, source, [one for one in bound if callable(one) or isinstance(one, _BOUND)]]
+
+    text = json.dumps(content, default=described, skipkeys=True, check_circular=False)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def verifier_digest(task: Task) -> str:
-    """16 hex digits that change with the source of the verifier: of its module, or of its function in a script."""
-    sources = []
-    for function in task.functions or (task.verify,):
-        described = files.describe_function(function)
-        sources.append(described["called"])
-        with suppress(OSError, TypeError):  # there is no source
-            module = sys.modules[function.__module__] if described["name"] else inspect.unwrap(function)
-            sources.append(inspect.getsource(module))
-    return hashlib.sha256("\n".join(sources).encode()).hexdigest()[:16]
 
 
 def sample_seed(seed: int, prompt: str, sample: int) -> int:

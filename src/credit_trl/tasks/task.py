@@ -32,14 +32,12 @@ class Task:
         build: `(split, path=None, **options) -> Dataset` with the columns `prompt` and, for `verify`, `answer`.
         verify: `(response, answer, *, truncated=False, **options) -> Verdict`, for one response.
         reward: `(completions, answer, truncated=None, **columns) -> list[Verdict]`, for a batch.
-        functions: reward functions of which `reward` is made, if any.
     """
 
     name: str
     build: Callable[..., Dataset]
     verify: Callable[..., Verdict]
     reward: Callable[..., Rewards]
-    functions: Sequence[Callable[..., Any]] = ()
 
     @classmethod
     def from_dataset(
@@ -70,7 +68,7 @@ class Task:
             batch = {column: [value] for column, value in columns.items()}
             return reward([response], answer=[answer], truncated=[truncated], **batch)[0]
 
-        return cls(name, build, verify, reward, functions)
+        return cls(name, build, verify, reward)
 
 
 def response_text(completion: str | Sequence[Mapping[str, Any]]) -> str:

@@ -84,10 +84,11 @@ def test_arms_are_named_by_every_option_that_differs(tmp_path, scores):
     assert list(arms([paths[0], twin])) == ["r0", "r0 (again)"]
 
 
-def test_digit_in_the_name_of_a_model_is_no_seed(tmp_path, scores):
+@pytest.mark.parametrize("model", ["Qwen/Qwen3-0.6B", "bases/{}", "bases/Seed0{}", "seeds/{}", "base-s{}/model"])
+def test_runs_of_different_seeds_are_one_arm(tmp_path, scores, model):
     paths = [make_run(tmp_path / f"r{i}", scores[i], seed=i) for i in range(4)]
     for path in paths:
-        write_json(path / "run.json", read_json(path / "run.json") | {"model": "Qwen/Qwen3-0.6B"})
+        write_json(path / "run.json", read_json(path / "run.json") | {"model": model.format(path.name[1:])})
     assert [len(runs) for runs in arms(paths).values()] == [4]
 
 
@@ -97,6 +98,12 @@ def test_files_that_are_of_no_report_are_kept(tmp_path, scores):
         write_report([run], run / "run.html")
     assert "config" in read_json(run / "run.json")
     assert write_report([run]) == write_report([run])
+    (run / "report.json").unlink()
+    write_report([run])
+    (run / "report.json").unlink()
+    (run / "report.md").write_text("# Notes", "utf-8")
+    with pytest.raises(FileExistsError, match="were not written by a report"):
+        write_report([run])
 
 
 def test_differences_are_paired_by_prompt_and_seed(tmp_path, scores):
@@ -123,15 +130,17 @@ def test_two_seeds_have_a_wider_interval_than_their_prompts_alone(tmp_path, scor
     assert base["high"] - base["low"] > alone.high - alone.low
 
 
-def test_runs_are_compared_on_shared_prompts(tmp_path, scores):
+@pytest.mark.parametrize("count", [15, 1])
+def test_runs_are_compared_on_shared_prompts(tmp_path, scores, count):
     one = make_run(tmp_path / "one", scores[0])
-    two = make_run(tmp_path / "two", scores[1][:, :15], contrastive_coef=0.0)
+    two = make_run(tmp_path / "two", scores[1][:, :count], contrastive_coef=0.0)
     base, other = compare_arms(arms([one, two]))
-    assert base["prompts"] == other["prompts"] == 15
-    assert base["score"] == pytest.approx(scores[0, -1, :15].mean())
-    assert base["before"] == pytest.approx(scores[0, 0, :15].mean())
-    assert base["best"] == pytest.approx(scores[0, :, :15].mean(-1).max())
-    assert other["difference"] == pytest.approx((scores[1, -1, :15] - scores[0, -1, :15]).mean())
+    assert base["prompts"] == other["prompts"] == count
+    assert base["score"] == pytest.approx(scores[0, -1, :count].mean())
+    assert base["before"] == pytest.approx(scores[0, 0, :count].mean())
+    assert base["best"] == pytest.approx(scores[0, :, :count].mean(-1).max())
+    expected = (scores[1, -1, :count] - scores[0, -1, :count]).mean() if count > 1 else None
+    assert other.get("difference") == (expected if expected is None else pytest.approx(expected))
 
 
 def test_curves_have_the_interval_of_one_run_and_the_range_of_several(tmp_path, scores):

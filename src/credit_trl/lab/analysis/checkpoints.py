@@ -92,7 +92,7 @@ class Checkpoint:
             lagged = make_teacher("ema", policy)  # in fp32, which also holds the weights of other kinds
             lagged.load(checkpoint)
         elif checkpoint is not None and teacher == "base":
-            lagged = CopyTeacher(policy, None, _load_policy(path, None).to(device))
+            lagged = CopyTeacher(policy, None, _load_policy(path, None).to(device, policy.dtype))
         elif checkpoint is not None and teacher == "ema":
             logger.warning(
                 "%s holds no teacher, so its policy is the teacher. Name a `checkpoint-…` folder of the run.",

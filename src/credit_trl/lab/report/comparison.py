@@ -135,11 +135,13 @@ def _scores(runs: Sequence[Run], matrix: NDArray[np.float64], shared: Sequence[s
         "score": float(np.mean([one["score"] for one in last])),
         "best": float(np.mean([max(own.values()) for own in scores])),
     }
-    if matrix.shape[1] > 1:
+    if shared:
+        row["score"] = float(matrix.mean())
+    if len(shared) > 1:
         # over prompts, and over seeds where there are several
         several = len(matrix) > 1
         interval = paired_bootstrap(matrix, np.zeros_like(matrix[0])) if several else bootstrap_ci(matrix[0])
-        row |= {"score": float(matrix.mean()), "low": interval.low, "high": interval.high}
+        row |= {"low": interval.low, "high": interval.high}
     return row
 
 

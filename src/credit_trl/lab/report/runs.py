@@ -149,12 +149,15 @@ def read_completions(run: Run, steps: int = 12, rows: int = 8) -> list[dict[str,
 
 
 def _compared(run: Run, option: str) -> str:
-    """Text of an option, "" for one without effect; the run's seed in the model's path, `bases/seed3`, is no part."""
+    """Text of an option, "" for one without effect; the run's seed in the model's path is no part.
+
+    A number is the seed behind the word or its first letter, or as a whole name: `bases/seed3`, `base-s3`, `bases/3`.
+    """
     is_grpo = run.options.get("distillation_weight") == 0.0
     is_idle = option.startswith("vllm_") and not run.options.get("use_vllm")
     if is_idle or (is_grpo and _OF_TEACHER.fullmatch(option)):
         return ""
     text = run.text(option)
     if option == "model" and run.seed is not None:
-        return re.sub(rf"(?<=seed)([-_=]?){run.seed}(?!\d)", r"\1{seed}", text)
+        return re.sub(rf"(?i)((?:seeds?|(?<![a-z0-9])s)[-_=/]?|(?<=/))0*{run.seed}(?![\w.])", r"\1{seed}", text)
     return text

@@ -9,6 +9,7 @@ import hashlib
 import html
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -43,6 +44,7 @@ _COLUMNS = (
     "p (Holm)",
 )
 _TRAINING_COLUMNS = ("arm", "C", "avg@k (%)", "train score, peak", "seconds a step", "ratio", "S_t, mean", "S_t, std")
+_TITLE = re.compile(rb"# (?:Run |\d+ runs)")  # of the Markdown
 _FACTS = ("task", "model", "contrastive_coef", "contrastive_form", "contrastive_source", "contrastive_count")
 
 
@@ -72,8 +74,9 @@ def write_report(runs: Sequence[str | Path], output: str | Path | None = None) -
     output = output if output.suffix == ".html" else output.with_name(f"{output.name}.html")
     document = report_document(read)
     data, text = output.with_suffix(".json"), output.with_suffix(".md")
-    before = read_json(data) if data.is_file() else {}
-    if (data.exists() or text.exists()) and not {"arms", "curves"} <= before.keys():
+    is_own_data = not data.exists() or {"arms", "curves"} <= read_json(data).keys()
+    is_own_text = data.exists() or not text.exists() or _TITLE.match(text.read_bytes())
+    if not (is_own_data and is_own_text):
         raise FileExistsError(f"{data} and {text} were not written by a report. Choose another `--output`.")
     write_json(data, document)
     write_atomically(text, report_markdown(document))
