@@ -123,8 +123,8 @@ def test_the_verifier_gets_the_truncation_flag_also_beside_a_streamed_column_of_
     assert all(flag == (ids[-1] != end) for ids, flag in told)
 
 
-@pytest.mark.parametrize("is_parsed", [False, True])
-def test_unclosed_thinking_is_told_to_the_verifier_unless_trl_parses(train, tokenizer, monkeypatch, is_parsed):
+@pytest.mark.parametrize(("is_parsed", "weight"), [(False, 1.0), (True, 1.0), (False, 0.0)])
+def test_unclosed_thinking_is_told_to_the_verifier_unless_trl_parses(train, tokenizer, monkeypatch, is_parsed, weight):
     told = []
 
     def verdicts(completions, completion_ids, **kwargs):
@@ -138,7 +138,7 @@ def test_unclosed_thinking_is_told_to_the_verifier_unless_trl_parses(train, toke
         monkeypatch.setattr(tokenizer, "response_template", "x", raising=False)
         parsed = {"role": "assistant", "content": "parsed"}
         monkeypatch.setattr("trl.trainer.grpo_trainer.parse_response", lambda *_, **__: parsed)
-    train(verdicts)
+    train(verdicts, distillation_weight=weight, rollout_func=None if weight else equally_long)
     assert told
     decoded = ["<think>" + tokenizer.decode(ids, skip_special_tokens=True) for _, ids in told]
     assert [text for text, _ in told] == (["parsed"] * len(told) if is_parsed else decoded)

@@ -236,6 +236,12 @@ class CreditConfig(GRPOConfig):
         if self.distillation_weight > 0.0:
             check_combinations(self)  # uses batch sizes that TRL has resolved
 
+    def to_dict(self) -> dict[str, Any]:
+        """Options for logs. Access tokens in loading options are masked, as transformers masks those outside."""
+        options = super().to_dict()
+        secret = {name: own for name, own in options.items() if isinstance(own, dict) and own.get("token")}
+        return options | {name: own | {"token": "<TOKEN>"} for name, own in secret.items()}
+
     @classmethod
     def paper(cls, benchmark: str, output_dir: str, **overrides: Any) -> CreditConfig:
         """The paper's hyperparameters (Table 3) for a benchmark.
@@ -284,10 +290,11 @@ def _accumulation(config: CreditConfig, prompts: int) -> int:
     return steps * math.ceil(prompts * config.num_generations / (rollouts * steps))
 
 
-def fit_batch(config: CreditConfig, rows: int) -> None:
-    """Set at most as many prompts in a generation batch as there are rows, where no batch size is set."""
+def fit_batch(config: CreditConfig, rows: int | None) -> None:
+    """Set at most as many prompts in a generation batch as there are rows (None: many), where no batch size is set."""
     if config.is_sized:
         return
+    rows = _DEFAULT_PROMPTS if rows is None else rows
     prompts = min(rows, _DEFAULT_PROMPTS)
     largest = GRPOConfig.per_device_train_batch_size
     sizes = (n for n in range(largest, 0, -1) if prompts * config.num_generations % (n * config.world_size) == 0)
@@ -307,9 +314,10 @@ def _resolve_defaults(config: CreditConfig) -> None:
     if distills and not config.is_sized:
         config.gradient_accumulation_steps = _accumulation(config, _DEFAULT_PROMPTS)
     if config.per_device_eval_batch_size is None:
-        two_prompts = math.ceil(2 * (config.num_generations_eval or config.num_generations) / _processes())
-        size = GRPOConfig.per_device_eval_batch_size
-        config.per_device_eval_batch_size = max(size, two_prompts) if distills else size
+        group = config.num_generations_eval or config.num_generations
+        step = group // math.gcd(group, _processes())  # of whole groups
+        fewest = max(GRPOConfig.per_device_eval_batch_size, 2 * group / _processes() if distills else 1)
+        config.per_device_eval_batch_size = step * math.ceil(fewest / step)
     has_average = (config.teacher_update_rate, config.teacher_sync_steps) != (None, None)
     config.teacher_model_kind = config.teacher_model_kind or ("ema" if has_average else "base")
     config.teacher_update_rate = config.teacher_update_rate or 0.01
@@ -318,7 +326,9 @@ def _resolve_defaults(config: CreditConfig) -> None:
         bound = GRPOConfig.vllm_importance_sampling_clip_max
         config.vllm_importance_sampling_clip_max = 2.0 if distills and not has_mode else bound
     if not has_mode:
-        config.vllm_importance_sampling_mode = "token_truncate" if distills else "sequence_mask"
+        bounds = (config.vllm_importance_sampling_clip_min, config.vllm_importance_sampling_clip_max)
+        by_token = "token_mask" if bounds == (None, None) else "token_truncate"  # which needs a bound
+        config.vllm_importance_sampling_mode = by_token if distills else "sequence_mask"
     if config.report_to is None:  # `null` in YAML
         config.report_to = "none"
     if config.bf16 is None and (config.use_cpu or not torch.accelerator.is_available()):

@@ -110,8 +110,8 @@ class CreditTrainer(ResumableTrainer):
         datasets = checks.named_datasets(train_dataset, eval_dataset)
         checks.check_datasets(args, datasets, reward_funcs, kwargs, distills=distills)
         checks.check_teacher(args)
-        if distills and isinstance(train_dataset, Dataset):
-            fit_batch(args, len(train_dataset))
+        if distills:
+            fit_batch(args, len(train_dataset) if isinstance(train_dataset, Dataset) else None)
         if distills and args.distillation_weight == 0.0:
             check_combinations(args)  # which the configuration has not
         super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, **kwargs)
@@ -131,8 +131,10 @@ class CreditTrainer(ResumableTrainer):
         reader = ImageReader(self.processing_class) if self._is_vlm and distills else None
         self.context_builder = ContextBuilder(self._tokenizer, args, self.eos_token_ids, render, reader)
         self._init_reports()
-        sums = distills and args.use_successful_as_teacher and args.success_reward_threshold == 1.0
-        self.alarms.raise_if(sums and len(self.reward_funcs) > 1, "summed_rewards", functions=len(self.reward_funcs))
+        shows_successful = distills and args.use_successful_as_teacher and args.teacher_prompt == "privileged"
+        functions = int(self.reward_weights.count_nonzero())
+        sums = functions > 1 and self.reward_weights.max() >= args.success_reward_threshold == 1.0
+        self.alarms.raise_if(shows_successful and sums, "summed_rewards", functions=functions)
         self.run_log.facts["data"] = describe_data(reward_funcs or [], args.reward_weights)
         self.run_log.rows = {"train": train_dataset, "test": eval_dataset}
         checks.check_prompts(self, datasets, distills=distills)
@@ -226,7 +228,8 @@ class CreditTrainer(ResumableTrainer):
         with self.clock.stage("verdict"):
             graded = completions
             parsers = (getattr(self._tokenizer, f"response_{name}", None) for name in ("template", "schema"))
-            renders_itself = self.rollout_func is not None and self.credit_step is None  # maybe without a template
+            template = self.chat_template or self.processing_class.chat_template
+            renders_itself = isinstance(prompts[0], list) and not template  # a `rollout_func` at weight 0
             # TRL parses the completions of the others.
             if not (self.tools or self.environment_factories or any(parsers) or renders_itself):
                 graded = mark_thinking(

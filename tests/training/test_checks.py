@@ -1,5 +1,6 @@
 """Checks of data and machine: an error that names the fix, before any rollout."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -38,12 +39,26 @@ def test_reward_functions_without_required_columns_pass(make_trainer, dataset):
 @pytest.mark.parametrize("weight", [0.0, 1.0])
 def test_rows_that_a_transform_forms_train(make_trainer, dataset, weight):
     def asked(rows):
-        return {"prompt": [[{"role": "user", "content": f"{a}="}] for a in rows["answer"]], "answer": rows["answer"]}
+        columns = {"answer": rows["answer"], "privileged_context": list(map(" ".join, rows["privileged_context"]))}
+        return columns | {"prompt": [[{"role": "user", "content": f"{a}="}] for a in rows["answer"]]}
 
-    rows = dataset.remove_columns("prompt").with_transform(asked)
+    rows = dataset.remove_columns("prompt").add_column("privileged_context", [["z"]] * len(dataset))
+    rows = rows.with_transform(asked)
     trainer = make_trainer(rows=rows, distillation_weight=weight, contrastive_source="dataset", max_steps=1)
     trainer.train()
     assert trainer.state.global_step == 1
+    assert not Path(trainer.args.output_dir, "rows").exists()  # which would lack the transform
+
+
+@pytest.mark.parametrize(
+    ("options", "warns"),
+    [({}, True), ({"teacher_prompt": "student"}, False), ({"reward_weights": [1.0, 0.0]}, False)],
+)
+@pytest.mark.filterwarnings("ignore:A rollout is shown")
+def test_summed_rewards_warn_where_one_function_may_reach_the_threshold(make_trainer, options, warns):
+    functions = [lambda completions, **columns: [0.0] * len(completions)] * 2
+    trainer = make_trainer(reward_funcs=functions, **options)
+    assert ("summed_rewards" in trainer.alarms.raised) == warns
 
 
 @pytest.mark.filterwarnings("ignore:No sample of this generation batch")

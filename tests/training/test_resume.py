@@ -8,6 +8,7 @@ import torch
 from peft import LoraConfig
 from transformers import TrainerCallback
 
+from credit_trl.teacher.causal_lm import load_renamed_weights
 from credit_trl.training.metrics import CreditWarning
 from credit_trl.training.step import CreditStep
 from tables import tables_of
@@ -199,3 +200,4 @@ def test_weights_that_are_stored_by_other_names_are_loaded(train, make_family, d
         trained = train(tmp_path / str(greater), model=make_family("Qwen3Moe"), **options, **best)
         stored = type(trained.model).from_pretrained(trained.state.best_model_checkpoint)
         assert all(map(torch.equal, trained.model.parameters(), stored.parameters()))
+    load_renamed_weights(trained.model, str(tmp_path / "removed"))  # of which transformers warns

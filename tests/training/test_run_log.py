@@ -70,6 +70,8 @@ def test_rows_and_tokens_stay_out_of_a_folder_that_is_pushed(make_trainer, tmp_p
     trainer = make_trainer(output_dir=str(tmp_path), teacher_model_init_kwargs={"token": "secret"})
     trainer.args.push_to_hub = True
     trainer.state.max_steps = 1
+    (tmp_path / "rows").mkdir()  # of an earlier run
     trainer.run_log.on_train_begin(trainer.args, trainer.state, trainer.control, model=trainer.model)
     assert not (tmp_path / "rows").exists()
+    assert "secret" not in str(trainer.args.to_dict())  # which dashboards show
     assert "secret" not in (tmp_path / "run.json").read_text()

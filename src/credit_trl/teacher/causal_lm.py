@@ -27,11 +27,12 @@ def load_renamed_weights(model: nn.Module, directory: str) -> None:
 
     The trainer of transformers reads the files by the model's own names and ignores all others.
     """
+    files = list(Path(directory).glob("model*.safetensors"))
     stored = set(model.all_tied_weights_keys)
-    for file in Path(directory).glob("model*.safetensors"):
+    for file in files:
         with safe_open(file, "pt") as opened:
             stored.update(opened.keys())
-    if model.state_dict().keys() <= stored:
+    if not files or model.state_dict().keys() <= stored:
         return
     saved = type(model).from_pretrained(directory, dtype=torch.promote_types(model.dtype, torch.float32))
     model.load_state_dict(saved.state_dict())

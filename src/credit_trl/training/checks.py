@@ -151,7 +151,8 @@ def check_prompts(trainer: Any, datasets: dict[str, Any], *, distills: bool) -> 
     is_changed = trainer.environment_factories is not None or trainer.rollout_func is not None
     for name, dataset in datasets.items():
         columns = _columns(dataset) or ()
-        features = getattr(dataset, "features", None) or {}
+        is_formed = isinstance(dataset, Dataset) and dataset.format["type"] == "custom"  # by a function
+        features = {} if is_formed else getattr(dataset, "features", None) or {}
         feature = features.get("privileged_context")
         dtype = getattr(feature, "dtype", type(feature).__name__)  # a list or a struct has none
         if dtype not in ("string", "large_string", "null", "NoneType"):
@@ -159,7 +160,7 @@ def check_prompts(trainer: Any, datasets: dict[str, Any], *, distills: bool) -> 
         has_prompts = isinstance(dataset, Dataset) and len(dataset) > 0 and "prompt" in columns
         row = dataset[0] if has_prompts else {"prompt": ""}
         if has_prompts and not is_changed:
-            is_lazy = dataset.format["type"] == "custom" or "Image(" in str(features["prompt"])  # not to decode all
+            is_lazy = is_formed or "Image(" in str(features["prompt"])  # not to decode all
             batches = [{"prompt": [row["prompt"]]}] if is_lazy else dataset.select_columns("prompt").iter(1000)
             check_rows(f"`{name}`", (prompt for rows in batches for prompt in rows["prompt"]), needs_user=distills)
         prompt = row_prompt(row) if distills else row["prompt"]

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shutil
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -70,11 +71,6 @@ class StageClock:
         return means
 
 
-def _without_token(options: dict[str, Any]) -> dict[str, Any]:
-    """Options of a loading function without an access token, which transformers masks only on the top level."""
-    return options | {"token": "<TOKEN>"} if options.get("token") else options
-
-
 class RunLog(TrainerCallback):
     """Writes `run.json` and `log.jsonl` into the output directory, for any `report_to`.
 
@@ -98,7 +94,9 @@ class RunLog(TrainerCallback):
         folder = Path(args.output_dir)
         model = kwargs["model"]
         path = folder / files.RUN_FILE
-        if not args.push_to_hub:  # which uploads the folder
+        if args.push_to_hub:  # which uploads the folder
+            shutil.rmtree(folder / files.ROWS_FOLDER, ignore_errors=True)  # of an earlier run
+        else:
             files.store_rows(folder, self.facts["data"], self.rows)
         options = stored_options(args, model)
         is_resumed = state.global_step > 0 and path.is_file()
@@ -115,7 +113,7 @@ class RunLog(TrainerCallback):
             "segments": segments,
             **self.facts,
         }
-        files.write_json(path, json.loads(json.dumps(run, default=str), object_hook=_without_token))
+        files.write_json(path, json.loads(json.dumps(run, default=str)))
         if state.global_step == 0 and any(row.get("step") for row in files.read_lines(folder / files.LOG_FILE)):
             logger.warning(f"This run replaces the log of an earlier one in {folder}. Another folder keeps both.")
         files.keep_up_to(folder / files.LOG_FILE, state.global_step)

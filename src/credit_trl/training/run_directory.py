@@ -206,12 +206,13 @@ def store_rows(folder: Path, data: dict[str, Any], rows: Mapping[str, Any]) -> N
     """Write `Dataset` objects that neither task, path nor hub name describes as Parquet into a run directory.
 
     The `train` and `test` of `data`, the field of `run.json`, are set to the files of the `rows` of these names.
-    Streams, and those above `MAX_STORED_BYTES`, are not written.
+    Streams, rows that a function transforms, and those above `MAX_STORED_BYTES` are not written.
     """
     import datasets  # deferred: a report needs none
 
     for name, dataset in rows.items():
-        is_stored = isinstance(dataset, datasets.Dataset) and dataset.data.nbytes <= MAX_STORED_BYTES
+        is_plain = isinstance(dataset, datasets.Dataset) and dataset.format["type"] != "custom"
+        is_stored = is_plain and dataset.data.nbytes <= MAX_STORED_BYTES
         if data["task"] is None and data[name] is None and is_stored:
             path = folder / ROWS_FOLDER / f"{name}.parquet"
             path.parent.mkdir(parents=True, exist_ok=True)
