@@ -137,7 +137,7 @@ def _own_rows(place: Mapping[str, Any] | None) -> Any:
 
     if not place:
         raise ValueError(
-            "The rows of this run were a `Dataset` that it did not store: a stream, transformed, more than 1 GB, "
+            "The rows of this run were a `Dataset` object that it did not store: a stream, transformed, above 1 GB, "
             "or of a run with `push_to_hub`. Save them, `dataset.to_json('questions.jsonl')`, and name the file with "
             "`--path questions.jsonl`."
         )
