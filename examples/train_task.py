@@ -29,8 +29,9 @@ def main(script: CreditScriptArguments, config: CreditConfig, model: ModelConfig
         quantization_config=get_quantization_config(model),
         peft_config=get_peft_config(model),
     )
-    trainer.run_log.facts["data"] = describe(script, config.reward_weights)  # for `credit-eval` of the run
-    if script.avg_at_k is not None:
+    if script.avg_at_k is None:
+        trainer.run_log.facts["data"] = describe(script, config.reward_weights)  # for `credit-eval` of the run
+    else:
         evaluation = evaluate_during_training(trainer, script)  # keeps the best model
     trainer.train(resume_from_checkpoint=config.resume_from_checkpoint)
     trainer.save_model(f"{config.output_dir}/final")
