@@ -133,9 +133,9 @@ def distinct_names(names: Sequence[str]) -> list[str]:
 
 
 def content_digest(content: Any) -> str:
-    """16 hex digits of values, and of functions with the source of their module or script and what they are bound to.
+    """16 hex digits that change with the content, whose values may be functions.
 
-    Bound are closures, defaults and public attributes. Other objects count with their text, without its address.
+    A function counts with its source, closure, defaults and public attributes; other objects count with their text.
     """
     found: list[Any] = []
 

@@ -151,7 +151,7 @@ def read_completions(run: Run, steps: int = 12, rows: int = 8) -> list[dict[str,
 def _compared(run: Run, option: str) -> str:
     """Text of an option, "" for one without effect; the run's seed in the model's path is no part.
 
-    A number is the seed behind the word or its first letter, or as a whole name: `bases/seed3`, `base-s3`, `bases/3`.
+    The seed follows `seed` or `s` there, or is a whole part of the path: `bases/seed3`, `base-s3`, `bases/3`.
     """
     is_grpo = run.options.get("distillation_weight") == 0.0
     is_idle = option.startswith("vllm_") and not run.options.get("use_vllm")
