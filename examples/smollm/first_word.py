@@ -10,8 +10,8 @@ the model tends to begin with the feedback's own wording ("The sentence …").
 
 Every step prints the probability of the required first word on prompts with words that are not trained. The command
 writes a page with the curves and answers before and after. With `--csv` it measures every `--every` steps only, and
-writes a row for each: arm, seed, step, that probability, accuracy, transfer, length, and KL divergence and perplexity
-on unrelated prompts. Runs that are in the file are skipped.
+writes a row for each: arm, seed, step, that probability, accuracy, transfer, length, KL divergence and perplexity on
+unrelated prompts, and the probability on prompts with trained words. Runs that are in the file are skipped.
 """
 
 import argparse
@@ -88,7 +88,7 @@ UNRELATED = [
     for request in ("Why do people like {}?", "Explain {} to a child.", "Name three things related to {}.")
     for subject in ("volcanoes", "bicycles", "honey bees", "the moon", "chess", "glass", "elephants", "bread")
 ]
-MEASURED = ["probability", "accuracy", "transfer", "length", "kl", "perplexity"]
+MEASURED = ["probability", "accuracy", "transfer", "length", "kl", "perplexity", "trained"]
 COLUMNS = ["arm", "seed", "step", *MEASURED, "version", "commit", "torch", "trl"]
 
 
@@ -190,6 +190,7 @@ class Measurements(TrainerCallback):
         self.arm = arm
         self.every = every
         self.rows = make_rows(HELD_OUT)[:prompts]
+        self.trained = make_rows(WORDS)[: 2 * prompts]  # there are twice as many words
         self.others = make_rows(HELD_OUT, constraint="last")[: prompts // 2]
         self.others += make_rows(HELD_OUT, constraint="lower")[: prompts // 2]
         self.curve: list[float] = []
@@ -225,6 +226,7 @@ class Measurements(TrainerCallback):
             "length": sum(map(len, answers)) / len(answers),
             "kl": (self.base_logps.exp() * (self.base_logps - logps)).sum(-1).mean().item(),
             "perplexity": perplexity(logps, self.base_answers),
+            "trained": first_word_probability(self.policy, self.trained),
         }
 
 
@@ -329,7 +331,7 @@ def study_table(rows: pd.DataFrame, step: int, baseline: str = "SDPO") -> str:
     The last two columns are the differences from the baseline on the same seeds.
     """
     compared = ("probability", "accuracy")
-    rows = rows.reindex(columns=COLUMNS)  # the perplexity came later than the first rows
+    rows = rows.reindex(columns=COLUMNS)  # older rows lack the last two measurements
     lines = [f"| | seeds | {' | '.join((*MEASURED, *(f'{name}, minus {baseline}' for name in compared)))} |"]
     lines.append("| --- |" + " ---: |" * (1 + len(MEASURED) + len(compared)))
     base = rows[(rows["step"] == 0) & (rows["arm"] == rows["arm"].iloc[0])]
