@@ -25,7 +25,7 @@ MAX_PARAMETERS = 8
 MAX_LINES = 60
 
 CORE_PARTS = ("trainer", "config", "objective", "rollout", "contexts", "teacher", "loss", "training")
-AIR = 0.975  # share of a budget that may be used, so that an addition does not fail at once
+AIR = 0.98  # share of a budget that may be used, so that an addition does not fail at once
 MAX_OPTIONS = 34  # of `CreditConfig` beyond `GRPOConfig`
 MAX_PROSE_BYTES = 115_000  # README and docs
 MAX_PACKED_ASSIGNMENTS = 60

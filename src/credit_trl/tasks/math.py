@@ -24,7 +24,7 @@ import regex as re
 import yaml
 from latex2sympy2_extended.latex2sympy2 import ConversionConfig, latex2sympy
 from pebble import ProcessPool
-from sympy import Float, I, Rational, S, Symbol, nan, sstr
+from sympy import Float, I, Pow, Rational, S, Symbol, nan, sstr
 
 from credit_trl.rollout.thinking import split_thinking
 from credit_trl.rollout.verdict import Verdict, remaining_seconds
@@ -130,12 +130,15 @@ def compare_briefly(gold: str, given: str) -> bool:
 def same_answer(gold: str, given: str) -> bool:
     """Whether two answers are equal. What only one of them has, a name, a unit or a set's braces, is ignored."""
     sides = [_clean(gold), _clean(given)]
+    if sides[0] == sides[1]:
+        return True
     for kind in ("name", "unit", "set"):
         found = [list(_PATTERNS[kind].finditer(side)) for side in sides]
         ignored = r"[{}() ]|\\text" + ("" if all(found) else r"|_\{\d\}")  # roots are x_1 and x_2
         marks = {re.sub(ignored, "", one["mark"]) for one in found[0] + found[1]}
         is_relation = kind == "name" and not all(found) and all("=" in side for side in sides)
-        if len(marks) == 1 and not is_relation:
+        is_angle = marks == {"°"} and any(r"\pi" in side for side in sides)
+        if len(marks) == 1 and not is_relation and not is_angle:
             sides = [_PATTERNS[kind].sub(r"\g<value>", side) for side in sides]
     if sum(r"\ln" in side for side in sides) == 1:  # then a logarithm without a base is natural
         sides = [re.sub(r"\\log(?!_)", r"\\ln", side) for side in sides]
@@ -169,7 +172,7 @@ def _canonical(text: str) -> str:
         with suppress(Exception):  # the parser's errors have no class of their own; what it cannot read stays a text
             return _values(text)
     bare = re.sub(r"\\text\{([^{}]*)\}|\{(\w)\}|(?<!\d)\s|\s(?!\d)", r"\1\2", text).strip()
-    return bare.lower() if re.fullmatch("[A-Z]?[a-z]{2,}|NO|YES|TRUE|FALSE", bare) else bare
+    return bare.lower() if re.fullmatch("[A-Z]?[a-z]{2,}|No|NO|YES|TRUE|FALSE|DNE", bare) else bare
 
 
 def _split(text: str, separator: str) -> list[str]:
@@ -186,6 +189,9 @@ def _values(text: str) -> str:
     parsed = latex2sympy(text, convert_degrees=True, normalization_config=None, conversion_config=config)
     parsed = parsed.subs({I: Symbol("I"), Symbol("i"): I}, simultaneous=True).doit()  # the parser reads I as i
     point = {symbol: Rational(crc32(str(symbol).encode()) % 99_991, 10_007) for symbol in parsed.free_symbols}
+    # The exact power of two fractions may be one of integers with millions of digits.
+    exponents = [power.exp.free_symbols for power in parsed.atoms(Pow) if power.base.free_symbols]
+    point |= {symbol: point[symbol].evalf(DIGITS + 60) for symbol in set().union(*exponents)}
     kind = "=" if parsed.is_Equality else ""
     if kind:
         parsed = (parsed.lhs - parsed.rhs) / (parsed.lhs - parsed.rhs).subs(point)
