@@ -19,8 +19,11 @@ COMMON_MARKS: ThinkingMarks = (
     ("[THINK]", "[/THINK]"),
     ("<|channel|>analysis<|message|>", "<|channel|>final<|message|>"),
     ("<|channel>thought", "<channel|>"),
+    ("<seed:think>", "</seed:think>"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ("◁think▷", "◁/think▷"),
 )
-# Other opening tags that a template or tokenizer may declare: `<seed:think>`, `<|START_THINKING|>`, `◁think▷`, …
+# Other opening tags that a template or tokenizer may declare: `<thought>`, `<|begin_of_thinking|>`, …
 _OPENING_TAG = re.compile(r"[<\[◁]\|?[\w:]*(?:think|thinking|thought|reasoning)\|?[>\]▷]", re.IGNORECASE)
 
 

@@ -26,6 +26,7 @@ DOMAINS = ("biology", "chemistry", "material", "physics")
 OPTION = ("domain", DOMAINS)
 HUB = "hicai-zju/SciKnowEval"
 WORDS_BEFORE = "the|so|thus|correct|right|best|final|answer|option|choice|letter|is|must|be|text|boxed"
+OTHER_ANSWER = r"(?<![\w'])[A-Z](?![\w'])|\b(?i:not|wrong|incorrect|false)\b"
 TYPES = ("mcq-4-choices", "mcq-2-choices")
 SYSTEM_PROMPT = PROMPTS.joinpath("sciknoweval.txt").read_text("utf-8")  # two-option questions carry it too
 
@@ -49,6 +50,8 @@ def build(split: str, path: str | Path | None = None, *, domain: str | None = No
     rows = read_rows("sciknoweval", "test", path, hub, [f"{domain}-{part}" for part in parts])
     examples = [example for row in rows if (example := _example(row, domain)) is not None]
     by_place = {example.pop("idx", place): example for place, example in enumerate(examples)}
+    if len(by_place) < len(examples):
+        raise ValueError("SciKnowEval rows share an `idx`: pass the file of one domain, or name it with `domain`.")
     task = f"sciknoweval:{domain}" if domain else "sciknoweval"
     prefix = f"{domain}-" if domain else ""
     ordered = [{**by_place[place], "task": task, "id": f"{prefix}{place}"} for place in _ordered(by_place, split)]
@@ -69,8 +72,10 @@ def verify(response: str, answer: str, *, truncated: bool = False) -> Verdict:
     feedback = f"Correct answer: {answer}"
     written = given if "<answer>" in response else given.rpartition("\n")[2]
     before, no_article = rf"(?:[\W_]|(?:{WORDS_BEFORE})\b)*", r"(?!(?<=[ai]) +[a-z])"
-    letter = re.match(rf"{before}([a-z])(?![a-z']){no_article}", written[:200], re.IGNORECASE)
-    if given != answer and letter is not None and letter[1].upper() == answer:
+    letter = re.match(rf"{before}([a-z])(?!-?[a-z']){no_article}", written[:200], re.IGNORECASE)
+    is_named = letter is not None and letter[1].upper() == answer
+    # "B or C", "B is wrong"
+    if given != answer and is_named and not re.search(OTHER_ANSWER, written[letter.end() :]):
         feedback = f"The letter is right; write it as <answer>\n{answer}\n</answer>. {feedback}"
     return Verdict(float(given == answer), feedback, {"answer_format": float(is_tagged)})
 

@@ -146,6 +146,9 @@ def _is_right_in_another_form(response: str, golden: Sequence[Call]) -> bool:
     """Whether a response has the golden names in order, with the golden inputs as flat objects or keywords."""
     if len(response) > 20_000 or not golden:
         return False
+    called = [first or second for first, second in re.findall(r'"name"\s*:\s*"([^"]*)"|\b(\w+)\(', response)]
+    if called and called != [name for name, _ in golden]:
+        return False
     any_name = "|".join(rf"\b{re.escape(name)}\b" for name, _ in golden)
     written_names = iter(re.findall(any_name, response))
     if not all(name in written_names for name, _ in golden):  # each is searched behind the one before
