@@ -371,7 +371,7 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], tuple[str, ...]]] = {
     ),
     "an integer of at least 1 or None": (
         lambda x: isinstance(x, Integral) and x >= 1,
-        ("distillation_topk", "teacher_sync_steps"),
+        ("distillation_topk", "teacher_sync_steps", "max_completion_length"),
     ),
 }
 

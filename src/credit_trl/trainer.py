@@ -197,6 +197,7 @@ class CreditTrainer(ResumableTrainer):
         if self.credit_step is None:
             return super()._generate(prompts)
         builder = self.context_builder
+        builder.forget_texts()
         if any(map(images_of, prompts)):
             checks.check_image_options(self)
         if builder.reader is not None:
@@ -284,8 +285,7 @@ class CreditTrainer(ResumableTrainer):
         metrics = self._metrics[self._mode]
         if self.model.training:
             checks.check_truncated(self, metrics["completions/clipped_ratio"][-1])
-            is_flat = metrics["frac_reward_zero_std"][-1] == 1.0  # in every group
-            self.alarms.raise_if(is_flat, "flat_reward", mean=metrics["reward"][-1])
+            self.alarms.raise_if(batch.is_flat, "flat_reward", mean=metrics["reward"][-1])
         if "importance_sampling_ratio" in output:  # TRL logs its other moments
             ratio = output["importance_sampling_ratio"].expand_as(output["completion_mask"])
             median = self.accelerator.gather(ratio[loss_mask(output)].median())

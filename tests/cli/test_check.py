@@ -43,8 +43,11 @@ def test_check_prints_each_part_and_leaves_nothing(tmp_path, monkeypatch, capsys
 
 
 def test_check_changes_neither_weights_nor_options_nor_the_next_run(make_trainer, tmp_path):
+    entropy = {"use_adaptive_entropy": True, "entropy_coef": 0.01, "distillation_weight": 0.5}
+
     def trained(checks):
-        trainer = make_trainer(output_dir=str(tmp_path / str(checks)), max_steps=2, lr_scheduler_type="polynomial")
+        options = {"max_steps": 2, "lr_scheduler_type": "polynomial", **entropy}
+        trainer = make_trainer(output_dir=str(tmp_path / str(checks)), **options)
         before = [weight.clone() for weight in trainer.model.parameters()]
         options = dict(vars(trainer.args))
         if checks:

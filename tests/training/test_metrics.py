@@ -206,10 +206,13 @@ def test_gradient_is_lost_where_only_it_is_zero(grad_norm, loss, mean, std, logs
     assert ["its gradient is exactly 0" in message for message in warned] == [True] * warns
 
 
-def test_flat_reward_warns_once_and_a_varying_one_never(run):
-    flat = [Verdict(0.0, "no")] * 8
-    _, warned = run(lambda completions, **_: flat, max_steps=7)
-    assert len([w for w in warned if "equal in 5 generation batches in a row, 0.00 on average" in w]) == 1
+@pytest.mark.parametrize("scale_rewards", ["group", "batch"])
+def test_flat_reward_warns_once_and_a_varying_one_never(run, scale_rewards):
+    def of_prompt(completions, prompts, **columns):
+        return [Verdict(float(len(str(prompt)) % 2), "no") for prompt in prompts]
+
+    _, warned = run(of_prompt, max_steps=7, scale_rewards=scale_rewards)
+    assert len([w for w in warned if "equal in 5 generation batches in a row" in w]) == 1
     alarms = Alarms()
     with warnings.catch_warnings():
         warnings.simplefilter("error")

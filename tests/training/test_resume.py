@@ -82,6 +82,15 @@ def test_resumed_run_goes_on_at_its_place_in_a_stream(train, dataset, tmp_path, 
         assert_same_weights(train(rows=stream, resume=str(tmp_path / f"checkpoint-{stop}"), **options), whole)
 
 
+@pytest.mark.parametrize("stop", [1, 2])
+def test_resumed_run_with_more_steps_goes_on_at_its_place_in_a_stream(train, dataset, tmp_path, stop):
+    options = {"rows": dataset.to_iterable_dataset(), "lr_scheduler_type": "constant", "save_steps": 1}
+    whole = train(tmp_path / "whole", max_steps=4, **options)
+    train(max_steps=2, **options)
+    resumed = train(resume=str(tmp_path / f"checkpoint-{stop}"), max_steps=4, **options)
+    assert_same_weights(resumed, whole)
+
+
 @pytest.mark.parametrize("last", [2, 6])  # inside an epoch and at its end
 def test_resuming_from_last_step_takes_no_step(train, tmp_path, last):
     options = {"max_steps": last, "save_steps": last, "lr_scheduler_type": "constant"}

@@ -226,6 +226,10 @@ class ContextBuilder:
                 found[tuple(ids)] = self.reader.encode(self.render(prompt, tools=own or None))
         return found
 
+    def forget_texts(self) -> None:
+        """Render prompts anew from now on, since a chat template may write the date."""
+        self._rendered.clear()
+
     def student_text(self, prompt: Prompt, tools: list[Any] | None = None) -> str:
         """The prompt as the student reads it, with the generation prompt."""
         return self._render(prompt, tools, [])

@@ -243,9 +243,8 @@ class TrainerEngine(TransformersEngine):
     def _vllm_session(self, sampling: SamplingConfig) -> Iterator[None]:
         """Load the current weights into vLLM and replace the rollout's sampling settings."""
         trainer, generation = self.trainer, self.trainer.vllm_generation
-        if trainer.state.global_step != trainer._last_loaded_step:
-            generation.sync_weights()
-            trainer._last_loaded_step = trainer.state.global_step
+        generation.sync_weights()  # at any step: the best model may have been loaded
+        trainer._last_loaded_step = trainer.state.global_step
         shared = ("temperature", "top_p", "top_k", "max_completion_length")
         settings = {name: getattr(sampling, name) for name in shared}
         settings |= {"min_p": None, "repetition_penalty": 1.0, "generation_kwargs": {}}

@@ -92,6 +92,12 @@ class GenerationBatch:
         return range(self.first, self.first + len(self.prompts))
 
     @property
+    def is_flat(self) -> bool:
+        """Whether the rollouts of every group have one reward."""
+        groups = np.reshape(self.rewards, (-1, self.group_size))
+        return bool((groups == groups[:, :1]).all())
+
+    @property
     def feedback(self) -> list[str | None]:
         """Local feedback: the column `privileged_context`, then the verdicts' feedback."""
         static = [row.get("privileged_context") for row in self.rows]

@@ -164,11 +164,13 @@ class VerifierPolicy:
         completion = next(iter(arguments.get("completions", ())), None)
         advice = None
         if isinstance(completion, list) and isinstance(error, AttributeError | TypeError) and "list" in str(error):
-            advice = "The completion of a conversation is a list of messages; its text is completion[-1]['content']."
+            advice = (
+                "If it read a completion: that of a conversation is a list, whose text is completion[-1]['content']."
+            )
         if isinstance(completion, str) and isinstance(error, TypeError) and "string indices" in str(error):
             advice = "For a prompt that is text the completion is text too, not a list of messages."
         if advice is not None:
-            failed = f"The reward function {name!r} failed: {error}. {advice}"
+            failed = f"The reward function {name!r} failed: {str(error).removesuffix('.')}. {advice}"
             error = TypeError(failed).with_traceback(error.__traceback__)
         if self.on_error == "raise":
             raise error

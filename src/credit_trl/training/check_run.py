@@ -29,7 +29,10 @@ from credit_trl.training.reporting import escape_controls, text_block
 
 SHOWN_CHARACTERS = 4000  # of each text of the rollout
 # Attributes of the trainer that the check restores, and those that it replaces by copies meanwhile.
-_CHANGED = ("state", "control", "optimizer", "lr_scheduler", "log_completions", "mask_truncated_completions")
+_CHANGED = (
+    *("state", "control", "optimizer", "lr_scheduler", "log_completions", "mask_truncated_completions"),
+    *("entropy_coef", "_last_world_entropy", "_entropy_window_stats"),
+)
 _COPIED = ("args", "callback_handler", "alarms", "clock", "credit_step", "generation_config", "vllm_generation")
 
 
@@ -47,7 +50,7 @@ def check_run(trainer: Any) -> str:
     meter = StepMeter(trainer)
     options = {"max_steps": 2 * meter.updates, "save_steps": 2 * meter.updates, "logging_steps": meter.updates}
     options |= {"save_strategy": "steps", "logging_strategy": "steps", "eval_strategy": "no", "learning_rate": 0.0}
-    options |= {"lr_scheduler_type": "constant", "lr_scheduler_kwargs": {}}
+    options |= {"eval_on_start": False, "lr_scheduler_type": "constant", "lr_scheduler_kwargs": {}}
     options |= {"output_dir": str(output_dir / ".check"), "load_best_model_at_end": False, "push_to_hub": False}
     own = {name: vars(trainer)[name] for name in (*_CHANGED, *_COPIED) if name in vars(trainer)}
     try:
@@ -116,7 +119,7 @@ class StepMeter(TrainerCallback):
             step = self.trainer.credit_step
             coef = args.contrastive_coef * prepared["contrast_mask"]
             scores = (prepared["teacher_token_logps"], prepared["generic_token_logps"])
-            logps = step.policy_logps(step.teacher.student, tensors)
+            logps = step.policy_logps(step.teacher.student, tensors, args.per_device_train_batch_size)
             advantage = credit_target(*scores, coef, args.contrastive_form) - logps
             shown = max(range(len(contexts)), key=lambda one: len([*contexts[one].sequences()]))
             self.rollout = _rollout_block(self.trainer, batch, shown, contexts[shown], advantage[shown])

@@ -59,7 +59,7 @@ _OBJECTIVE = (
 # Fields of an adapter's configuration that determine its parameters and how they change the base.
 _ADAPTER_FIELDS = (
     "peft_type r lora_alpha target_modules target_parameters layers_to_transform modules_to_save rank_pattern "
-    "alpha_pattern use_dora use_rslora".split()
+    "alpha_pattern use_dora use_rslora alpha trainable_token_indices".split()
 )
 
 
@@ -146,9 +146,11 @@ class ResumableTrainer(GRPOTrainer):
                 raise ValueError(f"{output_dir} has no checkpoint of this run. `{LATEST}` starts a run without one.")
             self._step = 0
             self._buffered_inputs = None  # of an earlier call
+            self._last_loaded_step = -1  # so that vLLM loads the weights
             output = super().train(found[0], *args, **kwargs)
             if self.args.load_best_model_at_end and self.state.best_model_checkpoint is not None:
                 self._load_renamed(self.state.best_model_checkpoint)
+                self._last_loaded_step = -1
             return output
 
     def _check_options(self, checkpoint: Path, resume_changes: str) -> None:
@@ -160,7 +162,8 @@ class ResumableTrainer(GRPOTrainer):
         if changed and resume_changes != "allow":
             raise ValueError(
                 f"{checkpoint} was saved with other options than this run has: {'; '.join(changed)}. Resume with "
-                "those of the checkpoint, start a new run, or allow the change: `resume_changes='allow'`."
+                "those of the checkpoint, start a new run, or allow the change: `resume_changes='allow'` "
+                "(`--resume_changes allow`)."
             )
 
     @property
@@ -369,12 +372,13 @@ class ResumableTrainer(GRPOTrainer):
                 torch.randperm(self._sampler.num_samples, generator=self._sampler.generator)
         if checkpoint is not None and is_stream and not self.args.ignore_data_skip:
             # For transformers an epoch of a stream has `max_steps` steps; where it ends earlier, a new one begins.
-            epoch = read_json(Path(checkpoint) / TRAINER_STATE_NAME)["epoch"]
-            if kwargs["epoch"] < int(epoch):
+            saved = read_json(Path(checkpoint) / TRAINER_STATE_NAME)
+            passes = max(math.ceil(saved["epoch"]) - 1, 0)
+            if kwargs["epoch"] < passes:
                 return
-            steps = epoch % 1 * self.state.max_steps
+            steps = (saved["epoch"] - passes) * saved["max_steps"]
             batches = round(steps * self.args.gradient_accumulation_steps)
-            kwargs |= {"epochs_trained": int(epoch), "steps_trained_in_current_epoch": batches}
+            kwargs |= {"epochs_trained": passes, "steps_trained_in_current_epoch": batches}
         super()._run_epoch(*args, **kwargs)
 
 

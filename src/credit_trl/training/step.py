@@ -128,7 +128,7 @@ class CreditStep:
         """Tensors of the generation batch that the token weight adds or replaces."""
         logps = tensors.get("old_per_token_logps")
         if logps is None:
-            logps = self.policy_logps(self.teacher.student, tensors)
+            logps = self.policy_logps(self.teacher.student, tensors, self.config.per_device_train_batch_size)
         teacher_logps = tensors["teacher_token_logps"]
         generic_logps = tensors["generic_token_logps"]
         has_contrast = tensors["contrast_mask"][:, None]
