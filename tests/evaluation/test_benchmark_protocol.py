@@ -190,6 +190,20 @@ def test_samples_of_another_verifier_column_or_program_are_not_taken(tmp_path):
         evaluate(FakeEngine(), TASK, 1, output_dir=tmp_path, progress=False)
 
 
+def test_verifier_gets_the_arguments_of_training():
+    seen = {}
+
+    def check(completions, completion_ids, log_extra, log_metric, **columns):
+        seen["ids"] = completion_ids
+        log_extra("length", list(map(len, completions)))
+        log_metric("share", 0.5)
+        return [1.0] * len(completions)
+
+    responses = [Response("<answer>B</answer>", 2, False, ids=(3, 4))]
+    assert task_verdicts(Task.from_dataset({}, check), [letters()[0]], responses) == [Verdict(1.0)]
+    assert seen == {"ids": [(3, 4)]}
+
+
 def test_sample_seeds_are_unique():
     seeds = [sample_seed(s, f"q{i}", j) for s in range(3) for i in range(40) for j in range(16)]
     assert len(set(seeds)) == len(seeds)

@@ -43,6 +43,7 @@ class Response:
     truncated: bool  # whether it reached the length limit before an end of turn
     # In place of the text: where the tokenizer parses responses to conversations, or the text is unclosed thinking
     message: dict[str, Any] | None = None
+    ids: Sequence[int] = ()
 
 
 class SeededChoice(LogitsProcessor):
@@ -163,7 +164,7 @@ def read_responses(
             end = tokenizer.decode(list(prefix[-_LAST_TOKENS:]))
             [graded] = mark_thinking([plain], [list(row)], tokenizer, lambda _, end=end: end, marks)
             message = None if graded is plain else graded[0]
-        responses.append(Response(text, len(row), not row or row[-1] not in eos_token_ids, message))
+        responses.append(Response(text, len(row), not row or row[-1] not in eos_token_ids, message, row))
     return responses
 
 

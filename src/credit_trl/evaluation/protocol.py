@@ -18,6 +18,7 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
+from credit_trl import tasks
 from credit_trl.contexts.prompts import check_rows, row_prompt
 from credit_trl.evaluation.config import EvaluationConfig, SamplingConfig
 from credit_trl.evaluation.engines import Engine, TrainerEngine, TransformersEngine, VLLMEngine
@@ -123,9 +124,10 @@ def task_rows(task: Task, config: EvaluationConfig) -> list[dict[str, Any]]:
 def distinct_names(names: Sequence[str]) -> list[str]:
     """The names, with `#2`, `#3`, … after the second and later occurrences of one, skipping names that occur."""
     taken = set(names)
+    counters = {name: itertools.count(2) for name in names}
     distinct: dict[str, None] = {}
     for name in names:
-        numbered = (f"{name}#{number}" for number in itertools.count(2))
+        numbered = (f"{name}#{number}" for number in counters[name])
         own = name if name not in distinct else next(one for one in numbered if one not in taken)
         taken.add(own)
         distinct[own] = None
@@ -135,7 +137,8 @@ def distinct_names(names: Sequence[str]) -> list[str]:
 def content_digest(content: Any) -> str:
     """16 hex digits that change with the content, whose values may be functions.
 
-    A function counts with its source, closure, defaults and public attributes; other objects count with their text.
+    A function counts with its source, closure, defaults and public attributes, a task of the package with the files of
+    all of them; other objects count with their text.
     """
     found: list[Any] = []
 
@@ -156,6 +159,8 @@ def content_digest(content: Any) -> str:
             bound += [cell.cell_contents for cell in getattr(value, "__closure__", None) or ()]
             module = None if code.__module__ == "__main__" else sys.modules.get(code.__module__)
             source = inspect.getsource(module or code)
+        if code.__module__.startswith("credit_trl.tasks"):
+            source = [file.read_text("utf-8") for file in sorted(Path(tasks.__file__).parent.glob("*.[py]*[ly]"))]
         return [code.__qualname__, source, [one for one in bound if callable(one) or isinstance(one, _BOUND)]]
 
     text = json.dumps(content, default=described, skipkeys=True, check_circular=False)

@@ -46,7 +46,7 @@ def pass_at_k(successes: ArrayLike, samples: int, k: int) -> Array:
     Args:
         successes: c, any shape, integers in [0, samples].
         samples: n, samples per prompt.
-        k: in [1, samples].
+        k: in [1, samples], else a `ValueError`.
     """
     if not 1 <= k <= samples:
         raise ValueError(f"pass@{k} needs 1 ≤ k ≤ {samples}, the number of samples per prompt.")

@@ -8,7 +8,7 @@ from typing import Any
 
 from credit_trl.contexts.prompts import row_prompt
 from credit_trl.evaluation.generation import Response
-from credit_trl.rollout.verdict import FAILED, Verdict, VerifierPolicy, as_verdicts
+from credit_trl.rollout.verdict import FAILED, Verdict, VerifierPolicy, as_verdicts, takes
 from credit_trl.tasks.task import Task, call_reward
 from credit_trl.training.checks import check_column_names
 
@@ -82,6 +82,9 @@ def task_verdicts(
         **{name: [row.get(name) for row in rows] for name in rows[0] if name != "prompt"},
         "truncated": [response.truncated for response in responses],
     }
+    others = dict.fromkeys(("log_extra", "log_metric"), lambda *args, **kwargs: None)  # an evaluation has no such log
+    others["completion_ids"] = [response.ids for response in responses]
+    arguments |= {name: value for name, value in others.items() if takes(task.reward, name)}
     policy = policy or VerifierPolicy()
     verdicts = policy.call(task.name, lambda **given: call_reward(task.reward, **given), arguments)
     if verdicts is FAILED:
@@ -95,7 +98,7 @@ def _is_undecided(verdict: Verdict) -> bool:
 
 def _sample(prompt: str, number: int, response: Response, verdict: Verdict) -> Sample:
     if not math.isfinite(verdict):
-        raise ValueError(f"The verifier returned no finite reward for prompt {prompt!r}; avg@k needs one for each.")
+        raise ValueError(f"The verifier returned no finite reward for prompt {prompt!r}. For avg@k return a number.")
     return Sample(
         prompt=prompt,
         sample=number,

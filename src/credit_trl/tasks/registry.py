@@ -118,6 +118,7 @@ def task_of_data(data: Mapping[str, Any]) -> Task:
         task = load_task(data["task"])
     else:
         name = Path(held_out.get("path") or held_out.get("name") or "run").stem
+        name = name if has_held_out else f"{name} (training rows)"
         task = Task.from_dataset({}, list(map(_reward, data["reward_funcs"])), name, data["reward_weights"])
 
     def build(split: str = "test", path: str | Path | None = None, **options: Any) -> Any:
