@@ -8,7 +8,7 @@ import pytest
 
 from credit_trl.cli.run_folder import model_of_run
 from credit_trl.training.checkpoints import checkpoint_to_resume
-from credit_trl.training.run_directory import read_lines
+from credit_trl.training.run_directory import append_lines, read_lines
 
 
 @pytest.fixture
@@ -32,11 +32,15 @@ def test_second_run_in_a_directory_replaces_the_first_with_a_warning(train, tmp_
     train(max_steps=4, contrastive_coef=0.1, log_completions=True)
     assert "replaces the log" not in caplog.text
     (tmp_path / "completions" / "completions_00004_copy.parquet").touch()  # not of a run
+    (tmp_path / "credit_maps").mkdir(exist_ok=True)
+    (tmp_path / "credit_maps" / "step-000004.json").touch()
+    append_lines(tmp_path / "evaluations.jsonl", {"step": 0, "score": 0.5}, {"step": 4, "score": 0.5})
     train(max_steps=2, contrastive_coef=0.5, log_completions=True)
     assert f"replaces the log of an earlier one in {tmp_path}" in caplog.text
     run = json.loads((tmp_path / "run.json").read_text())
     assert (run["config"]["contrastive_coef"], [one["step"] for one in run["segments"]]) == (0.5, [0])
     assert (steps(tmp_path), len(list(tmp_path.glob("completions/*.parquet")))) == ([1, 2], 2 + 1)
+    assert not read_lines(tmp_path / "evaluations.jsonl") + list(tmp_path.glob("credit_maps/*"))
     assert checkpoint_to_resume("latest", tmp_path) == str(tmp_path / "checkpoint-2")  # 4 is of the first
 
 

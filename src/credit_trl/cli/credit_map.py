@@ -11,9 +11,8 @@ from tqdm.auto import tqdm
 
 from credit_trl.cli.options_file import read_options
 from credit_trl.cli.run_folder import add_run_arguments, model_of_run, read_run, task_of_run
-from credit_trl.lab import MAPS_FOLDER
 from credit_trl.sandbox import choose_sandbox
-from credit_trl.training.run_directory import RUN_FILE
+from credit_trl.training.run_directory import MAPS_FOLDER, RUN_FILE
 
 if TYPE_CHECKING:
     from credit_trl.config import CreditConfig
@@ -40,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from credit_trl.contexts.prompts import check_rows, images_of, row_prompt
-    from credit_trl.lab.analysis import Checkpoint, map_response, sample_rollouts
+    from credit_trl.lab.analysis import Checkpoint, map_response, sample_rollouts, with_teacher
     from credit_trl.lab.analysis.token_classes import task_classes
     from credit_trl.lab.report.runs import short_names
 
@@ -71,15 +70,15 @@ def run(args: argparse.Namespace) -> int:
     checkpoints = [Checkpoint.load(args.model, path, name=name, **loaded) for path, name in places]
     print(f"sampling {args.samples} responses to each of {len(rows)} prompts", flush=True)
     sampled = sample_rollouts(checkpoints[-1], task, rows, config, samples=args.samples, population=population)
-    responses = [one for one in sampled if one.privileged and one.token_ids]
+    responses = with_teacher(sampled, config, checkpoints[-1])
     print(f"{len(sampled)} responses to {len(rows)} prompts, {len(responses)} with a teacher")
-    if responses and not any(one.contrasts for one in responses):
-        raise ValueError("The responses have no contrast prompt, which S_t needs. Give more prompts: --max_prompts.")
     classify = task_classes(task, checkpoints[-1].tokenizer)
     pairs = tqdm([(one, response) for one in checkpoints for response in responses], desc="maps", unit="map")
     maps = [map_response(one, response, config, classify=classify) for one, response in pairs]
     if not maps:
-        raise ValueError("no response has a teacher: the task gave no feedback and no rollout succeeded.")
+        raise ValueError("no response has a teacher: no feedback that fits, and no rollout that succeeded.")
+    if not any(len(one.scores.contrast_logps) for one in maps):
+        raise ValueError("The responses have no contrast prompt, which S_t needs. Give more prompts: --max_prompts.")
     _write(Path(args.output_dir or "credit_map"), maps, config, args.generation_batches)
     return 0
 
@@ -121,7 +120,8 @@ def _write(directory: Path, maps: list[TokenMap], config: CreditConfig, generati
     directory.mkdir(parents=True, exist_ok=True)
     write_token_maps(maps, directory / "maps.html")
     write_maps(maps, directory / "maps.json")
-    rate = {"live": 1.0, "base": 0.0}.get(config.teacher_model_kind, config.teacher_update_rate)
+    average = (config.teacher_update_rate or 0.0) / (config.teacher_sync_steps or 1)  # in a step
+    rate = {"live": 1.0, "base": 0.0}.get(config.teacher_model_kind, average)
     summaries = []
     for name in dict.fromkeys(one.checkpoint for one in maps):
         own = [one for one in maps if one.checkpoint == name]

@@ -15,7 +15,7 @@ from transformers.utils.logging import disable_progress_bar
 from credit_trl.cli.options_file import read_options
 from credit_trl.config import CreditConfig
 from credit_trl.evaluation import EvaluationCallback
-from credit_trl.lab import MAPS_FOLDER, analysis
+from credit_trl.lab import analysis
 from credit_trl.lab.analysis.token_classes import task_classes
 from credit_trl.lab.report import write_report
 from credit_trl.lab.report.logs import LogLines
@@ -23,7 +23,7 @@ from credit_trl.tasks import quickstart
 from credit_trl.tasks.registry import load_task
 from credit_trl.teacher.models import Teacher
 from credit_trl.trainer import CreditTrainer
-from credit_trl.training.run_directory import EVALUATIONS_FOLDER, RESULT_FILE, describe_data, read_json
+from credit_trl.training.run_directory import EVALUATIONS_FOLDER, MAPS_FOLDER, RESULT_FILE, describe_data, read_json
 
 CLASSES = ("cue", "topic", "tool", "city")  # of tokens, besides "generic"
 

@@ -74,9 +74,9 @@ class StageClock:
 class RunLog(TrainerCallback):
     """Writes `run.json` and `log.jsonl` into the output directory, for any `report_to`.
 
-    Every `CreditTrainer` has one, `trainer.run_log`. A run first removes what an earlier one in the directory logged
-    after the step that it starts from. `segments` in `run.json` has an entry for each step from which the run went on
-    with other options of the objective.
+    Every `CreditTrainer` has one, `trainer.run_log`. A run first removes the logs, completions, scores and token maps
+    that an earlier one in the directory wrote after the step that it starts from. `segments` in `run.json` has one for
+    each step from which the run went on with other options of the objective.
     `facts` are further fields of `run.json`, such as the task; `rows` are data sets for `store_rows`.
     """
 
@@ -117,10 +117,12 @@ class RunLog(TrainerCallback):
         if state.global_step == 0 and any(row.get("step") for row in files.read_lines(folder / files.LOG_FILE)):
             logger.warning(f"This run replaces the log of an earlier one in {folder}. Another folder keeps both.")
         files.keep_up_to(folder / files.LOG_FILE, state.global_step)
-        for table in folder.glob("completions/completions_*.parquet"):
-            step = table.stem.removeprefix("completions_")
-            if step.isdecimal() and int(step) > state.global_step:
-                table.unlink()
+        files.keep_up_to(folder / files.EVALUATIONS_FILE, state.global_step or -1)
+        for pattern in ("completions/completions_*.parquet", f"{files.MAPS_FOLDER}/step-*.json"):
+            for path in folder.glob(pattern):
+                step = path.stem.removeprefix("completions_").removeprefix("step-")
+                if step.isdecimal() and int(step) > state.global_step:
+                    path.unlink()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if not state.is_world_process_zero or not logs:

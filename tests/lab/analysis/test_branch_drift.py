@@ -80,13 +80,15 @@ def test_positions_without_both_tokens_are_no_branches(monkeypatch):
     assert len(find_branches(branch_map(values(1.0), values(6.0)))["s"]) == 0
 
 
-def test_table_has_the_medians_and_each_lambda_where_delta_is_positive():
+@pytest.mark.parametrize("rate", [0.05, 0.0])
+def test_table_has_the_medians_and_each_lambda_where_delta_is_positive(rate):
     delta, s = values(0.5, 2.0, 4.0, -1.0), values(3.0, 7.5, 12.0, 3.0)
-    rows = [line for line in branch_table([branch_map(delta, s)], 0.05, 100).splitlines() if line.startswith("| all")]
+    rows = [line for line in branch_table([branch_map(delta, s)], rate, 100).splitlines() if line.startswith("| all")]
     cells = [cell.strip() for cell in rows[0].strip("|").split("|")]
     starts = find_branches(branch_map(delta, s))["log_odds"]
     hold = sorted(holding_coef(*one) for one in zip(starts.tolist()[:3], delta.tolist(), s.tolist(), strict=False))
-    critical = sorted((delta / (delta + s)).tolist()[:3])
+    ahead = delta if rate else (starts + delta).clamp(min=0.0)
+    critical = sorted((ahead / (ahead + s)).tolist()[:3])
     guide = sorted((delta / s).tolist()[:3])
     assert cells[1:3] == ["4", "3"]
     assert cells[4:6] == ["1.25", "5.25"]

@@ -92,6 +92,22 @@ def test_runs_of_different_seeds_are_one_arm(tmp_path, scores, model):
     assert [len(runs) for runs in arms(paths).values()] == [4]
 
 
+def test_arms_are_not_named_by_options_that_one_run_lacks(tmp_path, scores):
+    run = make_run(tmp_path / "r", scores[0])
+    evaluation = {"model": "base", "score": 0.5, "task": "own", "prompts": [], "step": 0}
+    write_json(tmp_path / "eval" / "result.json", evaluation)
+    assert [name.split("=")[0] for name in arms([run, tmp_path / "eval"])] == ["model"] * 2
+
+
+def test_evaluations_with_other_settings_are_compared_with_a_warning(tmp_path, scores, caplog):
+    paths = [make_run(tmp_path / f"{i}", scores[i], contrastive_coef=0.1 * i) for i in range(2)]
+    for path in paths:
+        result = max(path.glob("evaluations/step-*/result.json"))
+        write_json(result, read_json(result) | {"settings": {"temperature": float(path.name), "k": 4}})
+    compare_arms(arms(paths))
+    assert "differ in temperature, not by their models alone" in caplog.text
+
+
 def test_files_that_are_of_no_report_are_kept(tmp_path, scores):
     run = make_run(tmp_path / "r", scores[0])
     with pytest.raises(FileExistsError, match="were not written by a report"):

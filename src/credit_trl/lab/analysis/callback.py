@@ -14,7 +14,6 @@ from credit_trl.contexts.build import build_contexts
 from credit_trl.contexts.builder import ContextBuilder
 from credit_trl.contexts.prompts import images_of, with_images
 from credit_trl.contexts.tokens import PrivilegedContext, TokenContexts
-from credit_trl.lab import MAPS_FOLDER
 from credit_trl.lab.analysis.checkpoints import Checkpoint
 from credit_trl.lab.analysis.responses import Rollout, data_url, with_contrasts
 from credit_trl.lab.analysis.tokenmap import TokenMap, map_response, read_maps, write_maps
@@ -22,6 +21,7 @@ from credit_trl.lab.analysis.vocabulary_logps import RolloutContexts, vocabulary
 from credit_trl.rollout.batch import content_key
 from credit_trl.teacher.models import Teacher
 from credit_trl.teacher.sharding import reshard
+from credit_trl.training.run_directory import MAPS_FOLDER
 
 logger = logging.getLogger(__name__)
 
@@ -66,11 +66,6 @@ class CreditMapCallback(OptionalCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.directory = Path(args.output_dir) / MAPS_FOLDER
-        if state.is_world_process_zero:  # the report would show steps to come and earlier runs
-            for path in self.directory.glob("step-*.json"):
-                step = path.stem.removeprefix("step-")
-                if step.isdecimal() and int(step) > state.global_step:
-                    path.unlink()
         self._due = False
         self._pinned = self._read_pinned() if state.global_step > 0 else None
 

@@ -8,9 +8,9 @@ At a branch between a generic token A and an input-specific token B, all values 
     ρ     rate of the teacher's average; 0 is a frozen teacher, 1 a live one
     m     log-odds of the teacher without privileged context: m ← m + ρ (ℓ − m), with m = ℓ_0 at the start
 
-A becomes rarer than B where λ exceeds λ_c = δ/(δ + s), and does not rise where λ is at least
-λ_hold = δ/(δ + s + ℓ_0); both are δ/s for the form `"guide"`. With δ ≤ 0 it loses for every λ > 0. `docs/theory.md`
-has the derivations.
+A ends rarer than B where λ exceeds λ_c = δ/(δ + s), with ℓ_0 + δ in place of δ for a frozen teacher. With δ > 0 it
+does not rise where λ is at least λ_hold = δ/(δ + s + ℓ_0), or δ/s for the form `"guide"`. `docs/theory.md` has the
+derivations.
 """
 
 import math
@@ -113,10 +113,10 @@ class BranchDrift:
 
 
 def holding_coef(log_odds: float, delta: float, s: float, form: Form = "subtract") -> float:
-    """λ_hold, at which a phrase neither rises nor falls: δ / (δ + s + ℓ_0), or δ / s for guide.
+    """λ_hold, at which a phrase that the privileged context raises stays: δ / (δ + s + ℓ_0), or δ / s for guide.
 
     Returns:
-        0 where the privileged context does not raise the phrase; inf where no λ holds it.
+        inf where no λ holds the phrase; 0 with δ ≤ 0, where only the flattening of a rare phrase can raise it.
     """
     if delta <= 0.0:
         return 0.0
@@ -139,7 +139,8 @@ def branch_table(maps: Sequence[TokenMap], rate: float, batches: int) -> str:
     frame = DataFrame({name: torch.cat([own[name] for own in found]).numpy() for name in found[0]})
     formula = maps[0].scores.formula
     measured = list(frame[["log_odds", "delta", "s"]].itertuples(index=False, name=None))
-    frame["lambda_c"] = frame["delta"] / (frame["delta"] + frame["s"])
+    ahead = (frame["delta"] + (frame["log_odds"] if rate == 0.0 else 0.0)).clip(lower=0.0)
+    frame["lambda_c"] = ahead / (ahead + frame["s"])
     frame["lambda_hold"] = [holding_coef(*one) for one in measured]
     frame["lambda_guide"] = frame["delta"] / frame["s"]
     frame["rate"] = expit(frame["log_odds"])
@@ -149,7 +150,7 @@ def branch_table(maps: Sequence[TokenMap], rate: float, batches: int) -> str:
     classes = sorted(frame.groupby(labels, sort=False), key=lambda item: -len(item[1]))
     title = (
         "Branches of a generic token A and an input-specific token B: medians, and median [quartiles] of λ where "
-        "δ > 0. Above λ_c A becomes rarer than B, above λ_hold it does not rise; for guide both are δ/s. Rates are "
+        "δ > 0. Above λ_c A ends rarer than B, above λ_hold it does not rise; λ of guide is its λ_hold. Rates are "
         "the mean share of A among A and B in %: now, and predicted after "
         f"T = {batches} generation batches with ρ = {rate:g}."
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import copy
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from io import BytesIO
 from itertools import islice
@@ -95,16 +96,31 @@ def analysis_config(**overrides: Any) -> CreditConfig:
     return CreditConfig("analysis", **{**quiet, **overrides})
 
 
+class NoTeacherError(ValueError):
+    """A response has no privileged context that the teacher could read."""
+
+
+def with_teacher(responses: Sequence[Rollout], config: CreditConfig, checkpoint: Checkpoint) -> list[Rollout]:
+    """Responses that have tokens and a teacher's prompt, as those of a run that are trained on."""
+    found = []
+    for response in responses:
+        with suppress(NoTeacherError):
+            rollout_contexts(response, config, checkpoint)
+            found.append(response)
+    return [response for response in found if response.token_ids]
+
+
 def rollout_contexts(response: Rollout, config: CreditConfig, checkpoint: Checkpoint) -> RolloutContexts:
     """Prompts of a response as token ids: `response.contexts`, or built as the trainer builds them.
 
     Raises:
-        ValueError: the response has neither demonstration nor feedback, or nothing of them fits `max_reprompt_len`.
+        NoTeacherError: the response has neither demonstration nor feedback, or nothing of them fits
+            `max_reprompt_len`.
     """
     if response.contexts is not None:
         return response.contexts
     if not response.privileged:
-        raise ValueError(
+        raise NoTeacherError(
             f"Response {response.identifier!r} has neither feedback nor a demonstration, so it has no teacher and no "
             "credit. Add feedback, or sample more rollouts of its prompt until one succeeds."
         )
@@ -113,7 +129,7 @@ def rollout_contexts(response: Rollout, config: CreditConfig, checkpoint: Checkp
     contrasts = list(map(Contrast, response.contrasts))
     built = checkpoint.context_builder(config).build(response.prompt, response.privileged, contrasts)
     if built.teacher is None:
-        raise ValueError(
+        raise NoTeacherError(
             f"Response {response.identifier!r}: nothing of its feedback fits into `max_reprompt_len="
             f"{config.max_reprompt_len}` beside the prompt. Raise it."
         )

@@ -1,5 +1,7 @@
 """Scores of arms with intervals, their paired differences from the first arm, and what their training took."""
 
+import json
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -8,6 +10,8 @@ from numpy.typing import NDArray
 
 from credit_trl.evaluation.statistics import bootstrap_ci, holm, paired_bootstrap
 from credit_trl.lab.report.runs import SCORE, Run
+
+logger = logging.getLogger(__name__)
 
 # Title and name in the log, or of an evaluation.
 CURVES = {
@@ -20,6 +24,7 @@ CURVES = {
     "Fidelity of the teacher (nats)": "credit/teacher_fidelity",
     "Entropy of the policy (nats)": "entropy",
 }
+SETTINGS = ("data", "verifier", "k", "temperature", "top_p", "top_k", "max_completion_length")  # of an evaluation
 SECONDS = "credit/seconds_"  # beginning of the names of the seconds by stage
 
 
@@ -103,6 +108,10 @@ def _compare_on_task(task: str, arms: Mapping[str, Sequence[Run]]) -> list[dict[
     final = {name: [run.scores(run.evaluations[-1]["step"]) for run in runs] for name, runs in arms.items()}
     of_runs = [scores for of_arm in final.values() for scores in of_arm]
     shared = [prompt for prompt in of_runs[0] if all(prompt in scores for scores in of_runs)]
+    settings = [run.settings(run.evaluations[-1]["step"]) for runs in arms.values() for run in runs]
+    differing = [name for name in SETTINGS if len({json.dumps(one[name]) for one in settings if name in one}) > 1]
+    if differing:
+        logger.warning(f"The evaluations of {task} differ in {', '.join(differing)}, not by their models alone.")
     matrices = {name: np.array([[s[i] for i in shared] for s in scores]) for name, scores in final.items()}
     baseline = next(iter(arms))
     rows = []

@@ -64,10 +64,17 @@ class Run:
 
     def scores(self, step: int) -> dict[str, float]:
         """avg@k of each prompt at an evaluated step; empty where its results are missing."""
+        prompts = self._result(step).get("prompts", ())
+        return {str(prompt["id"]): float(prompt["score"]) for prompt in prompts}
+
+    def settings(self, step: int) -> dict[str, Any]:
+        """Settings of the evaluation at a step; empty where its results are missing."""
+        return self._result(step).get("settings", {})
+
+    def _result(self, step: int) -> dict[str, Any]:
         inside = self.folder / files.EVALUATIONS_FOLDER / f"step-{step:06d}" / files.RESULT_FILE
         path = inside if inside.is_file() else self.folder / files.RESULT_FILE
-        prompts = files.read_json(path)["prompts"] if path.is_file() else []
-        return {str(prompt["id"]): float(prompt["score"]) for prompt in prompts}
+        return files.read_json(path) if path.is_file() else {}
 
 
 def load_run(folder: str | Path) -> Run:
@@ -109,7 +116,7 @@ def arms_of(runs: Sequence[Run]) -> dict[str, list[Run]]:
     arms: dict[str, list[Run]] = {}
     shown = differing_options(runs)
     for run, folder in zip(runs, short_names([run.folder for run in runs]), strict=True):
-        differing = {option: _compared(run, option) for option in shown}
+        differing = {option: effective_text(run, option) for option in shown}
         name = ", ".join(f"{option}={text}" for option, text in differing.items() if text)
         name = name or runs[0].folder.resolve().name
         is_twin = any(other.seed == run.seed for other in arms.get(name, ()))
@@ -120,7 +127,7 @@ def arms_of(runs: Sequence[Run]) -> dict[str, list[Run]]:
 def differing_options(runs: Sequence[Run]) -> list[str]:
     """Options that differ among the runs that use them, without seeds and those that do not affect training."""
     names = sorted({name for run in runs for name in run.options if not _IGNORED_OPTIONS.fullmatch(name)})
-    return [name for name in names if len({_compared(run, name) for run in runs} - {""}) > 1]
+    return [name for name in names if len({effective_text(run, name) for run in runs} - {""}) > 1]
 
 
 def short_names(paths: Sequence[str | Path], parts: int = 1) -> list[str]:
@@ -148,13 +155,16 @@ def read_completions(run: Run, steps: int = 12, rows: int = 8) -> list[dict[str,
     return found
 
 
-def _compared(run: Run, option: str) -> str:
+def effective_text(run: Run, option: str) -> str:
     """Text of an option, "" for one without effect; the run's seed in the model's path is no part.
 
     The seed follows `seed` or `s` there, or is a whole part of the path: `bases/seed3`, `base-s3`, `bases/3`.
     """
     is_grpo = run.options.get("distillation_weight") == 0.0
     is_idle = option.startswith("vllm_") and not run.options.get("use_vllm")
+    is_evaluation = "seed" not in run.options  # of a model without a run
+    if is_evaluation and option not in run.options:
+        return ""
     if is_idle or (is_grpo and _OF_TEACHER.fullmatch(option)):
         return ""
     text = run.text(option)

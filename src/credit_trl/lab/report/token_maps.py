@@ -12,10 +12,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from credit_trl.contexts.prompts import Prompt, user_text
-from credit_trl.lab import MAPS_FOLDER
 from credit_trl.lab.analysis.responses import Rollout, feedback_text
 from credit_trl.lab.analysis.tokenmap import QUANTITIES, TokenMap, read_maps, scores_record, summarize_maps
 from credit_trl.lab.analysis.tokentext import visible
+from credit_trl.training.run_directory import MAPS_FOLDER
 
 # Quantile of a group's magnitudes at which colours saturate. A lower one hides the change of large values in training.
 SATURATION = 0.99
@@ -33,13 +33,14 @@ def maps_section(maps: Sequence[TokenMap]) -> dict[str, Any]:
     """What the page reads of the maps, as JSON.
 
     Responses that are shown first have a low reward, since their wrong tokens have a negative R_t; then those with
-    more checkpoints.
+    more checkpoints. The summaries are of the responses that all checkpoints score.
     """
     checkpoints = list(dict.fromkeys(m.checkpoint for m in maps))
     scales = group_scales(maps)
     by_response: dict[str, list[TokenMap]] = {}
     for token_map in maps:
         by_response.setdefault(token_map.response.identifier, []).append(token_map)
+    shared = [m for own in by_response.values() if len(own) == len(checkpoints) for m in own] or maps
     ordered = sorted(by_response.values(), key=lambda own: (-len(own), _reward(own[0].response)))
     return {
         "quantities": [{"key": key, "symbol": symbol} for key, symbol in QUANTITIES.items()],
@@ -53,7 +54,7 @@ def maps_section(maps: Sequence[TokenMap]) -> dict[str, Any]:
             for own in ordered
         ],
         "summaries": [
-            summarize_maps([m for m in maps if m.checkpoint == c]).reset_index(names="name").to_dict("records")
+            summarize_maps([m for m in shared if m.checkpoint == c]).reset_index(names="name").to_dict("records")
             for c in checkpoints
         ],
     }

@@ -19,7 +19,15 @@ from typing import Any
 from credit_trl.lab.analysis.tokenmap import TokenMap
 from credit_trl.lab.analysis.tokentext import visible
 from credit_trl.lab.report.comparison import compare_arms, curves, training_table
-from credit_trl.lab.report.runs import Run, arms_of, differing_options, load_run, read_completions, short_names
+from credit_trl.lab.report.runs import (
+    Run,
+    arms_of,
+    differing_options,
+    effective_text,
+    load_run,
+    read_completions,
+    short_names,
+)
 from credit_trl.lab.report.token_maps import maps_section, read_run_maps, turns
 from credit_trl.sandbox.protocol import excerpt
 from credit_trl.tasks.escaping import markdown_table, table_cell
@@ -45,7 +53,15 @@ _COLUMNS = (
 )
 _TRAINING_COLUMNS = ("arm", "C", "avg@k (%)", "train score, peak", "seconds a step", "ratio", "S_t, mean", "S_t, std")
 _TITLE = re.compile(rb"# (?:Run |\d+ runs)")  # of the Markdown
-_FACTS = ("task", "model", "contrastive_coef", "contrastive_form", "contrastive_source", "contrastive_count")
+_FACTS = (
+    "task",
+    "model",
+    "distillation_weight",
+    "contrastive_coef",
+    "contrastive_form",
+    "contrastive_source",
+    "contrastive_count",
+)
 
 
 def write_report(runs: Sequence[str | Path], output: str | Path | None = None) -> Path:
@@ -114,7 +130,8 @@ def report_document(runs: Sequence[Run]) -> dict[str, Any]:
     """Everything in the report but rollouts and token maps, as JSON."""
     arms = arms_of(runs)
     names = short_names([run.folder for run in runs])
-    shown = differing_options(runs) if len(runs) > 1 else [name for name in _FACTS if name in runs[0].options]
+    facts = [name for name in _FACTS if name in runs[0].options and effective_text(runs[0], name)]
+    shown = differing_options(runs) if len(runs) > 1 else facts
     return {
         "title": f"Run {visible(names[0])}" if len(runs) == 1 else f"{len(runs)} runs",
         "runs": [visible(name) for name in names],

@@ -99,7 +99,7 @@ function buildSummary() {
       typeof row.p_holm !== "number" ? "–" : row.p_holm < 0.001 ? "< 0.001" : row.p_holm.toFixed(3),
     ]);
     box.append(element("h3", "", task + ": last evaluation, " + rows[0].prompts + " shared prompts"), tableOf(names, cells, "stacked"));
-    box.append(element("p", "note", "Differences are from the first arm, in percentage points, paired by prompt and by seed where both arms have the same seeds."));
+    box.append(element("p", "note", "Differences are from the first arm, in percentage points, paired by prompt and by seed where both arms have the same seeds. With few prompts intervals are rough."));
   }
   const training = ["arm", "C", "avg@k, %", "train score, peak", "seconds a step", "ratio", "S_t, mean", "S_t, std"];
   const cells = data.training.map((row, i) => [
@@ -195,7 +195,7 @@ function figureOf(curve) {
   const rest = () => {
     cursor.setAttribute("x1", -9);
     cursor.setAttribute("x2", -9);
-    caption.textContent = textAt(curve, steps.at(-1));
+    caption.textContent = lastText(curve);
   };
   svg.addEventListener("pointermove", (event) => {
     const box = svg.getBoundingClientRect(), place = (event.clientX - box.left) / box.width * WIDTH;
@@ -210,7 +210,7 @@ function figureOf(curve) {
     event.preventDefault();
     read(at + move);
   });
-  svg.setAttribute("aria-label", curve.title + ", last: " + textAt(curve, steps.at(-1)));
+  svg.setAttribute("aria-label", curve.title + ", last: " + lastText(curve));
   rest();
   figure.append(element("h3", "", curve.title), svg, caption);
   return figure;
@@ -219,12 +219,24 @@ function figureOf(curve) {
 function textAt(curve, step) {
   const parts = curve.series.flatMap(({ arm, points }) => {
     const found = points.find((point) => point[0] === step);
-    if (!found) return [];
-    const name = data.arms.length > 1 ? data.arms[arm] + " " : "";
-    const band = typeof found[2] === "number" ? " [" + short(found[2]) + ", " + short(found[3]) + "]" : "";
-    return [name + short(found[1]) + band];
+    return found ? [valueText(arm, found)] : [];
   });
   return "step " + step + ": " + parts.join(" · ");
+}
+
+// The last values of all arms, which may end at different steps.
+function lastText(curve) {
+  const ends = new Map();
+  for (const { arm, points } of curve.series) {
+    const last = points.at(-1);
+    ends.set(last[0], [...(ends.get(last[0]) || []), valueText(arm, last)]);
+  }
+  return [...ends].map(([step, parts]) => "step " + step + ": " + parts.join(" · ")).join("; ");
+}
+
+function valueText(arm, [, value, low, high]) {
+  const name = data.arms.length > 1 ? data.arms[arm] + " " : "";
+  return name + short(value) + (typeof low === "number" ? " [" + short(low) + ", " + short(high) + "]" : "");
 }
 
 function short(value) {
@@ -271,7 +283,7 @@ function pictures(urls) {
 function cardOf(rollout, isOpen) {
   const card = element("details", "rollout"), summary = element("summary"), box = element("div");
   const rewards = Object.entries(rollout.rewards).filter(([name]) => name !== "s_mean" && name !== "advantage");
-  const facts = rewards.map(([name, value]) => (name.startsWith("reward") ? name : "reward " + name) + " " + number(value, 2));
+  const facts = rewards.map(([name, value]) => name + " " + number(value, 2));
   if (rollout.rewards.s_mean) facts.push("mean S_t " + number(rollout.rewards.s_mean, 3));
   const said = rollout.completion.map((turn) => turn.text).join("\n");
   summary.append(element("span", "reward", facts.join(" · ")), element("span", "line", said.replaceAll("\n", " ")));
