@@ -9,7 +9,7 @@ import os
 import signal
 import subprocess
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import Action, ArgumentParser, Namespace
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from tempfile import NamedTemporaryFile
@@ -114,6 +114,8 @@ def launch_arguments(argv: list[str]) -> Namespace:
     on_line = argv[2:] if argv[:1] == ["--config"] else argv
     _, from_line = parser.parse_known_args(on_line)
     in_file = {key: value for key, value in config_file(argv).items() if key != "env"}
+    for action in parser._actions:
+        check_type(action, in_file.get(action.dest))
     from_file = parser.set_defaults_with_config(**in_file)  # words for the options that are not the parser's
     options = resolve_accelerate_config_argument(from_file + from_line)
     launched = launcher.parse_args([*options, "--module", TRAINING_MODULE, *_subtract_subsequence(argv, from_line)])
@@ -165,6 +167,15 @@ def processes_of(launched: Namespace) -> int:
     if count < 1:
         raise ValueError(f"--num_processes: must be at least 1, got {count}")
     return count
+
+
+def check_type(action: Action, value: Any) -> None:
+    """Check a number or path of the YAML file, which argparse converts where it is a text."""
+    types = {"int": int, "float": int | float}
+    kind = "path" if action.dest.endswith("path") else getattr(action.type, "__name__", "")
+    is_right = isinstance(value, str | None | types.get(kind, str))
+    if action.nargs is None and kind in (*types, "path") and (not is_right or isinstance(value, bool)):
+        raise ValueError(f"`{action.dest}: {value}` in the YAML file: expected one value of type {kind}.")
 
 
 def check_names(known: set[str], argv: list[str]) -> None:

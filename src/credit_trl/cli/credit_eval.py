@@ -3,6 +3,7 @@
 import argparse
 import json
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from credit_trl.cli.run_folder import add_run_arguments, model_of_run, read_run, task_of_run
@@ -64,7 +65,10 @@ def run(args: argparse.Namespace) -> int:
     folder = options["output_dir"]
     if folder and (Path(folder) / RUN_FILE).is_file():
         raise ValueError(f"`--output_dir {folder}` is the folder of a training run; give another one.")
-    print(evaluate(args.model, task_of_run(args.run, args.task, args.reward_funcs), **options))
+    task = task_of_run(args.run, args.task, args.reward_funcs)
+    if args.path and args.task is None:
+        task = replace(task, name=Path(args.path).stem)
+    print(evaluate(args.model, task, **options))
     if folder:
         print(f"  written to {folder}")
     return 0
