@@ -14,7 +14,7 @@ quickstart: $(INSTALLED)  ## Train on the embedded task with CREDIT on this CPU 
 	$(BIN)/credit-trl credit-quickstart
 
 
-smollm: $(INSTALLED)  ## Train SmolLM2-135M on "first word" with SDPO and CREDIT, and show both
+smollm: $(INSTALLED)  ## Train SmolLM2-135M on "first word" with SDPO and guide, and show both
 	$(BIN)/python -m pip install -q -c constraints.txt -e ".[smollm]"
 	$(BIN)/python examples/smollm/first_word.py
 

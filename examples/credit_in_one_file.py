@@ -54,7 +54,7 @@ class ContrastContexts(SuccessfulRolloutTeacherContextBuilder):
                 continue
             z = next(privileged)
             own = (first + sample) // group_size
-            others = groups[:own] + groups[own + 1 :]
+            others = [prompt for prompt in groups if prompt != groups[own]]
             rng = random.Random(f"{args.seed}/{self.trainer.state.global_step}/{first + sample}")
             messages += [self._with_context(other, z) for other in rng.sample(others, args.contrastive_count)]
         tokens = self._tokenize_teacher_messages(messages)
@@ -110,5 +110,8 @@ def reward(completions, answer, **columns):
 if __name__ == "__main__":
     parser = TrlParser((CreditSDPOConfig, ModelConfig), description=__doc__)
     parser.set_defaults(output_dir="runs/credit_in_one_file", include_environment_feedback=True, report_to="none")
+    parser.set_defaults(
+        gradient_accumulation_steps=4
+    )  # four groups in a batch: contrast prompts are the other groups'
     config, model = parser.parse_args_and_config()
     CreditSDPOTrainer(model.model_name_or_path, reward, config, make_rows()).train()

@@ -281,17 +281,18 @@ def predict(checkpoint: Checkpoint, prompts: int = 24) -> str:
 
 def target_probability(logps: CreditLogps, word: int, arm: str) -> float:
     """Probability of a token in an arm's target at the first position of the answer."""
-    support = logps.teacher[0].topk(OPTIONS["distillation_topk"]).indices
-    policy, teacher, *contrasts = (
-        objective.add_tail_bucket(one[support], one.scatter(-1, support, -torch.inf).logsumexp(-1))
-        for one in (logps.student[0], logps.teacher[0], *logps.contrasts[:, 0])
-    )
-    generic = objective.input_generic(torch.stack(contrasts))
     coef = ARMS[arm]["contrastive_coef"]
     form = ARMS[arm].get("contrastive_form", "subtract")
-    tempered = arm.startswith("temper-only")
-    target = (1.0 - coef) * teacher if tempered else objective.credit_target(teacher, generic, coef, form)
-    target = target.softmax(-1)
+    distilled = logps.teacher[0]
+    if arm.startswith("temper-only"):  # tempers the whole vocabulary, and has no contrast
+        distilled, coef = ((1.0 - coef) * distilled).log_softmax(-1), 0.0
+    support = distilled.topk(OPTIONS["distillation_topk"]).indices
+    policy, teacher, *contrasts = (
+        objective.add_tail_bucket(one[support], one.scatter(-1, support, -torch.inf).logsumexp(-1))
+        for one in (logps.student[0], distilled, *logps.contrasts[:, 0])
+    )
+    generic = objective.input_generic(torch.stack(contrasts))
+    target = objective.credit_target(teacher, generic, coef, form).softmax(-1)
     if word in support:
         return target[:-1][support == word].item()
     return (target[-1] * (logps.student[0, word] - policy[-1]).exp()).item()

@@ -47,7 +47,9 @@ Tree = dict[Prefix, tuple[float, dict[int, float]]]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("world", choices=sorted(WORLDS))
-    parser.add_argument("--bases", nargs="+", type=Path, help="folders named WORLD-seedN, as run.py makes them")
+    parser.add_argument(
+        "--bases", nargs="+", type=Path, required=True, help="folders named WORLD-seedN, as run.py makes them"
+    )
     args = parser.parse_args()
     rows = [row for base in args.bases for row in measure(WORLDS[args.world], base, PROMPTS)]
     pd.DataFrame(rows).to_csv(HERE / "results" / "direction.csv", index=False, float_format="%.4f")

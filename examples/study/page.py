@@ -63,7 +63,7 @@ def table(rows: Sequence[Row], step: int, baseline: str, measure: str) -> list[s
         for arm, own in arms.items()
         if arm != baseline
     }
-    tested = [arm for arm, values in differences.items() if len(values) > 1]
+    tested = [arm for arm, values in differences.items() if arm != "base" and len(values) > 1]
     adjusted = dict(zip(tested, holm([stats.ttest_1samp(differences[a], 0.0).pvalue for a in tested]), strict=True))
     for arm, own in arms.items():
         left = [row for row in own if row["format"] >= COLLAPSED]

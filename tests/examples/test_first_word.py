@@ -101,3 +101,6 @@ def test_predicted_probability_is_that_of_the_target(first_word, is_in_support):
     logps = torch.tensor(drawn).log()
     own = first_word.CreditLogps(logps[:1], logps[1:2], logps[2:, None])
     assert first_word.target_probability(own, int(word), "CREDIT form=guide λ=1") == pytest.approx(expected)
+    tempered = teacher**0.9 / (teacher**0.9).sum()
+    expected = tempered[word] if is_in_support else tempered[rest].sum() * policy[word] / policy[rest].sum()
+    assert first_word.target_probability(own, int(word), "temper-only λ=0.1") == pytest.approx(expected)
