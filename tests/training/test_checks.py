@@ -22,7 +22,7 @@ def no_rollout(monkeypatch):
 @pytest.mark.usefixtures("no_rollout")
 def test_parameters_that_are_not_passed_are_refused(make_trainer):
     for func in (lambda prompt, **_: [], lambda completion, **_: [], lambda environments, **_: []):
-        with pytest.raises(ValueError, match=r"with which it is not called.*completions, log_extra.*prompts"):
+        with pytest.raises(ValueError, match=r"which it is not given.*completions, log_extra.*prompts"):
             make_trainer(reward_funcs=func)
 
 

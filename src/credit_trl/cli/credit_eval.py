@@ -8,6 +8,7 @@ from pathlib import Path
 
 from credit_trl.cli.run_folder import add_run_arguments, model_of_run, read_run, task_of_run
 from credit_trl.sandbox import choose_sandbox
+from credit_trl.tasks.registry import TRAINING_ROWS
 from credit_trl.training.run_directory import RUN_FILE
 
 EVALUATION_FOLDER = "credit_eval"  # of a run directory
@@ -67,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"`--output_dir {folder}` is the folder of a training run; give another one.")
     task = task_of_run(args.run, args.task, args.reward_funcs)
     if args.path and args.task is None:
-        task = replace(task, name=Path(args.path).stem)
+        task = replace(task, name=f"{task.name.removesuffix(TRAINING_ROWS)}, {Path(args.path).name}")
     print(evaluate(args.model, task, **options))
     if folder:
         print(f"  written to {folder}")

@@ -77,8 +77,6 @@ def run(args: argparse.Namespace) -> int:
     maps = [map_response(one, response, config, classify=classify) for one, response in pairs]
     if not maps:
         raise ValueError("no response has a teacher: no feedback that fits, and no rollout that succeeded.")
-    if not any(len(one.scores.contrast_logps) for one in maps):
-        raise ValueError("The responses have no contrast prompt, which S_t needs. Give more prompts: --max_prompts.")
     _write(Path(args.output_dir or "credit_map"), maps, config, args.generation_batches)
     return 0
 

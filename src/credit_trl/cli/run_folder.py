@@ -33,7 +33,7 @@ def read_run(folder: str | Path) -> dict[str, Any]:
     """
     path = Path(folder) / RUN_FILE
     if not path.is_file():
-        raise FileNotFoundError(f"{folder} is not a run directory, which has a {RUN_FILE}. Name a model by `--model`.")
+        raise FileNotFoundError(f"{folder} is not a run directory: it has no {RUN_FILE}. Name a model by `--model`.")
     return read_json(path)
 
 

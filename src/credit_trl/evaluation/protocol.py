@@ -137,8 +137,7 @@ def distinct_names(names: Sequence[str]) -> list[str]:
 def content_digest(content: Any) -> str:
     """16 hex digits that change with the content, whose values may be functions.
 
-    A function counts with its source, closure, defaults and public attributes, a task of the package with the files of
-    all of them; other objects count with their text.
+    A function counts with its source, closure, defaults and public attributes, a task of the package with all tasks.
     """
     found: list[Any] = []
 
@@ -159,7 +158,7 @@ def content_digest(content: Any) -> str:
             bound += [cell.cell_contents for cell in getattr(value, "__closure__", None) or ()]
             module = None if code.__module__ == "__main__" else sys.modules.get(code.__module__)
             source = inspect.getsource(module or code)
-        if code.__module__.startswith("credit_trl.tasks"):
+        if (code.__module__ or "").startswith("credit_trl.tasks") and code.__module__ != Task.__module__:
             source = [file.read_text("utf-8") for file in sorted(Path(tasks.__file__).parent.glob("*.[py]*[ly]"))]
         return [code.__qualname__, source, [one for one in bound if callable(one) or isinstance(one, _BOUND)]]
 

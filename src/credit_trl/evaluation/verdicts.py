@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from transformers import TrainerState
+
 from credit_trl.contexts.prompts import row_prompt
 from credit_trl.evaluation.generation import Response
 from credit_trl.rollout.verdict import FAILED, Verdict, VerifierPolicy, as_verdicts, takes
@@ -82,11 +84,10 @@ def task_verdicts(
         **{name: [row.get(name) for row in rows] for name in rows[0] if name != "prompt"},
         "truncated": [response.truncated for response in responses],
     }
-    others = dict.fromkeys(("log_extra", "log_metric"), lambda *args, **kwargs: None)  # an evaluation has no such log
-    others["completion_ids"] = [response.ids for response in responses]
+    others: dict[str, Any] = {"completion_ids": [one.ids for one in responses], "trainer_state": TrainerState()}
+    others |= dict.fromkeys(("log_extra", "log_metric"), lambda *args, **kwargs: None)  # an evaluation has no such log
     arguments |= {name: value for name, value in others.items() if takes(task.reward, name)}
-    policy = policy or VerifierPolicy()
-    verdicts = policy.call(task.name, lambda **given: call_reward(task.reward, **given), arguments)
+    verdicts = (policy or VerifierPolicy()).call(task.name, lambda **own: call_reward(task.reward, **own), arguments)
     if verdicts is FAILED:
         raise VerifierFailed(f"The verifier of {task.name!r} failed, so its samples have no reward.")
     return as_verdicts(task.name, verdicts, arguments)

@@ -24,6 +24,7 @@ from credit_trl.tasks.task import Task, batch_of, renamed
 
 logger = logging.getLogger(__name__)
 
+TRAINING_ROWS = ", training rows"  # of the name of a task without held-out rows
 BUILT_IN = ("livecodebench", "math", "quickstart", "sciknoweval", "toolalpaca")
 
 
@@ -118,7 +119,7 @@ def task_of_data(data: Mapping[str, Any]) -> Task:
         task = load_task(data["task"])
     else:
         name = Path(held_out.get("path") or held_out.get("name") or "run").stem
-        name = name if has_held_out else f"{name} (training rows)"
+        name = name if has_held_out else name + TRAINING_ROWS
         task = Task.from_dataset({}, list(map(_reward, data["reward_funcs"])), name, data["reward_weights"])
 
     def build(split: str = "test", path: str | Path | None = None, **options: Any) -> Any:

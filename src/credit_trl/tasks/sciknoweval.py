@@ -26,7 +26,7 @@ DOMAINS = ("biology", "chemistry", "material", "physics")
 OPTION = ("domain", DOMAINS)
 HUB = "hicai-zju/SciKnowEval"
 WORDS_BEFORE = "the|so|thus|correct|right|best|final|answer|option|choice|letter|is|must|be|text|boxed"
-OTHER_ANSWER = r"(?<![\w'])[A-Z](?![\w'])|\b(?i:not|wrong|incorrect|false)\b"
+OTHER_ANSWER = r"\W*(?i:or|and|is|\W)\W*(?:[A-Z]\b(?! )|[A-Z]$|(?i:not|wrong|incorrect|false)\b)"
 TYPES = ("mcq-4-choices", "mcq-2-choices")
 SYSTEM_PROMPT = PROMPTS.joinpath("sciknoweval.txt").read_text("utf-8")  # two-option questions carry it too
 
@@ -75,7 +75,7 @@ def verify(response: str, answer: str, *, truncated: bool = False) -> Verdict:
     letter = re.match(rf"{before}([a-z])(?!-?[a-z']){no_article}", written[:200], re.IGNORECASE)
     is_named = letter is not None and letter[1].upper() == answer
     # "B or C", "B is wrong"
-    if given != answer and is_named and not re.search(OTHER_ANSWER, written[letter.end() :]):
+    if given != answer and is_named and not re.match(OTHER_ANSWER, written[letter.end() :]):
         feedback = f"The letter is right; write it as <answer>\n{answer}\n</answer>. {feedback}"
     return Verdict(float(given == answer), feedback, {"answer_format": float(is_tagged)})
 

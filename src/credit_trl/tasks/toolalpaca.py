@@ -146,8 +146,8 @@ def _is_right_in_another_form(response: str, golden: Sequence[Call]) -> bool:
     """Whether a response has the golden names in order, with the golden inputs as flat objects or keywords."""
     if len(response) > 20_000 or not golden:
         return False
-    called = [first or second for first, second in re.findall(r'"name"\s*:\s*"([^"]*)"|\b(\w+)\(', response)]
-    if called and called != [name for name, _ in golden]:
+    calls = re.findall(r'"name"\s*:\s*"([^"]*)",\s*"(?:arguments|parameters)"|\b(\w+)\((?=\s*\w+\s*=)', response)
+    if any((first or second) not in [name for name, _ in golden] for first, second in calls):
         return False
     any_name = "|".join(rf"\b{re.escape(name)}\b" for name, _ in golden)
     written_names = iter(re.findall(any_name, response))

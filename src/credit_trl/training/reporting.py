@@ -75,8 +75,8 @@ class RunLog(TrainerCallback):
     """Writes `run.json` and `log.jsonl` into the output directory, for any `report_to`.
 
     Every `CreditTrainer` has one, `trainer.run_log`. A run first removes the logs, completions, scores and token maps
-    that an earlier one in the directory wrote after the step that it starts from. `segments` in `run.json` has one for
-    each step from which the run went on with other options of the objective.
+    that an earlier one in the directory wrote after the step that it starts from. `segments` in `run.json` lists
+    the steps from which the run went on with other options of the objective.
     `facts` are further fields of `run.json`, such as the task; `rows` are data sets for `store_rows`.
     """
 

@@ -101,13 +101,20 @@ class NoTeacherError(ValueError):
 
 
 def with_teacher(responses: Sequence[Rollout], config: CreditConfig, checkpoint: Checkpoint) -> list[Rollout]:
-    """Responses that have tokens and a teacher's prompt, as those of a run that are trained on."""
+    """Responses that have tokens and a teacher's prompt, as those of a run that are trained on.
+
+    Raises:
+        ValueError: no response has a contrast prompt that fits `max_reprompt_len`.
+    """
     found = []
-    for response in responses:
+    has_contrast = False
+    for response in filter(lambda one: one.token_ids, responses):
         with suppress(NoTeacherError):
-            rollout_contexts(response, config, checkpoint)
+            has_contrast |= len(rollout_contexts(response, config, checkpoint).contrasts) > 0
             found.append(response)
-    return [response for response in found if response.token_ids]
+    if found and not has_contrast:
+        raise ValueError("The responses have no contrast prompt, which S_t needs. Give more prompts: --max_prompts.")
+    return found
 
 
 def rollout_contexts(response: Rollout, config: CreditConfig, checkpoint: Checkpoint) -> RolloutContexts:
