@@ -4,7 +4,7 @@
     log.jsonl                    the trainer's logs, one object per line
     evaluations.jsonl            evaluations during training, one object per line
     evaluations/step-000005/     one evaluation: settings.json, samples.jsonl, result.json
-    credit_maps/step-5.json      token maps
+    credit_maps/step-000005.json token maps
     rows/train.parquet           rows that were a `Dataset` object, from which `credit-eval RUN` reads them
 
 A process killed at any moment leaves each file complete, or with an unfinished last line that readers ignore.
