@@ -165,7 +165,8 @@ class VerifierPolicy:
         advice = None
         if isinstance(completion, list) and isinstance(error, AttributeError | TypeError) and "list" in str(error):
             advice = (
-                "If it read a completion: that of a conversation is a list, whose text is completion[-1]['content']."
+                "If it read a completion: in a conversation it is a list of messages, with the text in "
+                "completion[-1]['content']."
             )
         if isinstance(completion, str) and isinstance(error, TypeError) and "string indices" in str(error):
             advice = "For a prompt that is text the completion is text too, not a list of messages."

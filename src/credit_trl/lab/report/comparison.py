@@ -111,7 +111,8 @@ def _compare_on_task(task: str, arms: Mapping[str, Sequence[Run]]) -> list[dict[
     settings = [run.settings(run.evaluations[-1]["step"]) for runs in arms.values() for run in runs]
     differing = [name for name in SETTINGS if len({json.dumps(one[name]) for one in settings if name in one}) > 1]
     if differing:
-        logger.warning(f"The evaluations of {task} differ in {', '.join(differing)}, not by their models alone.")
+        names = ", ".join(differing)
+        logger.warning(f"The scores of {task} are not comparable: the evaluations differ in {names}.")
     matrices = {name: np.array([[s[i] for i in shared] for s in scores]) for name, scores in final.items()}
     baseline = next(iter(arms))
     rows = []
