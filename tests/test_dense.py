@@ -7,6 +7,7 @@ from torch.testing import assert_close
 from credit_trl.contexts.builder import ContextBuilder
 from credit_trl.rollout.batch import GenerationBatch
 from credit_trl.teacher.models import make_teacher
+from credit_trl.teacher.passes import policy_states
 from credit_trl.training.step import CreditStep
 from dense import LENGTHS, gradients, naive_loss, naive_token_losses, padded, scoring_model, step_problem
 
@@ -137,10 +138,20 @@ def test_token_weights_multiply_the_losses_of_tokens(make_problem):
     assert problem.tensors["token_weight"].std() > 0.01
 
 
-def test_the_credit_of_a_token_weight_is_that_of_plain_passes(make_problem):
+@pytest.mark.parametrize("size", [2, len(LENGTHS)])
+def test_the_credit_of_a_token_weight_is_that_of_plain_passes(make_problem, monkeypatch, size):
     seen = []
-    problem = make_problem(token_weight=lambda credit: seen.append(credit) or {})
+    rows = []
+
+    def counting(model, sequences, **options):
+        rows.append(len(sequences.ids))
+        return policy_states(model, sequences, **options)
+
+    monkeypatch.setattr("credit_trl.training.step.policy_states", counting)
+    options = {"per_device_train_batch_size": size, "generation_batch_size": len(LENGTHS)}
+    problem = make_problem(token_weight=lambda credit: seen.append(credit) or {}, **options)
     (credit,) = seen
+    assert rows == [size] * (len(LENGTHS) // size)
     step, teacher = problem.step, scoring_model(problem)
     old = step.policy_logps(problem.policy, problem.tensors)
     mask = problem.tensors["completion_mask"].bool() & problem.tensors["teacher_mask"][:, None]

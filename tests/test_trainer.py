@@ -88,6 +88,15 @@ def test_a_contrast_replaces_the_question_and_keeps_the_feedback(train):
         assert contrast == own.replace(question, other)
 
 
+def test_the_teachers_prompts_have_the_date_of_their_generation_batch(train, dataset, tokenizer):
+    dated = copy.deepcopy(tokenizer)
+    dated.chat_template = "{{ strftime_now('%f') }}" + dated.chat_template
+    trainer = train(processing_class=dated, rows=dataset.select(range(2)), max_steps=2)
+    dates = [{own.split("<")[0] for own, _ in texts(trainer)[batch]} for batch in (slice(8), slice(8, 16))]
+    assert all(dates)
+    assert not set.intersection(*dates)
+
+
 def test_feedback_only_where_no_rollout_succeeded(train):
     trainer = train(environment_feedback_only_without_solution=True)
     shown = [(b.privileged.demonstration, b.privileged.feedback) for _, b in trainer.seen]

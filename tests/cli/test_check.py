@@ -42,19 +42,23 @@ def test_check_prints_each_part_and_leaves_nothing(tmp_path, monkeypatch, capsys
     assert not list(tmp_path.iterdir())
 
 
-def test_check_changes_neither_weights_nor_options_nor_the_next_run(make_trainer, tmp_path):
+def test_check_changes_neither_weights_nor_options_nor_the_next_run(make_trainer, dataset, tmp_path, monkeypatch):
     entropy = {"use_adaptive_entropy": True, "entropy_coef": 0.01, "distillation_weight": 0.5}
 
     def trained(checks):
-        options = {"max_steps": 2, "lr_scheduler_type": "polynomial", **entropy}
-        trainer = make_trainer(output_dir=str(tmp_path / str(checks)), **options)
+        options = {"max_steps": 2, "lr_scheduler_type": "polynomial", "eval_on_start": True, **entropy}
+        trainer = make_trainer(output_dir=str(tmp_path / str(checks)), eval_rows=dataset, **options)
+        evaluations = []
+        monkeypatch.setattr(trainer, "evaluate", lambda **options: evaluations.append(options) or {})
         before = [weight.clone() for weight in trainer.model.parameters()]
         options = dict(vars(trainer.args))
         if checks:
             trainer.check()
             assert all(map(torch.equal, before, trainer.model.parameters()))
             assert vars(trainer.args) == options
+            assert not evaluations
         trainer.train()
+        assert len(evaluations) == 1
         return list(trainer.model.parameters())
 
     assert all(map(torch.equal, trained(checks=False), trained(checks=True)))

@@ -222,6 +222,7 @@ LENGTH, NOISE = 128, 0.08  # as .02 nats a token over 2,048 tokens: the ratio of
 
 def noisy_rollouts(prompts, trainer, spread=NOISE):
     """Long completions with log-probabilities of an engine whose mean ratio is 1."""
+    is_training = trainer.model.training
     generator = torch.Generator().manual_seed(0)
     completions = torch.randint(97, 122, (len(prompts), LENGTH), generator=generator).tolist()
     ids = [trainer.processing_class(prompt[-1]["content"])["input_ids"] for prompt in prompts]
@@ -229,7 +230,7 @@ def noisy_rollouts(prompts, trainer, spread=NOISE):
     for own, completion in zip(ids, completions, strict=True):
         noise = spread * torch.randn(LENGTH, generator=generator) + spread**2 / 2
         logprobs.append((logps(trainer.model.eval(), own, completion)[range(LENGTH), completion] + noise).tolist())
-    trainer.model.train()
+    trainer.model.train(is_training)
     return {"prompt_ids": ids, "completion_ids": completions, "logprobs": logprobs}
 
 
@@ -243,6 +244,17 @@ def trained(make_trainer, no_engine):
         return trainer
 
     return train
+
+
+def test_the_engine_gets_the_weights_of_a_second_training_and_of_the_best_model(trained, dataset):
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "save_strategy": "epoch"}
+    best["eval_strategy"] = "epoch"
+    for options, call in (({}, "train"), ({"eval_rows": dataset, **best}, "evaluate")):
+        loaded = []
+        trainer = trained(**options)
+        trainer.vllm_generation.sync_weights = partial(loaded.append, call)
+        getattr(trainer, call)()
+        assert loaded == [call]
 
 
 @pytest.mark.parametrize(("mode", "lowest", "highest"), TABLES["medians"])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from credit_trl import objective
 from credit_trl.contexts.tokens import PrivilegedContext
-from credit_trl.lab.analysis.responses import Rollout, rollout_contexts
+from credit_trl.lab.analysis.responses import Rollout, rollout_contexts, with_teacher
 from credit_trl.lab.analysis.token_classes import default_classes
 from credit_trl.lab.analysis.tokenmap import format_summary, map_response, read_maps, summarize_maps, write_maps
 from credit_trl.lab.analysis.tokentext import token_texts
@@ -79,6 +79,14 @@ def test_unmappable_responses_are_refused(checkpoint, respond, config):
     config.max_reprompt_len = 10
     with pytest.raises(ValueError, match="max_reprompt_len=10"):
         map_response(checkpoint, respond("Paris"), config)
+
+
+def test_responses_with_a_teacher_are_those_whose_feedback_fits_beside_the_prompt(checkpoint, respond, config):
+    config.max_reprompt_len = 200
+    long = [{"role": "user", "content": "Name the capital of France. " * 20}]
+    others = [{"prompt": long}, {"privileged": PrivilegedContext()}, {"token_ids": ()}]
+    responses = [respond("Paris", **changed) for changed in (*others, {})]
+    assert with_teacher(responses, config, checkpoint) == responses[-1:]
 
 
 @quick
