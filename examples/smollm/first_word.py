@@ -11,7 +11,8 @@ the model tends to begin with the feedback's own wording ("The sentence …").
 Every step prints the probability of the required first word on prompts with words that are not trained. The command
 writes a page with the curves and answers before and after. With `--csv` it measures every `--every` steps only, and
 writes a row for each: arm, seed, step, that probability, accuracy, transfer, length, KL divergence and perplexity on
-unrelated prompts, and the probability on prompts with trained words. Runs that are in the file are skipped.
+unrelated prompts, the probability on prompts with trained words, and the share of answers with the noun. Runs that are
+in the file are skipped.
 """
 
 import argparse
@@ -22,6 +23,7 @@ from collections.abc import Sequence
 from html import escape
 from itertools import product
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import pandas as pd
@@ -88,7 +90,7 @@ UNRELATED = [
     for request in ("Why do people like {}?", "Explain {} to a child.", "Name three things related to {}.")
     for subject in ("volcanoes", "bicycles", "honey bees", "the moon", "chess", "glass", "elephants", "bread")
 ]
-MEASURED = ["probability", "accuracy", "transfer", "length", "kl", "perplexity", "trained"]
+MEASURED = ["probability", "accuracy", "transfer", "length", "kl", "perplexity", "trained", "noun"]
 COLUMNS = ["arm", "seed", "step", *MEASURED, "version", "commit", "torch", "trl"]
 
 
@@ -130,7 +132,7 @@ def verify(text: str, word: str, noun: str, constraint: str = "first") -> Verdic
         broken = "noun"
     if broken is None and len(words) < 5:
         broken = "length"
-    return Verdict(float(broken is None), RULES[broken], {"first_word": float(keeps)})
+    return Verdict(float(broken is None), RULES[broken], {"first_word": float(keeps), "noun": float(is_about)})
 
 
 def reward(completions: list, word: list[str], noun: list[str], **columns: Any) -> list[Verdict]:
@@ -172,14 +174,10 @@ def perplexity(logps: torch.Tensor, answers: list[list[int]]) -> float:
     return logps.gather(-1, tokens[:, None]).mean().neg().exp().item()
 
 
-def accuracy(policy: Checkpoint, rows: Sequence[dict[str, Any]], answers: Sequence[Sequence[int]]) -> float:
-    graded = [
-        verify(
-            policy.tokenizer.decode(ids, skip_special_tokens=True), row["word"], row["noun"], row["constraint"]
-        ).reward
-        for row, ids in zip(rows, answers, strict=True)
-    ]
-    return sum(graded) / len(graded)
+def grade(policy: Checkpoint, rows: Sequence[dict[str, Any]], answers: list[list[int]]) -> list[Verdict]:
+    """Verdicts of answers, which are token ids."""
+    texts = policy.tokenizer.batch_decode(answers, skip_special_tokens=True)
+    return [verify(text, row["word"], row["noun"], row["constraint"]) for text, row in zip(texts, rows, strict=True)]
 
 
 class Measurements(TrainerCallback):
@@ -218,15 +216,17 @@ class Measurements(TrainerCallback):
 
     def _columns(self, step: int) -> dict[str, float]:
         answers = answer(self.policy, self.rows, seed=step)
-        others = answer(self.policy, self.others, seed=step)
+        graded = grade(self.policy, self.rows, answers)
+        others = grade(self.policy, self.others, answer(self.policy, self.others, seed=step))
         logps = answer_logps(self.policy, self.unrelated, self.base_answers)
         return {
-            "accuracy": accuracy(self.policy, self.rows, answers),
-            "transfer": accuracy(self.policy, self.others, others),
+            "accuracy": mean(verdict.reward for verdict in graded),
+            "transfer": mean(verdict.reward for verdict in others),
             "length": sum(map(len, answers)) / len(answers),
             "kl": (self.base_logps.exp() * (self.base_logps - logps)).sum(-1).mean().item(),
             "perplexity": perplexity(logps, self.base_answers),
             "trained": first_word_probability(self.policy, self.trained),
+            "noun": mean(verdict.metrics["noun"] for verdict in graded),
         }
 
 
@@ -332,7 +332,7 @@ def study_table(rows: pd.DataFrame, step: int, baseline: str = "SDPO") -> str:
     The last two columns are the differences from the baseline on the same seeds.
     """
     compared = ("probability", "accuracy")
-    rows = rows.reindex(columns=COLUMNS)  # older rows lack the last two measurements
+    rows = rows.reindex(columns=COLUMNS)  # older rows lack the last three measurements
     lines = [f"| | seeds | {' | '.join((*MEASURED, *(f'{name}, minus {baseline}' for name in compared)))} |"]
     lines.append("| --- |" + " ---: |" * (1 + len(MEASURED) + len(compared)))
     base = rows[(rows["step"] == 0) & (rows["arm"] == rows["arm"].iloc[0])]
