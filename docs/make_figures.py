@@ -78,7 +78,7 @@ def draw_predicted() -> Figure:
 def draw_smollm2_arms() -> Figure:
     runs = pd.read_csv(STUDY.parent / "smollm" / "results" / "runs.csv").query("setting == 'average'")
     arms = {"sdpo": "SDPO"} | {f"credit-{coef}": f"CREDIT λ={coef}" for coef in ("0.05", "0.1", "0.2", "0.5")}
-    arms |= {"guide": "CREDIT form=guide λ=0.2", "temper-only": "temper-only λ=0.1", "grpo": "GRPO"}
+    arms |= {"guide": "CREDIT form=guide λ=0.1", "temper-only": "temper-only λ=0.1", "grpo": "GRPO"}
     figure, panels = plt.subplots(1, 2, figsize=(9.6, 3.0), layout="constrained")
     titles = {"opening": "responses with an opening, %", "accuracy": "held-out avg@4, %"}
     for axes, (measure, title) in zip(panels, titles.items(), strict=True):
@@ -96,9 +96,10 @@ def draw_smollm2_arms() -> Figure:
 def draw_learning_curve(run: Path) -> Figure:
     rows = read_lines(run / EVALUATIONS_FILE)
     figure, axes = plt.subplots(figsize=(6.4, 3.2), layout="constrained")
-    for group, color in {"known": "#0072B2", "unknown": "#D55E00", "holdout": "#7F7F7F"}.items():
+    ink = mpl.rcParams["text.color"]  # colors are those of arms
+    for group, line in {"known": "o-", "unknown": "o--", "holdout": "o:"}.items():
         scores = [100 * row["groups"][group] for row in rows]
-        axes.plot([row["step"] for row in rows], scores, "o-", color=color, lw=2, ms=4, label=f"{group} cues")
+        axes.plot([row["step"] for row in rows], scores, line, color=ink, lw=2, ms=4, label=f"{group} cues")
     axes.set(ylim=(0, 103), title="test accuracy, %", xlabel="step")
     axes.legend(loc="center right")
     return figure

@@ -28,6 +28,7 @@ CORE_PARTS = ("trainer", "config", "objective", "rollout", "contexts", "teacher"
 AIR = 0.98  # share of a budget that may be used, so that an addition does not fail at once
 MAX_OPTIONS = 34  # of `CreditConfig` beyond `GRPOConfig`
 MAX_PROSE_BYTES = 115_000  # README and docs
+MAX_FINDINGS = 1300  # words, with those of tables
 MAX_PACKED_ASSIGNMENTS = 60
 MAX_WALRUSES = 30
 MAX_OVERRIDES = 18  # of methods of TRL's trainer
@@ -145,6 +146,12 @@ def test_documentation_is_within_the_budget():
     pages = [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md"]
     assert sum(page.stat().st_size for page in pages) <= AIR * MAX_PROSE_BYTES
     assert [page for page in pages if re.search(r"^(<{7}|>{7}) ", page.read_text("utf-8"), re.MULTILINE)] == []
+
+
+def test_findings_are_short_and_their_intervals_stand_in_no_parentheses():
+    text = (ROOT / "docs" / "findings.md").read_text("utf-8")
+    assert len(text.split()) <= MAX_FINDINGS
+    assert re.findall(r"\([^()\]]*\[[−\d][^\]]*\][^()]*\)", text) == []
 
 
 def test_assignments_have_one_value_a_line():
