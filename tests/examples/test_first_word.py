@@ -25,6 +25,7 @@ def test_verdict_names_the_broken_rule(first_word, text, constraint, reward, fee
     verdict = first_word.verify(text, "There", "dog", constraint)
     assert verdict.reward == reward
     assert feedback in verdict.feedback
+    assert verdict.metrics["noun"] == float("dog" in text.lower())
 
 
 def run(first_word, monkeypatch, tmp_path, *options):
