@@ -101,7 +101,7 @@ def draw_learning_curve(run: Path) -> Figure:
         scores = [100 * row["groups"][group] for row in rows]
         axes.plot([row["step"] for row in rows], scores, line, color=ink, lw=2, ms=4, label=f"{group} cues")
     axes.set(ylim=(0, 103), title="test accuracy, %", xlabel="step")
-    axes.legend(loc="center right")
+    axes.legend(loc="center right", handlelength=4)
     return figure
 
 
