@@ -208,7 +208,7 @@ class Measurements(TrainerCallback):
         was_training = model.training
         model.eval()
         self.curve.append(first_word_probability(self.policy, self.rows))
-        name = STYLES[self.arm][0]
+        name = STYLES.get(self.arm, [self.arm])[0]
         print(f"{name:20} step {step:3}  p(required first word) {self.curve[-1]:.3f}", flush=True)
         if self.every is not None:
             self.table.append({"step": step, "probability": self.curve[-1]} | self._columns(step))

@@ -32,6 +32,7 @@ ARMS: dict[str, dict[str, Any]] = {
     # What could take the place of feedback, contrast or teacher: `CHANGES`, and options alone.
     "foreign z SDPO": {"contrastive_coef": 0.0},
     "foreign z λ=0.1": {"contrastive_coef": 0.1},
+    "foreign z guide λ=1.5": {"contrastive_coef": 1.5, "contrastive_form": "guide"},
     "no z SDPO": {"contrastive_coef": 0.0, "teacher_prompt": "student"},
     "no z λ=0.1": {"contrastive_coef": 0.1, "teacher_prompt": "student"},
     "five rollouts SDPO": {"contrastive_coef": 0.0, "num_generations": 5, "per_device_train_batch_size": 80},

@@ -1,6 +1,6 @@
 """Which tokens should the gradient raise? ΔV_t, S_t and R_t against the effect on success, without any training.
 
-    python direction.py weak --bases runs/study/bases/weak-seed30?    # writes results/direction.csv
+    python direction.py weak --first_seed 320 --seeds 8    # pretrains the bases and writes results/direction.csv
 
 Responses of the worlds are few enough to be enumerated: every token of at least `MIN_PROBABILITY` continues a prefix.
 P(O = 1 | prefix) then follows backwards from the verdicts of the whole responses. The ideal is the gradient of success
@@ -21,7 +21,7 @@ import pandas as pd
 import torch
 from run import HERE, PROVENANCE, row_of
 from scipy.stats import somersd
-from worlds import WORLDS, World
+from worlds import WORLDS, World, pretrain
 
 from credit_trl import objective
 from credit_trl.contexts.tokens import PrivilegedContext
@@ -47,17 +47,26 @@ Tree = dict[Prefix, tuple[float, dict[int, float]]]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("world", choices=sorted(WORLDS))
+    parser.add_argument("--seeds", type=int, default=8, help="number of bases (default 8)")
+    parser.add_argument("--first_seed", type=int, default=320, help="seed of the first base (default 320)")
     parser.add_argument(
-        "--bases", nargs="+", type=Path, required=True, help="folders named WORLD-seedN, as run.py makes them"
+        "--output_dir", type=Path, default=Path("runs/study"), help="folder of the bases, as in run.py"
     )
     args = parser.parse_args()
-    rows = [row for base in args.bases for row in measure(WORLDS[args.world], base, PROMPTS)]
+    torch.set_num_threads(1)  # as run.py, which makes the same bases
+    world = WORLDS[args.world]
+    rows = []
+    for seed in range(args.first_seed, args.first_seed + args.seeds):
+        base = args.output_dir / "bases" / f"{world.name}-seed{seed}"
+        if not base.exists():
+            pretrain(world, seed, base)
+        rows += measure(world, base, seed, PROMPTS)
+        print(f"{world.name}, base {seed}", flush=True)
     pd.DataFrame(rows).to_csv(HERE / "results" / "direction.csv", index=False, float_format="%.4f")
 
 
-def measure(world: World, base: Path, prompts: int) -> Iterator[dict[str, Any]]:
+def measure(world: World, base: Path, seed: int, prompts: int) -> Iterator[dict[str, Any]]:
     """A row for every group and quantity: means over prompts."""
-    seed = int(base.name.rpartition("seed")[2])
     made_by = {name: row_of(world, seed, "", 0, {"contrastive_coef": 0.0})[name] for name in PROVENANCE}
     checkpoint = Checkpoint.load(str(base), name="base")
     config = analysis_config(contrastive_count=4, use_successful_as_teacher=False, **TEMPLATES)

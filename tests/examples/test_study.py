@@ -116,7 +116,7 @@ def test_direction_of_the_gradient_is_that_of_enumerated_success(study, tmp_path
     direction = study("direction")
     base = tmp_path / "weak-seed0"
     shutil.copytree(SHIPPED, base)
-    rows = direction.measure(study("worlds").WORLDS["weak"], base, 1)
+    rows = direction.measure(study("worlds").WORLDS["weak"], base, 0, 1)
     rows = {row["quantity"]: row for row in rows if row["group"] == "unknown"}
     assert set(rows) == set(direction.QUANTITIES)
     assert 0.0 < rows["S"]["success"] < 1.0
