@@ -6,7 +6,8 @@
 warm-up of the learning rate, and on nothing fitted (`credit_trl.lab.analysis.drift`). `predicted_finite` has a student
 of finite speed: one constant κ, fitted on the runs of SDPO in the world `weak` on other bases than the row's own, and
 the exponent `SLOWING`. The band of a row is `predicted` ± the 95 % t interval of the errors of the same world and arm
-over other bases that were seen when the law was written (`SEEN`).
+over other bases that were seen when the law was written (`SEEN`). `version` and `commit` are those of the measured
+row, or of the row of step 0 where nothing is measured yet.
 """
 
 import math
@@ -31,7 +32,7 @@ SLOWING = 0.25  # of 0, ¼, ½ and 1 the one with the least mean error over the 
 LEVEL = 0.95
 COLUMNS = (
     *("world", "base", "arm", "rho", "step", "log_odds_0"),
-    *("predicted", "measured", "in_band", "seen", "predicted_finite"),
+    *("predicted", "measured", "in_band", "seen", "predicted_finite", "version", "commit"),
 )
 COLLAPSED = 0.9  # share of answers in the format, below which a run has no branch any more
 
@@ -69,6 +70,7 @@ def predictions(rows: Sequence[dict[str, str]], steps: dict[str, Sequence[int]])
         for row in rows
         if row["log_odds"] and float(row["format"]) >= COLLAPSED
     }
+    made_by = {key_of(row, int(row["step"])): (row["version"], row["commit"]) for row in rows}
     starts = [row for row in rows if row["step"] == "0" and row["arm"] != "GRPO"]
     fits = {
         int(row["seed"]): [(row, step, value) for step in steps["weak"] if (value := measured.get(key_of(row, step)))]
@@ -89,7 +91,8 @@ def predictions(rows: Sequence[dict[str, str]], steps: dict[str, Sequence[int]])
         for step in wanted:
             key = (row["world"], base, row["arm"], rate_of(row["arm"]), step, float(row["log_odds"]))
             value = measured.get(key_of(row, step), math.nan)
-            found.append((*key, path[step - 1], value, None, base in SEEN, finite[step - 1]))
+            version, commit = made_by.get(key_of(row, step)) or made_by[key_of(row, 0)]
+            found.append((*key, path[step - 1], value, None, base in SEEN, finite[step - 1], version, commit))
     return with_bands(pd.DataFrame(found, columns=COLUMNS))
 
 

@@ -3,6 +3,7 @@
 import csv
 import math
 import random
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -13,7 +14,8 @@ import torch
 
 from credit_trl.tasks.quickstart_model import SHIPPED
 
-RESULTS = Path(__file__).parents[2] / "examples" / "study" / "results"
+EXAMPLES = Path(__file__).parents[2] / "examples"
+RESULTS = EXAMPLES / "study" / "results"
 WORLDS = ("weak", "tables", "skip", "filler", "useful")
 
 
@@ -29,7 +31,13 @@ def test_committed_rows_have_every_column_and_occur_once(study, world):
     keys = [tuple(row[name] for name in run.KEY) for row in rows]
     assert len(set(keys)) == len(keys)
     assert {row["world"] for row in rows} == {world}
-    assert all(row["version"] for row in rows)
+
+
+@pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*/results/**/*.csv")), ids=lambda file: file.stem)
+def test_rows_of_studies_name_version_and_commit(file):
+    rows = list(csv.DictReader(file.open(encoding="utf-8")))
+    assert rows
+    assert all(row["version"] and re.fullmatch("[0-9a-f]{7,40}(-dirty)?", row["commit"]) for row in rows)
 
 
 def test_page_prints_means_and_paired_differences(study, monkeypatch, capsys):
