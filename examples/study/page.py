@@ -1,11 +1,11 @@
 """Print the table of a world: means over bases, with Student's 95 % intervals, and differences from a baseline.
 
     python page.py weak                            # the last step that every arm has
-    python page.py tables --step 60 --baseline SDPO --measure accuracy_unknown
+    python page.py tables --step 60 --baseline SDPO --measure thought_unknown accuracy_known
 
 A run has collapsed if less than 90 % of its responses are in the format. Collapsed runs count in the means; where an
 arm has some, the mean of its other runs follows in parentheses. p is that of a paired t test, with Holm's adjustment
-over the arms of the table.
+over all differences of the table.
 """
 
 import argparse
@@ -28,7 +28,7 @@ def main() -> None:
     parser.add_argument("world", help="name of a table in results/, or its path")
     parser.add_argument("--step", type=int, help="step of the rows (default: the last one that every arm has)")
     parser.add_argument("--baseline", default="SDPO")
-    parser.add_argument("--measure", default="accuracy_unknown", help="column of the differences")
+    parser.add_argument("--measure", nargs="+", default=["accuracy_unknown"], help="columns of the differences")
     args = parser.parse_args()
     file = Path(args.world)
     file = file if file.suffix else HERE / "results" / f"{args.world}.csv"
@@ -50,31 +50,38 @@ def arms_of(rows: Sequence[Row]) -> list[str]:
     return sorted({row["arm"] for row in rows}, key=lambda arm: (order.index(arm) if arm in STYLES else 99, arm))
 
 
-def table(rows: Sequence[Row], step: int, baseline: str, measure: str) -> list[str]:
+def table(rows: Sequence[Row], step: int, baseline: str, measures: Sequence[str]) -> list[str]:
     """Lines of the Markdown table of the rows of step 0 and one other step, in percent."""
-    columns = ("arm", "bases", "collapsed", *MEASURES, f"{measure}, minus {baseline}", "p (Holm)")
+    compared = (name for measure in measures for name in (f"{measure}, minus {baseline}", "p (Holm)"))
+    columns = ("arm", "bases", "collapsed", *MEASURES, *compared)
     lines = [f"After {step} steps, in %:", "", f"| {' | '.join(columns)} |", "| --- " * len(columns) + "|"]
     started = [row for row in rows if row["step"] == 0 and row["arm"] == baseline]
     rows = [row for row in rows if row["step"] == step]
-    reference = {row["seed"]: row[measure] for row in rows if row["arm"] == baseline}
     arms = {"base": started} | {arm: [row for row in rows if row["arm"] == arm] for arm in arms_of(rows)}
     differences = {
-        arm: [row[measure] - reference[row["seed"]] for row in own if row["seed"] in reference]
+        (arm, measure): paired(own, arms[baseline], measure)
         for arm, own in arms.items()
+        for measure in measures
         if arm != baseline
     }
-    tested = [arm for arm, values in differences.items() if arm != "base" and len(values) > 1]
-    adjusted = dict(zip(tested, holm([stats.ttest_1samp(differences[a], 0.0).pvalue for a in tested]), strict=True))
+    tested = [key for key, values in differences.items() if key[0] != "base" and len(values) > 1]
+    adjusted = dict(zip(tested, holm([stats.ttest_1samp(differences[k], 0.0).pvalue for k in tested]), strict=True))
     for arm, own in arms.items():
         left = [row for row in own if row["format"] >= COLLAPSED]
         cells = [mean_text([row[name] for row in own]) for name in MEASURES]
         if 0 < len(left) < len(own):
             others = [f" ({100 * np.mean([row[name] for row in left]):.1f})" for name in MEASURES]
             cells = [cell + other for cell, other in zip(cells, others, strict=True)]
-        p = f"{adjusted[arm]:.3f}" if arm in adjusted else ""
-        counts = [arm, str(len(own)), str(len(own) - len(left))]
-        lines.append(f"| {' | '.join([*counts, *cells, mean_text(differences.get(arm, ())), p])} |")
+        for key in ((arm, measure) for measure in measures):
+            cells += mean_text(differences.get(key, ())), f"{adjusted[key]:.3f}" if key in adjusted else ""
+        lines.append(f"| {' | '.join([arm, str(len(own)), str(len(own) - len(left)), *cells])} |")
     return lines
+
+
+def paired(rows: Sequence[Row], others: Sequence[Row], measure: str) -> list[float]:
+    """Differences of a measure on the bases that both have."""
+    reference = {row["seed"]: row[measure] for row in others}
+    return [row[measure] - reference[row["seed"]] for row in rows if row["seed"] in reference]
 
 
 def mean_text(values: Sequence[float]) -> str:
