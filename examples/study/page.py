@@ -46,8 +46,14 @@ def common_step(rows: Sequence[Row]) -> int:
 
 
 def arms_of(rows: Sequence[Row]) -> list[str]:
-    order = list(STYLES)
-    return sorted({row["arm"] for row in rows}, key=lambda arm: (order.index(arm) if arm in STYLES else 99, arm))
+    """Names of the arms in the order of tables and figures."""
+
+    def place(arm: str) -> tuple[int, str]:
+        """Place of an arm in `STYLES`; options may follow its name."""
+        names = [name for name in STYLES if f"{arm} ".startswith(f"{name} ")]
+        return (list(STYLES).index(names[0]) if names else len(STYLES), arm)
+
+    return sorted({row["arm"] for row in rows}, key=place)
 
 
 def table(rows: Sequence[Row], step: int, baseline: str, measures: Sequence[str]) -> list[str]:
