@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
-from run import HERE, PROVENANCE, row_of
+from run import HERE, PROVENANCE, base_of, row_of
 from scipy.stats import somersd
-from worlds import WORLDS, World, pretrain
+from worlds import WORLDS, World
 
 from credit_trl import objective
 from credit_trl.contexts.tokens import PrivilegedContext
@@ -57,10 +57,7 @@ def main() -> None:
     world = WORLDS[args.world]
     rows = []
     for seed in range(args.first_seed, args.first_seed + args.seeds):
-        base = args.output_dir / "bases" / f"{world.name}-seed{seed}"
-        if not base.exists():
-            pretrain(world, seed, base)
-        rows += measure(world, base, seed, PROMPTS)
+        rows += measure(world, base_of(world, seed, args.output_dir), seed, PROMPTS)
         print(f"{world.name}, base {seed}", flush=True)
     pd.DataFrame(rows).to_csv(HERE / "results" / "direction.csv", index=False, float_format="%.4f")
 

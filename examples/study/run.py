@@ -82,10 +82,7 @@ def run_arm(
             rows = read_rows(file)
             if (world.name, seed, name, options["max_steps"]) in rows:
                 return False
-            base = output_dir / "bases" / f"{world.name}-seed{seed}"
-            with FileLock(output_dir / f"base-{world.name}-seed{seed}.lock"):
-                if not base.exists():
-                    pretrain(world, seed, base)
+            base = base_of(world, seed, output_dir)
             start = rows.get((world.name, seed, name, 0))
             if start is None:
                 same_base = (row for key, row in rows.items() if key[:2] == (world.name, seed) and key[3] == 0)
@@ -102,6 +99,16 @@ def run_arm(
         return False
     print(f"{world.name}, base {seed}: {name}", flush=True)
     return True
+
+
+def base_of(world: World, seed: int, output_dir: Path) -> Path:
+    """Directory of a base, which is pretrained if it is not there, by one process at a time."""
+    output_dir.mkdir(parents=True, exist_ok=True)
+    base = output_dir / "bases" / f"{world.name}-seed{seed}"
+    with FileLock(output_dir / f"base-{world.name}-seed{seed}.lock"):
+        if not base.exists():
+            pretrain(world, seed, base)
+    return base
 
 
 def first_row(world: World, base: Path, options: Row) -> Row:
