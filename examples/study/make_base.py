@@ -1,13 +1,9 @@
-"""Pretrain a base of the embedded task: `python examples/study/make_base.py --world shortcut --seed 0`."""
-
-from __future__ import annotations
+"""Pretrain a base of a world: `python examples/study/make_base.py --world shortcut --seed 0`."""
 
 import argparse
 from pathlib import Path
 
-from embedded_base.architecture import build_tokenizer
-from embedded_base.curriculum import WORLDS, template_texts
-from embedded_base.pretrain import make_base_of
+from worlds import WORLDS, pretrain
 
 from credit_trl.tasks.quickstart_model import CACHE_FOLDER
 
@@ -19,17 +15,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="new directory of the model (default: the user's cache)")
     args = parser.parse_args()
     directory = args.out or CACHE_FOLDER / "quickstart" / f"{args.world}-seed{args.seed}"
-    make_base(args.world, args.seed, directory)
+    pretrain(WORLDS[args.world], args.seed, directory)
     print(directory)
-
-
-def make_base(world: str, seed: int, directory: Path) -> None:
-    """Pretrain the base of a world (a key of `curriculum.WORLDS`) into a new directory.
-
-    Raises:
-        RuntimeError: the base fails the look-up gate; another seed may pass.
-    """
-    make_base_of(WORLDS[world], build_tokenizer(template_texts()), seed, directory)
 
 
 if __name__ == "__main__":

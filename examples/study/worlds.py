@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from branch import BranchPoint
-from embedded_base.curriculum import TEMPLATES
+from embedded_base.architecture import build_tokenizer
+from embedded_base.curriculum import TEMPLATES, template_texts
 from embedded_base.curriculum import WORLDS as EMBEDDED
-from make_base import make_base
+from embedded_base.pretrain import make_base_of
 from planted.base import CURRICULA, fidelity, make_planted_base
 from planted.task import FILLER, SKIPPED, STEP
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -70,7 +71,11 @@ class World:
 def _embedded(name: str, **options: Any) -> World:
     point = BranchPoint("Thought:", SHORTCUT_THOUGHT, "cue")
     is_right = partial(EMBEDDED[name].lookup_accuracy, seed=1)
-    return World(name, "quickstart", point, is_right, partial(make_base, name), options)
+    return World(name, "quickstart", point, is_right, partial(_make_embedded_base, name), options)
+
+
+def _make_embedded_base(name: str, seed: int, directory: Path) -> None:
+    make_base_of(EMBEDDED[name], build_tokenizer(template_texts()), seed, directory)
 
 
 def _planted(name: str, task: str, point: BranchPoint, eval_steps: int = 30, **options: Any) -> World:
