@@ -47,7 +47,7 @@ def test_rows_that_a_transform_forms_train(make_trainer, dataset, weight):
     trainer = make_trainer(rows=rows, distillation_weight=weight, contrastive_source="dataset", max_steps=1)
     trainer.train()
     assert trainer.state.global_step == 1
-    assert not Path(trainer.args.output_dir, "rows").exists()  # which would lack the transform
+    assert not Path(trainer.args.output_dir, "_rows").exists()  # which would lack the transform
 
 
 @pytest.mark.parametrize(

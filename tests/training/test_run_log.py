@@ -3,8 +3,11 @@
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import transformers.trainer
+from huggingface_hub.utils import filter_repo_objects
 
 from credit_trl.cli.run_folder import model_of_run
 from credit_trl.training.checkpoints import checkpoint_to_resume
@@ -70,12 +73,21 @@ def test_evaluation_before_training_is_no_earlier_run(train, tmp_path):
     assert [row["step"] for row in read_lines(tmp_path / "log.jsonl")][:2] == [0, 1]
 
 
-def test_rows_and_tokens_stay_out_of_a_folder_that_is_pushed(make_trainer, tmp_path):
+def test_rows_and_tokens_are_not_pushed(make_trainer, tmp_path, monkeypatch):
+    pushed = {}
     trainer = make_trainer(output_dir=str(tmp_path), teacher_model_init_kwargs={"token": "secret"})
-    trainer.args.push_to_hub = True
     trainer.state.max_steps = 1
-    (tmp_path / "rows").mkdir()  # of an earlier run
     trainer.run_log.on_train_begin(trainer.args, trainer.state, trainer.control, model=trainer.model)
-    assert not (tmp_path / "rows").exists()
+    hub = SimpleNamespace(upload_folder=lambda **options: pushed.update(options))
+    monkeypatch.setattr(transformers.trainer, "hf_api", lambda: hub, raising=False)
+    monkeypatch.setattr(transformers.trainer, "upload_folder", hub.upload_folder, raising=False)  # older releases
+    trainer.hub_model_id, trainer.push_in_progress = "user/model", None
+    monkeypatch.setattr(trainer, "create_model_card", lambda **_: None)
+    trainer.push_to_hub()
+    files = [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()]
+    assert (pushed["folder_path"], "_rows/train.parquet" in files) == (str(tmp_path), True)
+    kept = list(filter_repo_objects(files, ignore_patterns=pushed["ignore_patterns"]))
+    assert "model.safetensors" in kept
+    assert not [file for file in kept if file.endswith(".parquet")]
     assert "secret" not in str(trainer.args.to_dict())  # which dashboards show
     assert "secret" not in (tmp_path / "run.json").read_text()

@@ -139,9 +139,8 @@ def _own_rows(place: Mapping[str, Any] | None) -> Any:
 
     if not place:
         raise ValueError(
-            "The rows of this run were a `Dataset` object that it did not store: a stream, transformed, above 1 GB, "
-            "or of a run with `push_to_hub`. Save them, `dataset.to_json('questions.jsonl')`, and name the file with "
-            "`--path questions.jsonl`."
+            "The rows of this run were a `Dataset` object that it did not store: a stream, transformed, or above "
+            "1 GB. Save them, `dataset.to_json('questions.jsonl')`, and name the file with `--path questions.jsonl`."
         )
     if place["path"] is None:
         return load_dataset(place["name"], place["config"], split=place["split"], streaming=place["streaming"])

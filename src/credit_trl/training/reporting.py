@@ -2,7 +2,6 @@
 
 import json
 import logging
-import shutil
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -94,10 +93,7 @@ class RunLog(TrainerCallback):
         folder = Path(args.output_dir)
         model = kwargs["model"]
         path = folder / files.RUN_FILE
-        if args.push_to_hub:  # which uploads the folder
-            shutil.rmtree(folder / files.ROWS_FOLDER, ignore_errors=True)  # of an earlier run
-        else:
-            files.store_rows(folder, self.facts["data"], self.rows)
+        files.store_rows(folder, self.facts["data"], self.rows)
         options = stored_options(args, model)
         is_resumed = state.global_step > 0 and path.is_file()
         before = files.read_json(path) if is_resumed else {}

@@ -5,7 +5,9 @@
     evaluations.jsonl            evaluations during training, one object per line
     evaluations/step-000005/     one evaluation: settings.json, samples.jsonl, result.json
     credit_maps/step-000005.json token maps
-    rows/train.parquet           rows that were a `Dataset` object, from which `credit-eval RUN` reads them
+    _rows/train.parquet          rows that were a `Dataset` object, from which `credit-eval RUN` reads them
+
+Uploads to the hub leave out what begins with an underscore, as rows may be private.
 
 A process killed at any moment leaves each file complete, or with an unfinished last line that readers ignore.
 `credit_trl.lab.report` reads only these files, so it works offline and with every `report_to`. From the description
@@ -32,7 +34,7 @@ RUN_FILE = "run.json"
 LOG_FILE = "log.jsonl"
 EVALUATIONS_FILE = "evaluations.jsonl"
 EVALUATIONS_FOLDER = "evaluations"
-ROWS_FOLDER = "rows"
+ROWS_FOLDER = "_rows"
 MAPS_FOLDER = "credit_maps"
 SETTINGS_FILE = "settings.json"
 RESULT_FILE = "result.json"
