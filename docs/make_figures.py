@@ -6,7 +6,7 @@
     python docs/make_figures.py learning_curve --run runs/quickstart
 
 `predicted`: predicted against measured change of the log-odds, a point for each row of `predicted.csv` (`law.py`).
-`hero`: R_t of SDPO and CREDIT on one answer of a base of the world weak (`make_base.py --world weak --seed 309` in
+`hero`: R_t of SDPO and CREDIT on one answer of a base of the world weak (`worlds.py weak 309 DIRECTORY` in
 examples/study), and the rate of its planted thought by step. `smollm2_arms`: openings and accuracy of the runs in
 examples/smollm. `learning_curve`: test accuracy by step of a run of `credit-quickstart`.
 """
@@ -32,7 +32,6 @@ from credit_trl.contexts.prompts import user_text
 from credit_trl.lab.analysis import Checkpoint, TokenMap, analysis_config, map_response, sample_rollouts
 from credit_trl.tasks import load_task
 from credit_trl.tasks.quickstart import SHORTCUT_THOUGHT, TEMPLATES
-from credit_trl.tasks.quickstart_model import CACHE_FOLDER
 from credit_trl.training.run_directory import EVALUATIONS_FILE, read_lines
 
 STUDY = Path(__file__).parents[1] / "examples" / "study"
@@ -177,13 +176,15 @@ def draw_rates(axes: Axes) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("figure", choices=["predicted", "hero", "smollm2_arms", "learning_curve"])
-    parser.add_argument("--base", type=Path, help="for `hero` (default: in the user's cache)")
+    parser.add_argument("--base", type=Path, help="for `hero`")
     parser.add_argument("--run", type=Path, default=Path("runs/quickstart"), help="for `learning_curve`")
     args = parser.parse_args()
     draw = {"predicted": draw_predicted, "smollm2_arms": draw_smollm2_arms}
     draw["learning_curve"] = partial(draw_learning_curve, args.run)
     if args.figure == "hero":
-        draw["hero"] = partial(draw_hero, planted_maps(args.base or CACHE_FOLDER / "quickstart" / "weak-seed0"))
+        if args.base is None:
+            parser.error("hero needs --base")
+        draw["hero"] = partial(draw_hero, planted_maps(args.base))
     for theme, page in THEMES.items():
         with mpl.rc_context(style(*page)):
             draw[args.figure]().savefig(IMAGES / f"{args.figure}-{theme}.png", metadata={"Software": None})

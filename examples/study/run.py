@@ -23,7 +23,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # one thread a process is fastest
 import pandas as pd
 import torch
 from arms import ARMS, DEFAULT_ARMS, made_by, make_trainer, read_options, with_options
-from branch import branch_rows, measure_branch, model_log_odds
+from branch import BranchRows, branch_rows, measure_branch, model_log_odds
 from filelock import FileLock, Timeout
 from transformers import PrinterCallback, TrainerCallback
 from worlds import COMMON, WORLDS, World, pretrain
@@ -36,11 +36,13 @@ from credit_trl.tasks.quickstart_model import read_base
 HERE = Path(__file__).parent
 KEY = ("world", "seed", "arm", "step")
 BRANCH = ("delta", "s")  # of the base, which the prediction rests on
+OF_TEACHER = ("log_odds", *BRANCH)  # measured of the current teacher too
 PROVENANCE = ("version", "commit", "torch", "transformers", "trl")
 COLUMNS = (
     *("world", "seed", "arm", "lambda", "step", "teacher_fidelity"),
     *(f"{measure}_{group}" for measure in ("thought", "accuracy") for group in GROUPS),
     *("format", "log_odds", *BRANCH, "log_odds_given", "length", *PROVENANCE),
+    *(f"teacher_{name}" for name in OF_TEACHER),
 )
 # Rates are those of the policy itself, so nothing is cut from its distribution.
 EVALUATION = {"k": 4, "temperature": 1.0, "top_p": 1.0, "batch_size": 288, "group_by": "group"}
@@ -143,7 +145,7 @@ def train(world: World, seed: int, arm: str, options: Row, base: Path, folder: P
 
 
 class BranchCallback(TrainerCallback):
-    """Measures the policy's log-odds at the branch, without and with feedback, and the teacher's fidelity.
+    """Measures the policy's log-odds at the branch, without and with feedback, and the teacher's branch and fidelity.
 
     Fidelity is the share of probes whose feedback the teacher reads right. GRPO has no teacher.
     """
@@ -166,15 +168,18 @@ class BranchCallback(TrainerCallback):
         self.rows[state.global_step] = {
             "log_odds": log_odds(rows.prompts, rows.specific).mean(),
             "log_odds_given": log_odds(rows.given, rows.specific).mean(),
-            "teacher_fidelity": self._fidelity(tokenizer),
+            **self._of_teacher(tokenizer, rows),
         }
         model.train(was_training)
 
-    def _fidelity(self, tokenizer: Any) -> float | None:
+    def _of_teacher(self, tokenizer: Any, rows: BranchRows) -> Row:
         if self.trainer.args.distillation_weight == 0.0:
-            return None
-        with self.trainer.teacher.active() as teacher:
-            return self.world.fidelity(self.trainer.teacher.unwrapped(teacher), tokenizer)
+            return {}
+        with self.trainer.teacher.active() as active:
+            teacher = self.trainer.teacher.unwrapped(active)
+            branch = measure_branch(model_log_odds(teacher, tokenizer, self.world.point), rows)
+            fidelity = self.world.fidelity(teacher, tokenizer)
+        return {"teacher_fidelity": fidelity} | {f"teacher_{name}": branch[name] for name in OF_TEACHER}
 
 
 def rates(result: Mapping[str, Any]) -> Row:
@@ -216,7 +221,8 @@ def append_rows(file: Path, rows: Sequence[Row]) -> None:
     with FileLock(f"{file}.lock"):
         known = read_rows(file)
         new = [row for row in rows if tuple(row[name] for name in KEY) not in known]
-        table = pd.DataFrame(new, columns=list(COLUMNS))
+        columns = pd.read_csv(file, nrows=0).columns if file.exists() else list(COLUMNS)
+        table = pd.DataFrame(new, columns=columns)
         table.to_csv(file, mode="a", header=not file.exists(), index=False, float_format="%.4f")
 
 

@@ -1,7 +1,11 @@
-"""Worlds of the study: task, base, branch and training settings of each."""
+"""Worlds of the study: task, base, branch and training settings of each.
+
+python worlds.py weak 309 runs/weak-309    # pretrain the base of a seed into a new directory
+"""
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -121,3 +125,12 @@ def pretrain(world: World, seed: int, directory: Path) -> None:
         else:
             return
     raise RuntimeError(f"Five bases of world {world.name!r} failed their gate, the first with seed {seed}.")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("world", choices=sorted(WORLDS))
+    parser.add_argument("seed", type=int)
+    parser.add_argument("directory", type=Path)
+    args = parser.parse_args()
+    pretrain(WORLDS[args.world], args.seed, args.directory)

@@ -1,6 +1,6 @@
 """Embedded base model of the quickstart task: a Qwen3 of 0.45 million parameters with its own tokenizer.
 
-`examples/study/make_base.py` pretrains bases of other worlds and seeds in the user's cache directory.
+`examples/study/worlds.py` pretrains bases of other worlds and seeds.
 """
 
 from __future__ import annotations
