@@ -1,6 +1,6 @@
 """Predicted against measured drift of a planted phrase: `results/predicted.csv` from the rows of the worlds.
 
-    python law.py            # writes predicted.csv and prints R², mean error, rows in the band, and signs
+    python law.py    # writes predicted.csv; prints R², errors, rows in the band, signs, and guide's measured targets
 
 `predicted` rests on ℓ_0, δ and s, which were measured on the base before training, on the teacher's rate and the
 warm-up of the learning rate, and on nothing fitted (`credit_trl.lab.analysis.drift`). `predicted_finite` has a student
@@ -145,6 +145,14 @@ def right_signs(rows: Sequence[dict[str, str]]) -> tuple[int, int]:
     return len(right), sum(right)
 
 
+def measured_targets() -> pd.DataFrame:
+    """Rows of guide with the target of the teacher that was measured at the step, in nats."""
+    tables = [pd.read_csv(RESULTS / "guide" / f"{world}.csv") for world in ("weak", "skip")]
+    rows = pd.concat(tables, ignore_index=True).query("step > 0")
+    target = rows["teacher_log_odds"] + rows["teacher_delta"] - rows["lambda"] * rows["teacher_s"]
+    return rows.assign(target=target)
+
+
 def main() -> None:
     rows = read_rows(RESULTS / name for name in SOURCES)
     steps: dict[str, list[int]] = {}
@@ -159,6 +167,8 @@ def main() -> None:
     frame["arms"] = frame["arm"].str.extract("(guide|hint)", expand=False).fillna("others")  # hint: of version 0.3.0
     frame = pd.concat([frame, frame.assign(world="all")])
     print(frame.groupby(["seen", "arms", "rho", "world"]).apply(fit, include_groups=False).round(3).to_string())
+    columns = ["teacher_delta", "teacher_s", "target", "log_odds"]
+    print(measured_targets().groupby(["world", "step"])[columns].mean().round(2).to_string())
 
 
 if __name__ == "__main__":

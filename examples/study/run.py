@@ -36,13 +36,12 @@ from credit_trl.tasks.quickstart_model import read_base
 HERE = Path(__file__).parent
 KEY = ("world", "seed", "arm", "step")
 BRANCH = ("delta", "s")  # of the base, which the prediction rests on
-OF_TEACHER = ("log_odds", *BRANCH)  # measured of the current teacher too
 PROVENANCE = ("version", "commit", "torch", "transformers", "trl")
 COLUMNS = (
     *("world", "seed", "arm", "lambda", "step", "teacher_fidelity"),
     *(f"{measure}_{group}" for measure in ("thought", "accuracy") for group in GROUPS),
     *("format", "log_odds", *BRANCH, "log_odds_given", "length", *PROVENANCE),
-    *(f"teacher_{name}" for name in OF_TEACHER),
+    *("teacher_log_odds", "teacher_delta", "teacher_s"),
 )
 # Rates are those of the policy itself, so nothing is cut from its distribution.
 EVALUATION = {"k": 4, "temperature": 1.0, "top_p": 1.0, "batch_size": 288, "group_by": "group"}
@@ -179,7 +178,7 @@ class BranchCallback(TrainerCallback):
             teacher = self.trainer.teacher.unwrapped(active)
             branch = measure_branch(model_log_odds(teacher, tokenizer, self.world.point), rows)
             fidelity = self.world.fidelity(teacher, tokenizer)
-        return {"teacher_fidelity": fidelity} | {f"teacher_{name}": branch[name] for name in OF_TEACHER}
+        return {"teacher_fidelity": fidelity} | {f"teacher_{name}": branch[name] for name in ("log_odds", *BRANCH)}
 
 
 def rates(result: Mapping[str, Any]) -> Row:

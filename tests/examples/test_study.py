@@ -27,7 +27,7 @@ def table(name: str) -> list[dict[str, str]]:
 def test_committed_rows_have_every_column_and_occur_once(study, world):
     rows = table(world)
     run = study("run")
-    assert set(run.COLUMNS) - set(rows[0]) <= {f"teacher_{name}" for name in run.OF_TEACHER}  # of later runs
+    assert set(run.COLUMNS) - set(rows[0]) <= {"teacher_log_odds", "teacher_delta", "teacher_s"}  # of later runs
     keys = [tuple(row[name] for name in run.KEY) for row in rows]
     assert len(set(keys)) == len(keys)
     assert {row["world"] for row in rows} == {world}
@@ -107,6 +107,14 @@ def test_committed_predictions_are_those_of_the_law(study):
 def test_sign_of_the_change_is_right_in_the_number_of_runs_that_the_findings_name(study):
     law = study("law")
     assert law.right_signs(law.read_rows(RESULTS / f"{world}.csv" for world in WORLDS)) == (174, 168)
+
+
+def test_guide_lags_behind_a_target_at_a_nearly_constant_distance_from_the_teacher(study):
+    rows = study("law").measured_targets().query("step == 60")
+    gaps = [rows[f"{name}delta"] - rows["lambda"] * rows[f"{name}s"] for name in ("teacher_", "")]
+    assert len(rows) == 16
+    assert (gaps[0] / gaps[1]).between(0.95, 1.25).all()
+    assert (rows["log_odds"] - rows["target"]).min() > 0.45
 
 
 @pytest.mark.parametrize("name", ["tables", "skip", "useful", "filler"])

@@ -7,7 +7,7 @@
     credit_maps/step-000005.json token maps
     _rows/train.parquet          rows that were a `Dataset` object, from which `credit-eval RUN` reads them
 
-Uploads to the hub leave out what begins with an underscore, as rows may be private.
+Uploads to the hub skip what begins with an underscore, as rows may be private.
 
 A process killed at any moment leaves each file complete, or with an unfinished last line that readers ignore.
 `credit_trl.lab.report` reads only these files, so it works offline and with every `report_to`. From the description
