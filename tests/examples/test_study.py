@@ -6,6 +6,7 @@ import random
 import re
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -56,6 +57,7 @@ def test_runner_appends_rows_once_with_the_branch_of_the_base(study, tmp_path, m
     torch.set_num_threads(1)
     run = study("run")
     monkeypatch.setattr(run, "EVALUATION", run.EVALUATION | {"k": 1, "max_prompts": 96})
+    monkeypatch.setattr(run, "branch_rows", partial(run.branch_rows, rows_per_cue=1))
     world = study("worlds").WORLDS["weak"]
     shutil.copytree(SHIPPED, tmp_path / "bases" / "weak-seed0")
     small = {"max_steps": 1, "per_device_train_batch_size": 8}

@@ -72,7 +72,9 @@ def test_resumed_run_equals_uninterrupted_run_bitwise(train, tmp_path, lora, sto
     assert any(not torch.equal(value, resumed.begun[name]) for name, value in weights(whole).items())
 
 
-@pytest.mark.parametrize(("rows", "accumulation"), [(12, 1), (11, 1), (12, 2)])  # 11: an epoch leaves a row unread
+@pytest.mark.parametrize(  # 11: an epoch leaves a row unread
+    ("rows", "accumulation"), [(12, 1), (11, 1), pytest.param(12, 2, marks=pytest.mark.slow)]
+)
 def test_resumed_run_goes_on_at_its_place_in_a_stream(train, dataset, tmp_path, rows, accumulation):
     stream = dataset.select(range(rows)).to_iterable_dataset()
     options = TABLES["stream"] | {"gradient_accumulation_steps": accumulation}
