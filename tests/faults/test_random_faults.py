@@ -72,9 +72,7 @@ class FaultyRun:
         if damaged and not self.step:
             code, said = self.launch(None)
             assert code == 1, self.history
-            assert re.search(r"Every checkpoint in .* is damaged.*set another `output_dir`, or remove them", said), (
-                said
-            )
+            assert re.search(r"No checkpoint in .* can be resumed: .*set another `output_dir`", said), said
             assert all(f"{folder}/" in said for folder in damaged), said
             for folder in damaged:
                 shutil.rmtree(folder)
