@@ -128,5 +128,23 @@ def test_resuming_checks_the_name_and_stores_no_weights(make_trainer, save_teach
     resumed.train(resume_from_checkpoint=str(checkpoint))
     assert all(torch.equal(a, b) for a, b in zip(whole.model.parameters(), resumed.model.parameters(), strict=True))
     other = make_trainer(save_teacher("other", seed=6), **options)
-    with pytest.raises(ValueError, match=r"saved with the teacher's name .* Resume with the checkpoint's"):
+    with pytest.raises(ValueError, match=r"other options .*`teacher_model_name_or_path`: .*`resume_changes='allow'`"):
         other.train(resume_from_checkpoint=str(checkpoint))
+    other.train(resume_from_checkpoint=str(checkpoint), resume_changes="allow")
+    assert other.state.global_step == 2
+
+
+def test_another_commit_or_revision_of_the_same_teacher_is_refused(make_trainer, save_teacher, tmp_path):
+    teacher = make_trainer(save_teacher(), **PLAIN).teacher
+    teacher.identity |= {"revision": "main", "commit": "1f0e"}
+    teacher.save(tmp_path, True)
+    for changes in ({"commit": "2a3b"}, {"commit": None, "revision": "other"}):
+        teacher.identity |= changes
+        with pytest.raises(
+            ValueError, match=r"saved with the (commit '1f0e'|revision 'main') of the teacher .*'revision': '"
+        ):
+            teacher.load(tmp_path)
+    for changes in ({"commit": "1f0e"}, {"name": "another option", "commit": "2a3b"}):
+        teacher.identity |= changes
+        teacher.load(tmp_path)
+    teacher.load(tmp_path / "run")  # of a run with another kind of teacher

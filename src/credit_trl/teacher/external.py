@@ -71,15 +71,22 @@ class ModelTeacher(CopyTeacher):
             (Path(directory) / SOURCE_FILE).write_text(json.dumps(self.identity))
 
     def load(self, directory: str | Path) -> None:
+        """Refuse another commit of the same name, such as that of a branch of the hub that has moved.
+
+        A checkpoint may be of another teacher, as `resume_changes="allow"` admits.
+
+        Raises:
+            ValueError: the commit, or the revision where no commit is known, is another one than the checkpoint's.
+        """
         path = Path(directory) / SOURCE_FILE
+        saved = json.loads(path.read_text()) if path.is_file() else {}
         own = self.identity
-        saved = json.loads(path.read_text())
-        for name in own.keys() & saved.keys():
-            if saved[name] != own[name] and (name != "commit" or None not in (saved[name], own[name])):
-                raise ValueError(
-                    f"{path} was saved with the teacher's {name} {saved[name]!r}, and this run has {own[name]!r}. "
-                    "Resume with the checkpoint's `teacher_model_name_or_path` and its `revision`."
-                )
+        kind = "revision" if None in (saved.get("commit"), own["commit"]) else "commit"
+        if saved.get("name") == own["name"] and saved[kind] != own[kind]:
+            raise ValueError(
+                f"{path} was saved with the {kind} {saved[kind]!r} of the teacher {own['name']!r}, and this run has "
+                f"{own[kind]!r}. Resume with `teacher_model_init_kwargs={{'revision': {saved[kind]!r}}}`."
+            )
 
 
 def teacher_place(config: CreditConfig) -> dict[str, Any]:
