@@ -81,6 +81,7 @@ def test_notebook_opens_with_what_is_seen_and_ends_with_the_trained_model(name):
     assert re.search(r"^  after +'", printed(notebook), re.M)
 
 
+@pytest.mark.slow  # `make wheel` runs it whole
 def test_first_notebook_runs_and_shows_paths_relative_to_its_folder(first_notebook):
     text = printed(first_notebook)
     assert "run ." in text
