@@ -1,6 +1,6 @@
 """Worlds of the study: task, base, branch and training settings of each.
 
-python worlds.py weak 309 runs/weak-309    # pretrain the base of a seed into a new directory
+`python worlds.py weak 309 runs/weak-309` pretrains the base of a seed into a new directory.
 """
 
 from __future__ import annotations
