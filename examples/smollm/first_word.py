@@ -332,7 +332,6 @@ def study_table(rows: pd.DataFrame, step: int, baseline: str = "SDPO") -> str:
     The last two columns are the differences from the baseline on the same seeds.
     """
     compared = ("probability", "accuracy")
-    rows = rows.reindex(columns=COLUMNS)  # older rows lack the last three measurements
     lines = [f"| | seeds | {' | '.join((*MEASURED, *(f'{name}, minus {baseline}' for name in compared)))} |"]
     lines.append("| --- |" + " ---: |" * (1 + len(MEASURED) + len(compared)))
     base = rows[(rows["step"] == 0) & (rows["arm"] == rows["arm"].iloc[0])]

@@ -72,7 +72,7 @@ def test_rows_of_a_study_name_the_options_that_are_set(first_word, monkeypatch, 
 def test_study_is_shown_by_means_over_seeds_and_paired_differences(first_word):
     values = {("SDPO", 0): (0.1, 0.1, 0.1), ("SDPO", 20): (0.1, 0.3, 0.5), ("GRPO", 20): (0.2, 0.5, 0.8)}
     rows = [(arm, step, seed, p) for (arm, step), own in values.items() for seed, p in enumerate(own)]
-    frame = pd.DataFrame(rows, columns=["arm", "step", "seed", "probability"])
+    frame = pd.DataFrame(rows, columns=["arm", "step", "seed", "probability"]).reindex(columns=first_word.COLUMNS)
     frame = frame.assign(accuracy=0.0, transfer=0.0, length=5.0, kl=0.0)
     *_, base, sdpo, grpo = first_word.study_table(frame, 20).splitlines()
     assert base.startswith("| base | 3 | 0.100 |")
