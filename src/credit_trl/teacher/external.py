@@ -71,12 +71,12 @@ class ModelTeacher(CopyTeacher):
             (Path(directory) / SOURCE_FILE).write_text(json.dumps(self.identity))
 
     def load(self, directory: str | Path) -> None:
-        """Refuse another commit of the same name, such as that of a branch of the hub that has moved.
+        """Check that the checkpoint has the same commit of the teacher, whose branch on the hub may have moved.
 
-        A checkpoint may be of another teacher, as `resume_changes="allow"` admits.
+        A checkpoint of a teacher with another name passes: `resume_changes` decides about that.
 
         Raises:
-            ValueError: the commit, or the revision where no commit is known, is another one than the checkpoint's.
+            ValueError: the commit differs, or the revision where a commit is unknown.
         """
         path = Path(directory) / SOURCE_FILE
         saved = json.loads(path.read_text()) if path.is_file() else {}
