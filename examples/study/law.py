@@ -149,8 +149,8 @@ def measured_targets() -> pd.DataFrame:
     """Rows of guide with the target of the teacher that was measured at the step, in nats."""
     tables = [pd.read_csv(RESULTS / "guide" / f"{world}.csv") for world in ("weak", "skip")]
     rows = pd.concat(tables, ignore_index=True).query("step > 0")
-    target = rows["teacher_log_odds"] + rows["teacher_delta"] - rows["lambda"] * rows["teacher_s"]
-    return rows.assign(target=target)
+    log_odds, *branch = (rows[name] for name in ("teacher_log_odds", "teacher_delta", "teacher_s", "lambda"))
+    return rows.assign(target=BranchDrift(log_odds, *branch, RATE, "guide").target(log_odds))
 
 
 def main() -> None:
