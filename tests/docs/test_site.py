@@ -119,6 +119,13 @@ def test_option_tables_fit_a_phone(browser, address):
     page.close()
 
 
+def test_which_setting_fits_one_screen(browser, address):
+    page = browser.new_page(viewport={"width": 1920, "height": 1200})
+    page.goto(f"{address}/which_setting.html")
+    assert page.locator("article > :last-child").evaluate("end => end.getBoundingClientRect().bottom") <= 1200
+    page.close()
+
+
 @pytest.mark.parametrize("name", ["learning_curve", "hero", "predicted"])
 def test_figures_have_a_dark_twin_that_a_page_shows(name):
     images = ROOT / "docs" / "images"
