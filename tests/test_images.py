@@ -25,7 +25,7 @@ from transformers import BatchFeature
 from trl import GRPOConfig, GRPOTrainer
 
 from credit_trl import CreditConfig, CreditTrainer
-from credit_trl.contexts import build
+from credit_trl.contexts import gather
 from credit_trl.contexts.images import PromptImages
 from credit_trl.contexts.prompts import images_of, row_prompt, user_text
 from credit_trl.contexts.tokens import PrivilegedContext, TokenContexts
@@ -357,7 +357,7 @@ def test_the_tower_encodes_each_prompts_images_once_in_scoring(make_batch, famil
     calls, sent = [], []
     reads = Mock(wraps=passes.model_inputs)
     monkeypatch.setattr(passes, "model_inputs", reads)
-    monkeypatch.setattr(build, "gather_object", lambda local: sent.append(pickle.dumps(local)) or local)
+    monkeypatch.setattr(gather, "gather_object", lambda local: sent.append(pickle.dumps(local)) or local)
     trainer.credit_step.build_contexts(trainer._generation_batch)
     images = {image.tobytes() for row in rows() for image in row["images"] or ()}
     assert [sent[0].count(image) for image in images] == [1] * len(images)  # of two rollouts

@@ -53,6 +53,6 @@ def files_entered(work: Callable[[], Any]) -> list[str]:
 def test_a_batch_passes_through_few_files(make_config, tokenizer):
     problem = step_problem(tokenizer, make_config(max_steps=1))
     path = files_entered(lambda: problem.step.prepare(problem.batch, problem.tensors))
-    assert path[:2] == ["training/step.py", "contexts/build.py"]
+    assert path[:2] == ["training/step.py", "contexts/gather.py"]
     assert len(set(path)) <= 8, path
     assert len(path) - len(set(path)) <= 2, path  # returns

@@ -42,7 +42,12 @@ def input_specific(
     teacher_logps: Float[Tensor, "*t v"], contrast_logps: Float[Tensor, "c *t v"]
 ) -> Float[Tensor, "*t v"]:
     """Ŝ_t(v) = f_t(v) − Ĝ_t(v), Eq. 6 with the estimate of §3.4 (Proposition 3)."""
-    return teacher_logps - input_generic(contrast_logps)
+    return specific_part(teacher_logps, input_generic(contrast_logps))
+
+
+def specific_part(teacher_logps: Float[Tensor, "*t v"], generic_logps: Float[Tensor, "*t v"]) -> Float[Tensor, "*t v"]:
+    """Ŝ_t(v) = f_t(v) − Ĝ_t(v) of a given Ĝ."""
+    return teacher_logps - generic_logps
 
 
 def credit_target(
@@ -74,8 +79,13 @@ def credit_advantages(
 
     With the form `"guide"` it is `r_t(v) + λ Ŝ_t(v)`.
     """
-    generic = input_generic(contrast_logps)
-    return credit_target(teacher_logps, generic, contrastive_coef, form) - student_logps
+    target = credit_target(teacher_logps, input_generic(contrast_logps), contrastive_coef, form)
+    return advantage(target, student_logps)
+
+
+def advantage(target_logps: Float[Tensor, "*t v"], student_logps: Float[Tensor, "*t v"]) -> Float[Tensor, "*t v"]:
+    """R_t(v) = a_t(v) − log p_t(v), of a given target, see `credit_target`."""
+    return target_logps - student_logps
 
 
 def distillation_loss(

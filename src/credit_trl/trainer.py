@@ -14,8 +14,8 @@ from trl import GRPOTrainer
 from trl.trainer.utils import get_config_model_id
 
 from credit_trl.config import PAPER, CreditConfig, check_combinations, fit_batch, refuse_unknown
-from credit_trl.contexts.build import ignored_feedback
 from credit_trl.contexts.builder import ContextBuilder
+from credit_trl.contexts.gather import ignored_feedback
 from credit_trl.contexts.images import ImageReader, PromptImages, trl_image_fields
 from credit_trl.contexts.prompts import chat_renderer, images_of, prompt_columns, with_images_in_prompts
 from credit_trl.contexts.tokens import TokenContexts
@@ -165,7 +165,7 @@ class CreditTrainer(ResumableTrainer):
             args,
             self.context_builder,
             self.teacher,
-            gather=gather_object,
+            processes=self.accelerator.num_processes,
             reduce=self._sum_over_processes,
             token_weight=token_weight,
             router_loss=self.aux_loss_enabled,
@@ -292,7 +292,7 @@ class CreditTrainer(ResumableTrainer):
             self._log_values({"sampling/importance_sampling_ratio/median": median.nanmean().item()})
         contexts = None
         if self.credit_step is not None:
-            if any(self.credit_step.gather([any(self._prompt_images)])):
+            if any(gather_object([any(self._prompt_images)])):
                 output["prompt_images"] = self._prompt_images
             with self.clock.stage("contexts"):
                 contexts = self._build_contexts(batch)

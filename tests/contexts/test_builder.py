@@ -9,11 +9,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 
-from credit_trl.contexts.build import build_contexts, gather_contrast_batch, place_turns
 from credit_trl.contexts.builder import ContextBuilder
 from credit_trl.contexts.contrast import Contrast
+from credit_trl.contexts.gather import build_contexts, gather_contrast_batch
 from credit_trl.contexts.prompts import chat_renderer
 from credit_trl.contexts.tokens import PrivilegedContext, demonstration_text
+from credit_trl.contexts.turns import place_turns
 from credit_trl.rollout.batch import GenerationBatch, is_successful, total_rewards
 from tables import rows_of
 from tiny import build_tokenizer, context_ids

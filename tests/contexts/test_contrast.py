@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
-from credit_trl.contexts.build import build_contexts
 from credit_trl.contexts.builder import ContextBuilder
 from credit_trl.contexts.contrast import SOURCES, Contrast, ContrastBatch, draw_contrasts, find_source
+from credit_trl.contexts.gather import build_contexts
 from credit_trl.contexts.tokens import PrivilegedContext
 from credit_trl.rollout.batch import GenerationBatch
 from credit_trl.teacher.packing import packed_row

@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from trl.chat_template_utils import qwen3_chat_template
 
 from credit_trl import CreditTrainer, Verdict
-from credit_trl.contexts.build import place_turns, turn_message
-from credit_trl.contexts.builder import ContextBuilder, fill
+from credit_trl.contexts.builder import ContextBuilder
 from credit_trl.contexts.contrast import Contrast
+from credit_trl.contexts.encode import fill
 from credit_trl.contexts.tokens import PrivilegedContext, TokenContexts
+from credit_trl.contexts.turns import place_turns, turn_message
 from credit_trl.rollout.batch import loss_mask, turn_starts
 from credit_trl.training.metrics import CreditWarning
 from dense import buckets, gradients, move

@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate.utils import gather_object
 
 import tiny
 from credit_trl import CreditConfig
@@ -27,8 +26,7 @@ def run(folder: str, rank: int, processes: int, port: int, limit: float, options
 
     share = 8 // processes
     samples = range(rank * share, (rank + 1) * share)
-    problem = step_problem(tiny.build_tokenizer(), config, samples=samples, gather=gather_object, reduce=summed)
-    assert problem.step.processes == processes
+    problem = step_problem(tiny.build_tokenizer(), config, samples=samples, processes=processes, reduce=summed)
     loss = problem.step.loss(problem.policy, problem.tensors).terms.loss
     found = gradients(loss, problem.policy)
     found = {name: summed(gradient) / processes for name, gradient in found.items()}

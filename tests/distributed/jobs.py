@@ -25,7 +25,7 @@ from transformers.trainer_utils import get_last_checkpoint
 import rounding  # noqa: F401, registers a quantizer
 import tiny
 from credit_trl import CreditConfig, CreditTrainer, Verdict
-from credit_trl.contexts import build
+from credit_trl.contexts import gather
 from credit_trl.evaluation import EvaluationCallback
 from credit_trl.lab.analysis import CreditMapCallback
 from credit_trl.lab.report import ReportCallback
@@ -122,7 +122,7 @@ TASK = Task("odd", held_out, grade, batch_of(grade, "odd"))
 
 def kept_draws() -> list[tuple[int, list[str]]]:
     """Return a list that gets (sample, prompts drawn for it) of each later draw."""
-    draws, draw = [], build.draw_contrasts
+    draws, draw = [], gather.draw_contrasts
 
     def record(source, batch, sample, seed):
         drawn = []
@@ -131,7 +131,7 @@ def kept_draws() -> list[tuple[int, list[str]]]:
             drawn.append(prompt_key(contrast.prompt))
             yield contrast
 
-    build.draw_contrasts = record
+    gather.draw_contrasts = record
     return draws
 
 

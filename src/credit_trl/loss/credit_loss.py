@@ -1,22 +1,20 @@
 """The loss of the student; the gradients of its hidden states and head are computed in the forward pass."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple, Self
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import embedding
 
 from credit_trl import objective
 from credit_trl.config import CreditConfig
 from credit_trl.loss.head import HeadGradients, LMHead, accumulation_dtype, chunks
-from credit_trl.loss.projection import backward_logps, project
-from credit_trl.loss.scores import Scores, SupportConfig, condition
+from credit_trl.loss.scores import Scores, SupportConfig
+from credit_trl.loss.student import Normalizers, Student, SupportStudent, VocabularyStudent
 
 
 class LossTokens(NamedTuple):
@@ -34,26 +32,36 @@ class LossTokens(NamedTuple):
 
     def rows(self, rows: slice) -> Self:
         """The tokens of one chunk."""
-        return LossTokens(*(None if x is None else x[rows] for x in self))
+        return LossTokens(*(None if values is None else values[rows] for values in self))
 
-    def ratio(self, logps: Float[Tensor, " N"], config: CreditConfig) -> Float[Tensor, " N"]:
-        """Factor of each token's loss: importance ratio and correction for the engine, from log π_θ, both detached.
+    def needs_policy_logps(self, config: CreditConfig) -> bool:
+        """Whether `ratio` reads the log-probabilities of the policy."""
+        is_clipped = self.old_logps is not None and config.distillation_is_clip is not None
+        return is_clipped or self.engine_logps is not None
 
-        TRL's correction truncates ratios to the bounds, or masks (0) those outside; None is no bound.
-        """
-        ratio = torch.ones_like(logps)
-        is_clip = config.distillation_is_clip
-        if self.old_logps is not None and is_clip is not None:
-            ratio = engine_difference(logps, self.old_logps).clamp(-20.0, 20.0).exp().clamp(max=is_clip)
-        if self.engine_logps is None:
-            return ratio
-        correction = engine_difference(logps, self.engine_logps).exp()
-        low = config.vllm_importance_sampling_clip_min or 0.0
-        high = config.vllm_importance_sampling_clip_max
-        high = math.inf if high is None else high
-        if config.vllm_importance_sampling_mode == "token_truncate":
-            return ratio * correction.clamp(low, high)
-        return ratio * correction.masked_fill((correction < low) | (correction > high), 0.0)
+    def ratio(self, policy_logps: Float[Tensor, " N"], config: CreditConfig) -> Float[Tensor, " N"]:
+        """Factor of each token's loss: importance ratio and correction for the engine, both detached."""
+        ratio = torch.ones_like(policy_logps)
+        if self.old_logps is not None and config.distillation_is_clip is not None:
+            log_ratio = engine_difference(policy_logps, self.old_logps)
+            ratio = log_ratio.clamp(-20.0, 20.0).exp().clamp(max=config.distillation_is_clip)
+        if self.engine_logps is not None:
+            ratio = ratio * engine_correction(policy_logps, self.engine_logps, config)
+        return ratio
+
+
+def engine_correction(
+    policy_logps: Float[Tensor, " N"], engine_logps: Float[Tensor, " N"], config: CreditConfig
+) -> Float[Tensor, " N"]:
+    """TRL's correction for the engine: ratios are truncated to the bounds, or masked (0) outside; None is no bound."""
+    correction = engine_difference(policy_logps, engine_logps).exp()
+    low = config.vllm_importance_sampling_clip_min or 0.0
+    high = config.vllm_importance_sampling_clip_max
+    if high is None:
+        high = math.inf
+    if config.vllm_importance_sampling_mode == "token_truncate":
+        return correction.clamp(low, high)
+    return correction.masked_fill((correction < low) | (correction > high), 0.0)
 
 
 def engine_difference(logps: Float[Tensor, " N"], engine_logps: Float[Tensor, " N"]) -> Float[Tensor, " N"]:
@@ -140,22 +148,30 @@ def credit_loss(
     support = support.resolved(head.vocabulary_size)
     head = head.gathered()
     inputs = (student_hidden, head.weight, head.bias)
-    wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+    needs_gradient = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     hidden = student_hidden.detach()
-    size = head.chunk_size(hidden, support.topk + 1 if support.tail == "renormalize" else None)
-    gradients = HeadGradients.of(student_hidden, head, len(hidden) <= size) if wanted else None
+    chunk_size = head.chunk_size(hidden, support.topk + 1 if support.tail == "renormalize" else None)
+    gradients = None
+    if needs_gradient:
+        gradients = HeadGradients.of(student_hidden, head, in_one_chunk=len(hidden) <= chunk_size)
     with torch.no_grad():
-        own_head = head.detached().for_products(hidden)
-        result = _loss_in_chunks(hidden, own_head, tokens, gradients, teacher, support, config, size)
-    if wanted:
-        buffers = [gradients.hidden, gradients.weight, gradients.bias]
-        del gradients
-        for i, tensor in enumerate(inputs):
-            # Gradients of fp16 inputs stay in fp32 until the loss scale is applied.
-            if buffers[i] is not None and tensor.dtype != torch.float16:
-                buffers[i] = buffers[i].to(tensor.dtype)
-        result = result._replace(loss=_Loss.apply(result.loss, buffers, *inputs))
-    return result
+        product_head = head.detached().for_products(hidden)
+        result = _loss_in_chunks(hidden, product_head, tokens, gradients, teacher, support, config, chunk_size)
+    if not needs_gradient:
+        return result
+    # One after the other, so that at most one exists in two precisions.
+    gradients.hidden = _in_dtype_of(student_hidden, gradients.hidden)
+    gradients.weight = _in_dtype_of(head.weight, gradients.weight)
+    gradients.bias = _in_dtype_of(head.bias, gradients.bias)
+    buffers = [gradients.hidden, gradients.weight, gradients.bias]
+    return result._replace(loss=_Loss.apply(result.loss, buffers, *inputs))
+
+
+def _in_dtype_of(tensor: Tensor | None, gradient: Tensor | None) -> Tensor | None:
+    """A gradient in the dtype of its tensor; that of an fp16 tensor stays in fp32 until the loss scale is applied."""
+    if gradient is None or tensor.dtype == torch.float16:
+        return gradient
+    return gradient.to(tensor.dtype)
 
 
 def _loss_in_chunks(
@@ -166,47 +182,38 @@ def _loss_in_chunks(
     scores: Scores,
     support: SupportConfig,
     config: CreditConfig,
-    size: int,
+    chunk_size: int,
 ) -> CreditLoss:
-    """Form the loss in chunks of `size` tokens, with buffers that all chunks share."""
-    is_within = support.tail == "renormalize"
-    is_clipped = tokens.old_logps is not None and config.distillation_is_clip is not None
-    needs_normalizer = is_clipped or tokens.engine_logps is not None
-    statistics = None
-    if is_within and needs_normalizer:  # in chunks of logits, which read the head less often
-        found = [project(head, hidden[rows]) for rows in chunks(len(hidden), head.chunk_size(hidden))]
-        statistics = torch.cat([torch.stack([one.log_normalizer, one.entropy], dim=-1) for one in found])
-    count = 0 if is_within else min(size, len(hidden))
-    workspace = hidden.new_empty((count, head.vocabulary_size), dtype=accumulation_dtype(hidden.dtype))
-    parts = []
-    for rows in chunks(len(hidden), size):
-        own = tokens.rows(rows)
-        teacher = Scores(*(values[rows] for values in scores))
-        if is_within:
-            of_chunk = None if statistics is None else statistics[rows]
-            student = student_within_support(hidden[rows], own.ids, teacher.support_ids, head, of_chunk)
+    """Form the loss in chunks of tokens, with buffers that all chunks share."""
+    is_conditional = support.tail == "renormalize"
+    normalizers = None
+    if is_conditional and tokens.needs_policy_logps(config):
+        normalizers = Normalizers.of(head, hidden)
+    buffer_rows = 0 if is_conditional else min(chunk_size, len(hidden))
+    buffer = hidden.new_empty((buffer_rows, head.vocabulary_size), dtype=accumulation_dtype(hidden.dtype))
+    chunk_losses = []
+    for rows in chunks(len(hidden), chunk_size):
+        chunk_tokens = tokens.rows(rows)
+        chunk_scores = Scores(*(values[rows] for values in scores))
+        student: Student
+        if is_conditional:
+            chunk_normalizers = None if normalizers is None else normalizers.rows(rows)
+            student = SupportStudent(head, hidden[rows], chunk_tokens.ids, chunk_scores.support_ids, chunk_normalizers)
         else:
-            buffer = workspace[: rows.stop - rows.start]
-            student = student_over_vocabulary(hidden[rows], own.ids, teacher.support_ids, head, buffer)
-        part = None if gradients is None else gradients.rows(rows)
-        parts.append(_chunk_loss(student, own, teacher, support, config, part))
-    losses, *values = zip(*parts, strict=True)
-    return CreditLoss(torch.stack(losses).sum(), *map(torch.cat, values))
+            logits = buffer[: rows.stop - rows.start]
+            student = VocabularyStudent(head, hidden[rows], chunk_tokens.ids, chunk_scores.support_ids, logits)
+        chunk_gradients = None if gradients is None else gradients.rows(rows)
+        chunk_losses.append(_chunk_loss(student, chunk_tokens, chunk_scores, support, config, chunk_gradients))
+    return _joined(chunk_losses)
 
 
-@dataclass
-class Student:
-    """The student at one chunk of tokens."""
-
-    values: Float[Tensor, "n K"]  # log-probabilities of the support; logits where the support is renormalised
-    log_outside: Float[Tensor, " n"] | None  # log-probability outside the support; None where that is renormalised
-    token_logps: Float[Tensor, " n"]  # of the sampled token; given support and token where that is renormalised
-    policy_logps: Float[Tensor, " n"]  # the same over the whole vocabulary; NaN where it is not computed
-    entropy: Float[Tensor, " n"]  # nats; of the distribution on the support where no normaliser is computed
-    mass: Float[Tensor, " n"]  # probability of the support; NaN where it is not computed
-    # Backpropagates gradients of `values` and `log_outside` to `HeadGradients`, the first argument; may overwrite the
-    # logits.
-    backward: Callable[..., None]
+def _joined(chunk_losses: Sequence[CreditLoss]) -> CreditLoss:
+    """The loss of all chunks."""
+    joined = {}
+    for name in CreditLoss._fields:
+        values = [getattr(chunk_loss, name) for chunk_loss in chunk_losses]
+        joined[name] = torch.stack(values).sum() if name == "loss" else torch.cat(values)
+    return CreditLoss(**joined)
 
 
 def _chunk_loss(
@@ -218,105 +225,79 @@ def _chunk_loss(
     gradients: HeadGradients | None,
 ) -> CreditLoss:
     """Loss of one chunk of tokens; writes its gradients."""
-    coef_and_form = (tokens.contrastive_coef, config.contrastive_form)
-    teacher = scores.teacher_logps
+    coef = tokens.contrastive_coef
+    form = config.contrastive_form
+    teacher_logps = scores.teacher_logps
     if support.tail == "renormalize":  # conditional on the support, as Ĝ is
-        teacher = objective.renormalize(teacher)
-    target = objective.credit_target(teacher, scores.generic_logps, *coef_and_form)
-    of_token = (scores.teacher_token_logps.unsqueeze(-1), scores.generic_token_logps.unsqueeze(-1))
-    token_target = objective.credit_target(*of_token, *coef_and_form).squeeze(-1)
-    normalized = objective.renormalize(target)
-    kl_to_teacher = torch.linalg.vecdot(normalized.exp(), normalized - objective.renormalize(teacher))
-    token_loss, kl_to_target, grads = support_divergence(student, target, support, config.distillation_alpha)
+        teacher_logps = objective.renormalize(teacher_logps)
+    target = objective.credit_target(teacher_logps, scores.generic_logps, coef, form)
+    token_target = objective.credit_target(
+        scores.teacher_token_logps.unsqueeze(-1), scores.generic_token_logps.unsqueeze(-1), coef, form
+    ).squeeze(-1)
+    divergence = support_divergence(student, target, support, config.distillation_alpha)
     ratio = tokens.ratio(student.policy_logps, config)
     # A token of weight 0 has no loss and no gradient, even where its scores are not finite.
     is_ignored = tokens.weights == 0
     if gradients is not None:
-        for grad in grads:  # (n, K) and (n,)
-            grad.t().mul_(tokens.weights * ratio).masked_fill_(is_ignored, 0.0)
-        student.backward(gradients, *grads)
+        factor = tokens.weights * ratio
+        divergence.value_grads.mul_(factor.unsqueeze(-1)).masked_fill_(is_ignored.unsqueeze(-1), 0.0)
+        if divergence.outside_grads is not None:
+            divergence.outside_grads.mul_(factor).masked_fill_(is_ignored, 0.0)
+        student.backward(gradients, divergence.value_grads, divergence.outside_grads)
     return CreditLoss(
-        loss=(token_loss * ratio * tokens.weights).masked_fill(is_ignored, 0.0).sum(),
-        token_loss=token_loss,
+        loss=(divergence.token_loss * ratio * tokens.weights).masked_fill(is_ignored, 0.0).sum(),
+        token_loss=divergence.token_loss,
         token_logps=student.token_logps,
         entropy=student.entropy,
-        kl_to_target=kl_to_target,
-        kl_to_teacher=kl_to_teacher,
+        kl_to_target=divergence.kl_to_target,
+        kl_to_teacher=_kl(objective.renormalize(target), objective.renormalize(teacher_logps)),
         student_mass=student.mass,
         teacher_mass=scores.teacher_logps[:, : scores.support_ids.shape[-1]].exp().sum(dim=-1),
         teacher_token_logps=scores.teacher_token_logps,
         generic_token_logps=scores.generic_token_logps,
         teacher_entropy=scores.teacher_entropy,
-        advantages=token_target - student.token_logps,
+        advantages=objective.advantage(token_target, student.token_logps),
         ratio=ratio,
         policy_logps=student.policy_logps,
     )
 
 
+def _kl(logps: Float[Tensor, "n B"], other_logps: Float[Tensor, "n B"]) -> Float[Tensor, " n"]:
+    return torch.linalg.vecdot(logps.exp(), logps - other_logps)
+
+
+class Divergence(NamedTuple):
+    """Divergence from the student to the target at n tokens, without gradient."""
+
+    token_loss: Float[Tensor, " n"]  # ℓ
+    kl_to_target: Float[Tensor, " n"]  # KL(p ‖ softmax(a)); for "sampled" −R_t, an estimate
+    value_grads: Float[Tensor, "n K"]  # dℓ / d values of the student
+    outside_grads: Float[Tensor, " n"] | None  # dℓ / d log_outside; None without a tail bucket
+
+
 def support_divergence(
     student: Student, target: Float[Tensor, "n B"], support: SupportConfig, alpha: float
-) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"], tuple[Tensor, ...]]:
-    """ℓ, `KL(p ‖ softmax(a))`, and dℓ/d values and dℓ/d log_outside of the student, by the equations of `objective`.
-
-    `target` is a, not normalised. Only a tail bucket has the gradient of `log_outside`.
-    """
+) -> Divergence:
+    """ℓ of the student and its gradients, by the equations of `objective`; `target` is a, not normalised."""
     target = target.to(student.values.dtype)
     with torch.enable_grad():
-        read = [student.values, student.log_outside] if support.tail == "bucket" else [student.values]
-        leaves = [x.detach().requires_grad_() for x in read]
-        values = leaves[0]
+        values = student.values.detach().requires_grad_()
+        log_outside = None
         if support.kind == "sampled":
-            advantages = (target - values).detach()
+            advantages = objective.advantage(target, values).detach()
             token_loss = -(advantages * values).sum(dim=-1)
-            kl = -advantages.squeeze(-1)
+            kl_to_target = -advantages.squeeze(-1)
         else:
-            normalized = objective.renormalize(target)
+            student_logps = values
+            normalized_target = objective.renormalize(target)
             if support.tail == "renormalize":
                 student_logps = objective.renormalize(values)
-                target = normalized
-            else:
-                student_logps = objective.add_tail_bucket(*leaves) if support.tail == "bucket" else values
+                target = normalized_target
+            elif support.tail == "bucket":
+                log_outside = student.log_outside.detach().requires_grad_()
+                student_logps = objective.add_tail_bucket(values, log_outside)
             token_loss = objective.distillation_loss(student_logps, target, alpha)
-            kl = objective.distillation_loss(student_logps.detach(), normalized, alpha=1.0)
-        grads = torch.autograd.grad(token_loss.sum(), leaves)
-    return token_loss.detach(), kl, grads
-
-
-def student_over_vocabulary(
-    hidden: Float[Tensor, "n H"],
-    token_ids: Int[Tensor, " n"],
-    support_ids: Int[Tensor, "n K"],
-    head: LMHead,
-    buffer: Float[Tensor, "n V"],
-) -> Student:
-    """True log-probabilities: of K tokens and of the rest of the vocabulary, or of the sampled token."""
-    found = project(head, hidden, buffer, token_ids.unsqueeze(-1), ids=support_ids)
-    logps = found.logps
-    token_logps = found.token_logps
-    mass = logps.exp().sum(dim=-1)
-    backward = partial(backward_logps, head, found, hidden)
-    return Student(logps, found.log_outside, token_logps, token_logps, found.entropy, mass, backward)
-
-
-def student_within_support(
-    hidden: Float[Tensor, "n H"],
-    token_ids: Int[Tensor, " n"],
-    support_ids: Int[Tensor, "n K"],
-    head: LMHead,
-    statistics: Float[Tensor, "n 2"] | None,  # normaliser and entropy over the vocabulary, which a ratio needs
-) -> Student:
-    """Logits of the K tokens and the sampled one, for a renormalised support. Only these rows of the head are read."""
-    everything = torch.cat([support_ids, token_ids.unsqueeze(-1)], dim=-1)
-    rows = embedding(everything, head.weight)
-    logits = head.column_logits(hidden, rows, everything)
-    values = logits[:, :-1]
-    logps, token_logps = condition(logits, everything)
-    if statistics is None:
-        policy_logps = mass = torch.full_like(token_logps, torch.nan)
-        entropy = torch.special.entr(logps.exp()).sum(dim=-1)
-    else:
-        normalizer, entropy = statistics.unbind(-1)
-        policy_logps = logits[:, -1] - normalizer
-        mass = (values.logsumexp(dim=-1) - normalizer).exp()
-    backward = partial(head.backward_columns, rows[:, :-1], support_ids, values, hidden)
-    return Student(values, None, token_logps, policy_logps, entropy, mass, backward)
+            kl_to_target = objective.distillation_loss(student_logps.detach(), normalized_target, alpha=1.0)
+        leaves = [values] if log_outside is None else [values, log_outside]
+        value_grads, *outside_grads = torch.autograd.grad(token_loss.sum(), leaves)
+    return Divergence(token_loss.detach(), kl_to_target, value_grads, outside_grads[0] if outside_grads else None)

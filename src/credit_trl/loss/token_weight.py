@@ -62,3 +62,25 @@ def weigh_tokens(token_weight: TokenWeight, credit: TokenCredit) -> dict[str, Fl
             raise ValueError(f"The token weights of {loss!r} must be finite and at least 0; some are {bad[:3]}.")
         weights[loss] = values
     return weights
+
+
+def weighted_tensors(
+    weights: Mapping[str, Float[Tensor, "B T"]], advantages: Float[Tensor, " B"], distillation_weight: float
+) -> dict[str, Float[Tensor, "B T"]]:
+    """Tensors of the generation batch that weights add or replace: `token_weight`, and GRPO's `advantages`.
+
+    Raises:
+        ValueError: `distillation_weight` computes none of the losses that have weights.
+    """
+    computes = {"distillation": distillation_weight > 0.0, "grpo": distillation_weight < 1.0}
+    if weights and not any(computes[loss] for loss in weights):
+        raise ValueError(
+            f"The token weight returns weights of {[*weights]}, and `distillation_weight={distillation_weight:g}` "
+            "does not compute these losses. Set another `distillation_weight`, or weigh the loss that it computes."
+        )
+    tensors = {}
+    if "distillation" in weights:
+        tensors["token_weight"] = weights["distillation"]
+    if "grpo" in weights:
+        tensors["advantages"] = advantages[:, None] * weights["grpo"].to(advantages.dtype)
+    return tensors

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 import yaml
 from accelerate.utils import gather_object
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from credit_trl import objective
 from credit_trl.config import CreditConfig
 from credit_trl.contexts.tokens import TokenContexts
 from credit_trl.loss.credit_loss import MicroBatchLoss, engine_difference
@@ -58,9 +59,9 @@ def token_sums(loss: MicroBatchLoss) -> dict[str, Float[Tensor, " 2"]]:
     terms, contrasted = loss.terms, loss.contrasted
     f, generic = terms.teacher_token_logps, terms.generic_token_logps
     dtype = torch.float32 if f.device.type == "mps" else torch.float64
-    delta_v = f - terms.token_logps
+    delta_v = objective.self_distillation_reward(f, terms.token_logps)
     # Not `values[contrasted]`, which waits for the device.
-    specific = torch.where(contrasted, f - generic, 0.0)
+    specific = torch.where(contrasted, objective.specific_part(f, generic), 0.0)
     accepted = contrasted & (f > ACCEPTED)
     one = f.new_ones((), dtype=dtype)
     tokens = len(f)
@@ -160,6 +161,26 @@ def teacher_success_weights(
                 weights[i] = 1.0 / count if successful[i] else -1.0 / (len(group) - count)
     local = [weights[i] / mixed if mixed else math.nan for i in batch.indices]
     return torch.tensor(local, device=mask.device), mixed, sum(is_scored)
+
+
+def micro_batch_fidelity(
+    success_weights: Float[Tensor, " B"] | None,
+    mask: Bool[Tensor, "B T"],
+    samples: Int[Tensor, " N"],
+    delta_v: Float[Tensor, " N"],
+) -> Float[Tensor, ""]:
+    """Σ_i w_i mean_t ΔV_t of a micro-batch: its part of the teacher's fidelity; NaN where no group is mixed.
+
+    Args:
+        success_weights: w, of `teacher_success_weights`; None in a loss without them.
+        mask: the N tokens that carry loss.
+        samples: index of each token's sample.
+    """
+    if success_weights is None:
+        return delta_v.new_full((), math.nan)
+    token_weights = (success_weights / mask.sum(dim=1).clamp(min=1))[samples]
+    fidelity = (token_weights * delta_v).sum()
+    return torch.where(success_weights.isnan().any(), math.nan, fidelity)
 
 
 def drop_undefined(metrics: MutableMapping[str, Sequence[float]]) -> None:

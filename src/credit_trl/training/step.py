@@ -8,35 +8,45 @@ y, verdict   x,z | x',z    hidden      f, Ĝ, R_t, gradient
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from trl.trainer.utils import identity
 
+from credit_trl import objective
 from credit_trl.config import CreditConfig
-from credit_trl.contexts.build import build_contexts
 from credit_trl.contexts.builder import ContextBuilder
+from credit_trl.contexts.gather import build_contexts
 from credit_trl.contexts.tokens import CompletionBatch, TokenContexts
 from credit_trl.loss.credit_loss import CreditLoss, LossTokens, MicroBatchLoss, credit_loss
 from credit_trl.loss.head import LMHead, choose_kernels, lm_head
 from credit_trl.loss.projection import token_logps
 from credit_trl.loss.scores import Scores, SupportConfig, score_completions
-from credit_trl.loss.token_weight import TokenCredit, TokenWeight, weigh_tokens
+from credit_trl.loss.token_weight import TokenCredit, TokenWeight, weigh_tokens, weighted_tensors
 from credit_trl.rollout.batch import GenerationBatch, loss_mask
 from credit_trl.teacher.models import Teacher
 from credit_trl.teacher.packing import cannot_pack, enable_packing
-from credit_trl.teacher.passes import chosen_sequences, policy_states
+from credit_trl.teacher.passes import Sequences, chosen_sequences, policy_states
 from credit_trl.teacher.sharding import run_in_wrapped_forward
+from credit_trl.training.metrics import micro_batch_fidelity
 from credit_trl.training.micro_batches import take_rows
+
+
+class PolicyLoss(NamedTuple):
+    """What the policy's forward pass returns."""
+
+    terms: CreditLoss
+    read: int  # tokens of the pass, padding included
+    aux_loss: Float[Tensor, ""] | None  # load-balancing loss of a mixture of experts
 
 
 @dataclass(eq=False, repr=False)
 class CreditStep:
     """From a generation batch to the loss of its micro-batches. Every process must call each method.
 
-    The defaults of `gather` and `reduce` serve one process.
+    The defaults of `processes` and `reduce` serve one process. Models that read packed rows get another attention.
 
     Attributes:
         packed: whether the policy reads packed rows; False also where `cannot_pack(policy)`.
@@ -52,7 +62,7 @@ class CreditStep:
     teacher: Teacher  # π_ref, which knows the policy
     # From a causal LM, policy or teacher, to its `LMHead` at the rollout's temperature; by default `lm_head`.
     head: Callable[[nn.Module], LMHead] | None = None
-    gather: Callable[[list], list] = identity  # concatenates a list over processes, in the order of their ranks
+    processes: int = 1
     reduce: Callable[[Tensor], Tensor] = identity  # sums a tensor over processes
     token_weight: TokenWeight | None = None  # weighs the tokens of each generation batch, see `loss.token_weight`
     router_loss: bool = False  # whether the load-balancing loss of a mixture of experts is computed
@@ -63,7 +73,6 @@ class CreditStep:
         if self.head is None:
             kernels = choose_kernels(config.distillation_kernels, teacher.device)
             self.head = partial(lm_head, temperature=config.temperature, kernels=kernels)
-        self.processes = len(self.gather([None]))
         support = SupportConfig(config.distillation_support, config.distillation_topk, config.distillation_tail)
         self.support = support.resolved(teacher.vocabulary_size)
         if self.token_weight is not None and self.support.tail == "renormalize":
@@ -72,17 +81,17 @@ class CreditStep:
                 "compare them with other log-probabilities. Set `distillation_tail='bucket'`."
             )
         self.engine_role = engine_role(config)
-        may_have_images = self.context_builder.reader is not None  # which packed rows do not support
-        can_pack = cannot_pack(teacher.student) is None and not (config.packed is None and may_have_images)
-        self.teacher_packed = config.packed
-        if config.packed is None:
-            self.teacher_packed = can_pack and all(cannot_pack(model) is None for model in teacher.models())
-        self.packed = self.teacher_packed and can_pack
+        may_have_images = self.context_builder.reader is not None
+        self.packed, self.teacher_packed = choose_packing(config.packed, teacher, may_have_images)
+        self._enable_packing()
+
+    def _enable_packing(self) -> None:
+        """Exchange the attention of the models that read packed rows."""
         if self.teacher_packed:
-            for model in teacher.models():
+            for model in self.teacher.models():
                 enable_packing(model)
         if self.packed:
-            enable_packing(teacher.student)
+            enable_packing(self.teacher.student)
 
     def build_contexts(self, batch: GenerationBatch) -> list[TokenContexts]:
         """Teacher and contrast contexts of the local samples."""
@@ -108,54 +117,48 @@ class CreditStep:
         """
         contexts = self.build_contexts(batch) if contexts is None else contexts
         device = tensors["completion_ids"].device
-        masks = {
-            "teacher_mask": torch.tensor([own.teacher is not None for own in contexts], device=device),
-            "contrast_mask": torch.tensor([len(own.contrasts) > 0 for own in contexts], device=device),
-        }
-        mask = loss_mask(tensors) & masks["teacher_mask"][:, None]
+        has_teacher = torch.tensor([context.teacher is not None for context in contexts], device=device)
+        has_contrast = torch.tensor([len(context.contrasts) > 0 for context in contexts], device=device)
+        mask = loss_mask(tensors) & has_teacher[:, None]
         completions = CompletionBatch(tensors["completion_ids"], tensors["completion_mask"], mask)
-        tokens = self.config.scoring_batch_tokens
-        prepared = masks | score_completions(
-            self.teacher, contexts, completions, self.support, self.head, tokens, self.teacher_packed
+        prepared = {"teacher_mask": has_teacher, "contrast_mask": has_contrast}
+        prepared |= score_completions(
+            self.teacher,
+            contexts,
+            completions,
+            self.support,
+            self.head,
+            batch_tokens=self.config.scoring_batch_tokens,
+            packed=self.teacher_packed,
         )
         if self.token_weight is not None:
-            prepared |= self._weigh(batch, tensors | prepared, mask)
+            credit = self._token_credit(batch, tensors | prepared, mask)
+            weights = weigh_tokens(self.token_weight, credit)
+            prepared |= weighted_tensors(weights, credit.advantages, self.config.distillation_weight)
         return prepared
 
-    def _weigh(
-        self, batch: GenerationBatch, tensors: dict[str, Any], mask: Bool[Tensor, "B T"]
-    ) -> dict[str, Float[Tensor, "B T"]]:
-        """Tensors of the generation batch that the token weight adds or replaces."""
-        logps = tensors.get("old_per_token_logps")
-        if logps is None:
-            logps = self.policy_logps(self.teacher.student, tensors, self.config.per_device_train_batch_size)
+    def _token_credit(self, batch: GenerationBatch, tensors: dict[str, Any], mask: Bool[Tensor, "B T"]) -> TokenCredit:
+        """Credit of the sampled tokens of a scored generation batch."""
+        policy_logps = tensors.get("old_per_token_logps")
+        if policy_logps is None:
+            size = self.config.per_device_train_batch_size
+            policy_logps = self.policy_logps(self.teacher.student, tensors, size)
         teacher_logps = tensors["teacher_token_logps"]
         generic_logps = tensors["generic_token_logps"]
+        specific = objective.specific_part(teacher_logps, generic_logps)
         has_contrast = tensors["contrast_mask"][:, None]
-        rewards = [batch.rewards[i] for i in batch.indices]
-        credit = TokenCredit(
+        rewards = [batch.rewards[sample] for sample in batch.indices]
+        return TokenCredit(
             teacher_logps=teacher_logps,
             generic_logps=generic_logps,
-            specific=(teacher_logps - generic_logps).masked_fill(~has_contrast, 0.0),
-            delta_v=teacher_logps - logps.to(teacher_logps.dtype),
+            specific=specific.masked_fill(~has_contrast, 0.0),
+            delta_v=objective.self_distillation_reward(teacher_logps, policy_logps.to(teacher_logps.dtype)),
             entropy=tensors["teacher_entropy"],
             advantages=tensors["advantages"],
             rewards=torch.tensor(rewards, device=mask.device),
             mask=mask,
             reduce=self.reduce,
         )
-        weights = weigh_tokens(self.token_weight, credit)
-        share = self.config.distillation_weight
-        if weights and not ("distillation" in weights and share > 0.0) and not ("grpo" in weights and share < 1.0):
-            raise ValueError(
-                f"The token weight returns weights of {[*weights]}, and `distillation_weight={share:g}` does not "
-                "compute these losses. Set another `distillation_weight`, or weigh the loss that it computes."
-            )
-        weighted = {"token_weight": weights["distillation"]} if "distillation" in weights else {}
-        if "grpo" in weights:
-            advantages = tensors["advantages"]
-            weighted["advantages"] = advantages[:, None] * weights["grpo"].to(advantages.dtype)
-        return weighted
 
     def loss(self, model: nn.Module, inputs: dict[str, Any], accumulation: float = 1.0) -> MicroBatchLoss:
         """Loss of one micro-batch, with tokens or without.
@@ -164,40 +167,53 @@ class CreditStep:
         `prepare`. `accumulation` counts the micro-batches of the optimizer step; it is 1 in evaluation.
         """
         mask = loss_mask(inputs) & inputs["teacher_mask"][:, None]
+        sequences = chosen_sequences(inputs, mask)
+        has_contrast = inputs["contrast_mask"][sequences.rows]
+        engine_logps = sequences.pick(inputs.get("sampling_per_token_logps")) if self.engine_role else None
         weights = self.loss_shares(model, inputs, accumulation)
         if "token_weight" in inputs:
             weights = weights * inputs["token_weight"]
-        sequences = chosen_sequences(inputs, mask)
-        contrasted = inputs["contrast_mask"][sequences.rows]
-        engine_logps = sequences.pick(inputs.get("sampling_per_token_logps")) if self.engine_role else None
+        old_logps = sequences.pick(inputs.get("old_per_token_logps"))
         tokens = LossTokens(
-            sequences.pick(inputs["completion_ids"]),
-            sequences.pick(weights),
-            contrasted.to(weights.dtype) * self.config.contrastive_coef,
-            engine_logps if self.engine_role == "old" else sequences.pick(inputs.get("old_per_token_logps")),
-            engine_logps if self.engine_role == "correction" else None,
+            ids=sequences.pick(inputs["completion_ids"]),
+            weights=sequences.pick(weights),
+            contrastive_coef=has_contrast.to(weights.dtype) * self.config.contrastive_coef,
+            old_logps=engine_logps if self.engine_role == "old" else old_logps,
+            engine_logps=engine_logps if self.engine_role == "correction" else None,
         )
-        scores = Scores(*(sequences.pick(inputs[name]) for name in Scores._fields))
+        result = self._policy_loss(model, inputs, sequences, tokens)
+        terms = result.terms
+        delta_v = objective.self_distillation_reward(terms.teacher_token_logps, terms.token_logps)
+        return MicroBatchLoss(
+            terms=terms,
+            contrasted=has_contrast,
+            fidelity=micro_batch_fidelity(inputs.get("success_weights"), mask, sequences.rows, delta_v),
+            aux_loss=result.aux_loss,
+            read=result.read,
+            valid=sum(len(ids) for ids in sequences.ids),
+            engine_logps=engine_logps,
+        )
+
+    def _policy_loss(
+        self, model: nn.Module, inputs: dict[str, Any], sequences: Sequences, tokens: LossTokens
+    ) -> PolicyLoss:
+        """Run the policy over a micro-batch, and form its loss.
+
+        Both inside the wrapper's forward, so that DDP and FSDP see that backbone and head are used.
+        """
+        scores = Scores(*[sequences.pick(inputs[name]) for name in Scores._fields])
         scores = scores._replace(support_ids=scores.support_ids.long())
         policy = self.teacher.unwrapped(model)
 
-        def policy_loss(_: Int[Tensor, " N"]) -> tuple[dict[str, Tensor], int, Tensor | None]:
+        def forward(_chosen: Int[Tensor, " N"]) -> PolicyLoss:
             with self.teacher.mixed_precision():
                 hidden, read, aux_loss = policy_states(
                     policy, sequences, packed=self.packed, router_loss=self.router_loss
                 )
             terms = credit_loss(hidden, self.head(policy), tokens, scores, self.support, self.config)
-            return terms._asdict(), read, aux_loss
+            return PolicyLoss(terms, read, aux_loss)
 
-        # Inside the wrapper's forward, DDP and FSDP see that backbone and head are used.
-        values, read, aux_loss = run_in_wrapped_forward(model, policy, policy_loss, sequences.chosen)
-        terms = CreditLoss(**values)
-        successes = inputs.get("success_weights", torch.full((len(mask),), torch.nan, device=mask.device))
-        of_tokens = (successes / mask.sum(dim=1).clamp(min=1))[sequences.rows]
-        fidelity = (of_tokens * (terms.teacher_token_logps - terms.token_logps)).sum()
-        fidelity = fidelity + 0.0 * successes.sum()  # NaN also where no token is scored
-        valid = sum(map(len, sequences.ids))
-        return MicroBatchLoss(terms, contrasted, fidelity, aux_loss, read, valid, engine_logps)
+        return run_in_wrapped_forward(model, policy, forward, sequences.chosen)
 
     def loss_shares(self, model: nn.Module, inputs: dict[str, Any], accumulation: float) -> Float[Tensor, "B T"]:
         """Share of each token in the loss of a micro-batch, by GRPO's reduction of the same `loss_type`.
@@ -225,7 +241,9 @@ class CreditStep:
             shares = mask / (tokens * accumulation / steps)
         else:
             raise ValueError(f"Unknown `loss_type` {loss_type!r}.")
-        return shares * inputs["importance_sampling_ratio"] if "importance_sampling_ratio" in inputs else shares
+        if "importance_sampling_ratio" in inputs:
+            shares = shares * inputs["importance_sampling_ratio"]
+        return shares
 
     @torch.no_grad()
     def policy_logps(self, model: nn.Module, inputs: dict[str, Any], size: int | None = None) -> Float[Tensor, "B T"]:
@@ -237,20 +255,33 @@ class CreditStep:
         lengths = inputs["prompt_mask"].sum(dim=1) + inputs["completion_mask"].sum(dim=1)
         if size is not None and size < len(lengths):
             order = lengths.argsort(descending=True, stable=True)
-            parts = [self.policy_logps(model, take_rows(inputs, rows.tolist())) for rows in order.split(size)]
-            return torch.cat(parts)[order.argsort()]
+            parts = [take_rows(inputs, rows.tolist()) for rows in order.split(size)]
+            sorted_logps = [self.policy_logps(model, part) for part in parts]
+            return torch.cat(sorted_logps)[order.argsort()]
         mask = inputs["completion_mask"].bool()
         sequences = chosen_sequences(inputs, mask)
         ids = sequences.pick(inputs["completion_ids"]).unsqueeze(-1)
         policy = self.teacher.unwrapped(model)
 
-        def sampled_logps(_: Int[Tensor, " N"]) -> Tensor:
+        def forward(_chosen: Int[Tensor, " N"]) -> Tensor:
             with self.teacher.mixed_precision():
                 hidden, _, _ = policy_states(policy, sequences, packed=self.packed)
             return token_logps(self.head(policy).gathered().detached(), hidden, ids)
 
-        logps = run_in_wrapped_forward(model, policy, sampled_logps, sequences.chosen)
+        logps = run_in_wrapped_forward(model, policy, forward, sequences.chosen)
         return logps.new_zeros(mask.numel()).index_put_((sequences.chosen,), logps).view_as(mask)
+
+
+def choose_packing(packed: bool | None, teacher: Teacher, may_have_images: bool) -> tuple[bool, bool]:
+    """Whether the policy and whether the teacher read packed rows.
+
+    The option `packed` decides for the teacher, and None packs both where both can and no prompt has images.
+    """
+    can_pack = cannot_pack(teacher.student) is None
+    if packed is not None:
+        return packed and can_pack, packed
+    packs = can_pack and not may_have_images and all(cannot_pack(model) is None for model in teacher.models())
+    return packs, packs
 
 
 def engine_role(config: CreditConfig) -> Literal["correction", "old"] | None:

@@ -10,8 +10,8 @@ from typing import Any
 from accelerate.utils import gather_object
 from transformers import TrainerCallback
 
-from credit_trl.contexts.build import build_contexts
 from credit_trl.contexts.builder import ContextBuilder
+from credit_trl.contexts.gather import build_contexts
 from credit_trl.contexts.prompts import images_of, with_images
 from credit_trl.contexts.tokens import PrivilegedContext, TokenContexts
 from credit_trl.lab.analysis.checkpoints import Checkpoint

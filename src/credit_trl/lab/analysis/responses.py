@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from credit_trl.config import CreditConfig
-from credit_trl.contexts.build import gather_contrast_batch
 from credit_trl.contexts.contrast import Contrast, ContrastBatch, draw_contrasts, find_source
+from credit_trl.contexts.gather import gather_contrast_batch
 from credit_trl.contexts.images import thumbnail
 from credit_trl.contexts.prompts import Prompt
 from credit_trl.contexts.tokens import PrivilegedContext
