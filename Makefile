@@ -25,7 +25,7 @@ test: $(INSTALLED)  ## The fast tests
 test-optional: $(INSTALLED)  ## The tests that use bubblewrap and Chromium where these are installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal tests/sandbox tests/lab
 
-test-slow: $(INSTALLED)  ## The slow tests, and those of DeepSpeed, bitsandbytes and Triton if these can be installed
+test-slow: $(INSTALLED)  ## The slow tests, and those of DeepSpeed and bitsandbytes if these can be installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow
 	tests/distributed/optional.sh $(VENV) $(OPTIONAL_VENV)
 

@@ -51,13 +51,10 @@ QUICKSTART = {
 GPU = {
     "credit": {"contrastive_coef": 0.1},
     "credit, λ = 0": {"contrastive_coef": 0.0},
-    "credit, no Triton": {"contrastive_coef": 0.1, "distillation_kernels": "torch"},
     "sdpo": {},
     "grpo": {},
 }
-GPU_WORKLOAD = SHAPES["Qwen3-0.6B"].with_(
-    batch=64, micro_batches=8, group=8, completion=512, checkpointing=False, kernels="auto"
-)
+GPU_WORKLOAD = SHAPES["Qwen3-0.6B"].with_(batch=64, micro_batches=8, group=8, completion=512, checkpointing=False)
 DENSE_BF16 = 989e12  # FLOP/s of an H100 or H200 by the datasheet
 
 

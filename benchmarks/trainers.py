@@ -110,7 +110,6 @@ def workload_trainer(
         "credit": {
             "distillation_topk": workload.topk,
             "distillation_tail": workload.tail,
-            "distillation_kernels": workload.kernels,
             "packed": workload.padding == "packed",
             **(of_credit or {}),
         },

@@ -2,7 +2,7 @@
 
     python benchmarks/update_phase.py --preset bar     # two fixed shapes; prints the ratios as JSON
     python benchmarks/update_phase.py --preset ragged  # lognormal lengths, with TRL's padding and without
-    python benchmarks/update_phase.py --preset gpu     # on a GPU, with torch and Triton kernels
+    python benchmarks/update_phase.py --preset gpu     # on a GPU
 
 Every implementation runs in its own process. Those of `bar` and `ragged` take turns, those of `gpu` run one after the
 other. Ratios are medians of ratios within a round. Peaks are those of each process, above its loaded models.
@@ -92,11 +92,9 @@ RATIOS = {
 
 def gpu_kinds(shape: Workload) -> Kinds:
     """Trials of a shape."""
-    triton = shape.with_(kernels="triton")
     return {
-        "credit, torch": ("credit", shape),
-        "credit, triton": ("credit", triton),
-        "credit, triton, renormalize": ("credit", triton.with_(tail="renormalize")),
+        "credit": ("credit", shape),
+        "credit, renormalize": ("credit", shape.with_(tail="renormalize")),
         "sdpo": ("sdpo", shape),
         "grpo": ("grpo", shape),
     }
@@ -190,15 +188,15 @@ def _measure_points(arguments: tuple[str, Workload], rounds: int) -> dict[str, A
 
 
 def gpu_ratios(models: dict[str, Any]) -> dict[str, float]:
-    """Ratios of seconds: Triton over torch kernels, and each trial over TRL's SDPO, if both fit."""
+    """Ratios of seconds of each trial over TRL's SDPO, if both fit."""
     found = {}
     for name, of_model in models.items():
         for point in dict.fromkeys(point for of in of_model.values() for point in of["points"]):
             measured = {kind: of["points"].get(point) for kind, of in of_model.items()}
             fitting = {kind: sample["seconds"] for kind, sample in measured.items() if sample}
-            for kind, over in (("credit, triton", "credit, torch"), *((kind, "sdpo") for kind in of_model)):
-                if kind in fitting and over in fitting and kind != over:
-                    found[f"{name}, {point}: {kind} over {over}"] = fitting[kind] / fitting[over]
+            if "sdpo" in fitting:
+                for kind in fitting.keys() - {"sdpo"}:
+                    found[f"{name}, {point}: {kind} over sdpo"] = fitting[kind] / fitting["sdpo"]
     return found
 
 

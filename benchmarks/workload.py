@@ -7,7 +7,6 @@ import platform
 import subprocess
 from dataclasses import dataclass, replace
 from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
@@ -49,7 +48,6 @@ class Workload:
     topk: int = 100
     tail: str = "bucket"
     contrasts: int = 1
-    kernels: str = "torch"
     checkpointing: bool = False
     dtype: str = "float32"
     device: str = "cpu"
@@ -159,7 +157,6 @@ def provenance() -> dict[str, object]:
         "versions": {
             "python": platform.python_version(),
             **{name: version(name) for name in ("torch", "trl", "transformers", "credit-trl")},
-            "triton": version("triton") if find_spec("triton") else None,
         },
         "commit": commit or "unknown",
     }

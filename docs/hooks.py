@@ -38,7 +38,7 @@ INTERNAL = tuple(
     """
     evaluation.generation evaluation.verdicts lab.analysis.token_classes lab.analysis.tokentext
     lab.analysis.vocabulary_logps lab.report.comparison lab.report.runs lab.report.token_maps
-    loss.head loss.projection loss.triton_rows contexts.prompts
+    loss.head loss.projection contexts.prompts
     tasks.escaping tasks.lcb_ tasks.records teacher.causal_lm teacher.sharding
     training.check_model training.trl_compat
     """.split()

@@ -264,12 +264,10 @@ def test_no_import_circles_deferred_imports_included():
 
 
 def functions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    """Functions and methods, nested ones included, without Triton kernels."""
+    """Functions and methods, nested ones included."""
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            decorators = {ast.unparse(decorator).partition("(")[0] for decorator in node.decorator_list}
-            if not decorators & {"triton.jit", "jit", "triton.autotune"}:
-                yield node
+            yield node
 
 
 def parameter_count(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:

@@ -104,9 +104,6 @@ class CreditConfig(GRPOConfig):
             Upper bound on the importance ratio π_θ / π_rollout of the sampled token, which multiplies its loss when a
             generation batch is used for more than one update. `None`: no ratio. With vLLM, π_rollout is the engine's
             where `vllm_importance_sampling_correction=False`.
-        distillation_kernels (`"auto"`, `"torch"` or `"triton"`, *optional*, defaults to `"auto"`):
-            Implementation of the passes over rows of logits. `"auto"` is Triton on a GPU where the package triton is
-            installed, and torch elsewhere.
         scoring_batch_tokens (`int`, *optional*, defaults to `16384`):
             Maximum number of tokens in one forward pass of the teacher, padding included; independent of the
             micro-batch.
@@ -197,7 +194,6 @@ class CreditConfig(GRPOConfig):
     distillation_topk: int | None = 20
     distillation_tail: Literal["bucket", "renormalize"] = "bucket"
     distillation_is_clip: float | None = 2.0
-    distillation_kernels: Literal["auto", "torch", "triton"] = "auto"
     scoring_batch_tokens: int = 16384
     packed: bool | None = None
 

@@ -53,19 +53,25 @@ def test_out_of_memory_is_none_and_other_errors_are_raised():
 
 def test_models_that_do_not_fit_are_reported_without_a_ratio(monkeypatch):
     def build(kind, workload):
-        if kind == "sdpo":
+        if workload.tail == "renormalize":
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return lambda changes: Sample(2.0 if workload.kernels == "torch" else 1.5, peak_mb=10.0)
+        return lambda changes: Sample(1.5 if kind == "credit" else 2.0, peak_mb=10.0)
 
     monkeypatch.setattr(update_phase, "Trial", InProcess)
     monkeypatch.setattr(update_phase, "build_gpu", build)
     monkeypatch.setattr(update_phase, "POINTS", {"4 tokens": {"completion": 4}})
     results = Results()
     update_phase.measure_gpu({"tiny": TINY}, None, 1, results)
-    assert results.values["models"]["tiny"]["sdpo"]["points"] == {"4 tokens": None}
-    assert "CUDA out of memory" in results.values["models"]["tiny"]["sdpo"]["error"]
-    assert results.values["ratios"] == {"tiny, 4 tokens: credit, triton over credit, torch": 0.75}
-    assert "| tiny, 4 tokens | sdpo | does not fit | |" in update_phase.table_of_gpu(results.values).splitlines()
+    assert results.values["models"]["tiny"]["credit, renormalize"]["points"] == {"4 tokens": None}
+    assert "CUDA out of memory" in results.values["models"]["tiny"]["credit, renormalize"]["error"]
+    assert results.values["ratios"] == {
+        "tiny, 4 tokens: credit over sdpo": 0.75,
+        "tiny, 4 tokens: grpo over sdpo": 1.0,
+    }
+    assert (
+        "| tiny, 4 tokens | credit, renormalize | does not fit | |"
+        in update_phase.table_of_gpu(results.values).splitlines()
+    )
 
 
 def test_preset_without_a_gpu_is_an_error(monkeypatch, capsys):
@@ -85,15 +91,15 @@ def test_preset_runs_at_tiny_shapes(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(update_phase, "provenance", dict)
     monkeypatch.setattr(measure, "_has_time", lambda *_: False)
     output = tmp_path / "result.json"
-    line = ["--preset", "gpu", "--rounds", "1", "--output", str(output), "--kinds", "credit, torch", "sdpo", "grpo"]
+    line = ["--preset", "gpu", "--rounds", "1", "--output", str(output), "--kinds", "credit", "sdpo", "grpo"]
     monkeypatch.setattr(sys, "argv", ["update_phase.py", *line])
     update_phase.main()
     result = json.loads(output.read_text())
-    assert set(result["models"]["tiny"]) == {"credit, torch", "sdpo", "grpo"}
+    assert set(result["models"]["tiny"]) == {"credit", "sdpo", "grpo"}
     for of_kind in result["models"]["tiny"].values():
         assert all(point["seconds"] > 0 for point in of_kind["points"].values())
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert last["tiny, 4 tokens: credit, torch over sdpo"] > 0
+    assert last["tiny, 4 tokens: credit over sdpo"] > 0
 
 
 @pytest.mark.parametrize("name", ["credit", "sdpo", "grpo"])

@@ -26,7 +26,7 @@ SLOW = {
 def make_trainer(make_trainer):
     def make(lora=False, **options):
         given = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_steps": 2}
-        given |= {"optim": "adamw_torch", "num_iterations": 2, "distillation_kernels": "torch"}
+        given |= {"optim": "adamw_torch", "num_iterations": 2}
         adapter = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False) if lora else None
         return make_trainer(peft_config=adapter, **given | options)
 

@@ -9,7 +9,7 @@ from accelerate.state import AcceleratorState
 from device.test_imagined_gpu import CASES, SLOW, logged, make_trainer  # noqa: F401
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-GPU = {"use_cpu": False, "distillation_kernels": "auto"}
+GPU = {"use_cpu": False}
 WAITS_IN_A_MICRO_BATCH = 3
 
 

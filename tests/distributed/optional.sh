@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Tests of DeepSpeed, bitsandbytes and Triton, in a small environment on top of .venv (`make test-slow`). They are not
-# installed in .venv, because every process of the other tests would import DeepSpeed, and Triton needs 700 MB.
+# Tests of DeepSpeed and bitsandbytes, in a small environment on top of .venv (`make test-slow`). They are not
+# installed in .venv, because every process of the other tests would import DeepSpeed.
 # Packages that cannot be installed are reported and their tests skip.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -42,7 +42,6 @@ if ! made_from_these_files; then
   { install setuptools wheel && DS_BUILD_OPS=0 install --no-build-isolation $(extra deepspeed) && loads deepspeed; } ||
     missing="DeepSpeed"
   { install $(extra quantization) && loads bitsandbytes; } || missing="$missing bitsandbytes"
-  { install triton && loads triton; } || missing="$missing Triton"
   # Missing packages are tried again in the next run.
   [ -z "$missing" ] && touch "$venv/.installed"
   for name in $missing; do
@@ -53,5 +52,3 @@ fi
 OMP_NUM_THREADS=1 "$python" -m pytest -m "slow or not slow" $here tests/loss/test_support_matrix.py \
   tests/teacher/test_external.py \
   -k "zero or deepspeed or four_bits"
-# Without a GPU, the kernels run in Triton's interpreter.
-OMP_NUM_THREADS=1 TRITON_INTERPRET=1 "$python" -m pytest tests/loss/test_triton_rows.py tests/benchmarks/test_gpu_benchmark.py

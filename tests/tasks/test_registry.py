@@ -28,11 +28,10 @@ def test_built_in_tasks_log_their_reward_under_their_name(name):
     assert load_task(name).reward.__name__ == load_task(name).name == name
 
 
-@pytest.mark.parametrize("name", ["quickstart", "livecodebench:examples", "sciknoweval:physics", "toolalpaca", "math"])
-def test_built_in_tasks_pass_the_check_of_tasks(name, shared_data, write_jsonl):
-    rows = write_jsonl([{"problem": "What is 20 + 22?", "answer": "42"}])
+@pytest.mark.parametrize("name", ["quickstart", "livecodebench:examples", "sciknoweval:physics", "toolalpaca"])
+def test_built_in_tasks_pass_the_check_of_tasks(name, shared_data):
     head = name.partition(":")[0]
-    paths = {"sciknoweval": shared_data / head, "toolalpaca": shared_data / head, "math": rows}
+    paths = {"sciknoweval": shared_data / head, "toolalpaca": shared_data / head}
     check_task(name, path=paths.get(head), **{"split": "test"} if head == "toolalpaca" else {})
 
 

@@ -101,7 +101,7 @@ def measuring_config(args: argparse.Namespace) -> CreditConfig:
     # Those on which the teacher's prompt, R_t and the predicted drift depend.
     measured = {field.name for field in fields(CreditConfig)} - {field.name for field in fields(GRPOConfig)}
     measured |= {"chat_template_kwargs", "max_completion_length", "seed", "temperature"}
-    measured -= {"distillation_weight", "distillation_kernels"}
+    measured -= {"distillation_weight"}
     given = {"contrastive_count": 4} | {name: options[name] for name in options if name in measured}
     given |= {name: getattr(args, name) for name in ("contrastive_coef", "seed") if getattr(args, name) is not None}
     if args.max_prompts == 1 and given.get("contrastive_source") == "batch":  # which has no other prompt

@@ -3,11 +3,9 @@
 `projection.py` projects chunks of tokens with it, so that no (tokens × vocabulary) tensor exists.
 """
 
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
-from typing import Literal, Self
+from typing import Self
 
 import torch
 from jaxtyping import Float, Int
@@ -27,9 +25,6 @@ _ACCELERATOR_BYTES = 5 * 2**29
 _MOST_TOKENS = 8192
 # Elements of one block of logits on the CPU: 8 MB in fp32, so that exp and sums read it from cache.
 _CPU_BLOCK = 2**21
-
-# Implementation of the elementwise passes over a chunk of logits.
-Kernels = Literal["torch", "triton"]
 
 # Replaces logits of the support: exp is 0, and products with 0 stay finite, unlike −∞.
 BLANK = -1e15
@@ -107,8 +102,6 @@ class LMHead:
     scale: float = 1.0  # `logit_scale`, or `1 / logits_scaling`
     softcap: float | None = None  # `final_logit_softcapping` of Gemma, under the name of the model family, or None
     temperature: float = 1.0
-    # `"triton"` uses `triton_rows` for chunks accumulated in fp32 on a GPU or in Triton's interpreter, else torch.
-    kernels: Kernels = "torch"
 
     @property
     def vocabulary_size(self) -> int:
@@ -192,11 +185,6 @@ class LMHead:
             logits.mul_(self.scale / self.temperature)
         return logits
 
-    @property
-    def finishes(self) -> bool:
-        """Whether `finish` changes raw logits."""
-        return self.softcap is not None or self.bias is not None or self.scale != self.temperature
-
     def softcap_slope(self, logits: Tensor) -> Tensor | None:
         """d softcap(u) / du = 1 − tanh²(u / softcap), from the finished logits; None without soft-cap."""
         if self.softcap is None:
@@ -223,26 +211,6 @@ def matmul_dtype(hidden: Tensor) -> torch.dtype:
     if hidden.dtype == torch.bfloat16 and hidden.device.type == "cuda":
         return hidden.dtype
     return accumulation_dtype(hidden.dtype)
-
-
-def choose_kernels(wanted: Literal["auto", "torch", "triton"], device: torch.device) -> Kernels:
-    """The implementation on a device: for `"auto"` Triton on a GPU where it is installed, else torch.
-
-    Raises:
-        ValueError: `"triton"` without the package.
-    """
-    if wanted == "torch" or (wanted == "auto" and device.type != "cuda"):
-        return "torch"
-    if find_spec("triton") is not None:
-        return "triton"
-    if wanted == "triton":
-        raise ValueError("`distillation_kernels='triton'` needs triton: `pip install triton`, or set it to 'torch'.")
-    warnings.warn(
-        "The package triton is not installed, so rows of logits are read several times. Install it, or set "
-        "`distillation_kernels='torch'`.",
-        stacklevel=2,
-    )
-    return "torch"
 
 
 def scatter_columns(
@@ -305,14 +273,14 @@ def _gather(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return tensor.full_tensor(grad_placements=[Partial("avg")] * tensor.device_mesh.ndim)
 
 
-def lm_head(model: nn.Module, temperature: float, kernels: Kernels = "torch") -> LMHead:
+def lm_head(model: nn.Module, temperature: float) -> LMHead:
     """The head of a causal LM, with the logit scale and soft-cap of its family; sharded until `gathered()`."""
     causal_lm = unwrap_adapters(model)
     config = causal_lm.config.get_text_config()
     head = causal_lm.get_output_embeddings()
     # Names of Gemma, RecurrentGemma and xLSTM.
     softcap = _first_set(config, "final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
-    return LMHead(head.weight, getattr(head, "bias", None), _logit_scale(config), softcap, temperature, kernels)
+    return LMHead(head.weight, getattr(head, "bias", None), _logit_scale(config), softcap, temperature)
 
 
 def _logit_scale(config: object) -> float:

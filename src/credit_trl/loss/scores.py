@@ -162,7 +162,7 @@ def _generic_scores(
     buffer = None if out.device.type == "cpu" else out  # a CPU takes narrow blocks
     generic = 0.0
     for hidden in contrast_hidden:
-        contrast = project(head, hidden, buffer, tokens, ids, None, False, False)
+        contrast = project(head, hidden, buffer, tokens, ids, wants_entropy=False)
         logps = torch.cat([_buckets(contrast, support), contrast.token_logps.unsqueeze(-1)], dim=-1)
         generic = generic + logps / len(contrast_hidden)
     return generic

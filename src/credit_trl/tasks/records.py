@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,31 +35,6 @@ class Row(dict[str, Any]):
         if not isinstance(value, str) or not value.strip():
             raise self.error(field, f"expected a text that is not blank, got {value!r:.100}")
         return value
-
-    def question(self, task: str, instruction: str, boxed: Callable[[str], str | None]) -> dict[str, Any]:
-        """The row of a data set for a question in a common form: `prompt`, `answer`, `task` and `id`.
-
-        The question is a text, or messages that end with a user's, before `instruction`. The answer of a worked
-        solution is what `boxed` finds in it, or the text after `####`; several answers are one list.
-        """
-        given = {name: value for name, value in self.items() if value is not None}
-        problem = given.get("problem", given.get("question", given.get("prompt", "")))
-        turns = [{"role": "user", "content": problem}] if isinstance(problem, str) else problem
-        asked = turns[-1] if isinstance(turns, list) and turns and isinstance(turns[-1], dict) else {}
-        if asked.get("role") != "user" or not isinstance(asked.get("content"), str) or not asked["content"].strip():
-            raise self.error("problem", "it, `question` or `prompt` must be a text or messages that end with a user's")
-        last = {"role": "user", "content": f"{turns[-1]['content']}\n\n{instruction}".rstrip()}
-        text = given.get("answer", given.get("final_answer", given.get("solution", "")))
-        if not isinstance(text, str | int | float | list) or (isinstance(text, float) and abs(text) >= 2**53):
-            raise self.error("answer", f"expected a text, a number below 2**53 or a list of them, got {text!r:.100}")
-        text = ", ".join(map(str, text)) if isinstance(text, list) else str(text)
-        gold = (boxed(text) or text.rpartition("####")[2]).strip()
-        is_sentence = len(gold) > 250 or re.search(r"(?:\b[a-z]{2,}\b\W+){3}.*\.$", gold)
-        is_unread = is_sentence and not {"answer", "final_answer"} & given.keys() and gold == text.strip()
-        if gold in ("", r"\boxed{}") or "\n\n" in gold or is_unread:
-            raise self.error("answer", r"no final answer (or `solution`): neither \boxed{...} nor ####, nor a line")
-        identity = given.get("id", given.get("idx", given.get("unique_id", self.number)))
-        return {"prompt": [*turns[:-1], last], "answer": gold, "task": task, "id": f"{task}-{identity}"}
 
 
 def read_rows(task: str, split: str, path: str | Path | None, hub: str, names: Sequence[str] = ()) -> Iterator[Row]:

@@ -25,7 +25,7 @@ from credit_trl.tasks.task import Task, batch_of, renamed
 logger = logging.getLogger(__name__)
 
 TRAINING_ROWS = ", training rows"  # of the name of a task without held-out rows
-BUILT_IN = ("livecodebench", "math", "quickstart", "sciknoweval", "toolalpaca")
+BUILT_IN = ("livecodebench", "quickstart", "sciknoweval", "toolalpaca")
 
 
 def check_name(name: str) -> None:

@@ -21,7 +21,7 @@ from credit_trl.contexts.builder import ContextBuilder
 from credit_trl.contexts.gather import build_contexts
 from credit_trl.contexts.tokens import CompletionBatch, TokenContexts
 from credit_trl.loss.credit_loss import CreditLoss, LossTokens, MicroBatchLoss, credit_loss
-from credit_trl.loss.head import LMHead, choose_kernels, lm_head
+from credit_trl.loss.head import LMHead, lm_head
 from credit_trl.loss.projection import token_logps
 from credit_trl.loss.scores import Scores, SupportConfig, score_completions
 from credit_trl.loss.token_weight import TokenCredit, TokenWeight, weigh_tokens, weighted_tensors
@@ -71,8 +71,7 @@ class CreditStep:
         config = self.config
         teacher = self.teacher
         if self.head is None:
-            kernels = choose_kernels(config.distillation_kernels, teacher.device)
-            self.head = partial(lm_head, temperature=config.temperature, kernels=kernels)
+            self.head = partial(lm_head, temperature=config.temperature)
         support = SupportConfig(config.distillation_support, config.distillation_topk, config.distillation_tail)
         self.support = support.resolved(teacher.vocabulary_size)
         if self.token_weight is not None and self.support.tail == "renormalize":
