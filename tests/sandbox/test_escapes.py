@@ -3,10 +3,15 @@
 import platform
 
 import pytest
-from bait import Bait, judge
+from bait import GOOD, Bait, judge
+from conftest import open_tier
 from escape import DATA, ESCAPES, Escape
+from observing import PROTECTED, SOURCES
 
-from credit_trl.sandbox import open_sandbox
+from credit_trl.sandbox import Program, open_sandbox, pool
+
+USERS = [name for tier in PROTECTED for name in (tier, f"{tier} as an ordinary user")]
+CHANNEL = {fields["name"] for fields in DATA["group"]["channel"]}
 
 
 @pytest.mark.parametrize("escape", ESCAPES, ids=lambda escape: escape.name.replace(" ", "_"))
@@ -18,8 +23,27 @@ def test_escape_fails_and_later_outcomes_are_right(held, escape: Escape) -> None
     assert not faults, f"{escape.name}, {status}: {faults}"
 
 
+@pytest.mark.parametrize("name", USERS)
+def test_thieves_of_the_begin_mark_harm_nobody(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server gets a processor only when a program has ended, or after a second: it reads what a thief leaves."""
+    main = "from credit_trl.sandbox.server"
+    monkeypatch.setattr(pool, "_BOOT", pool._BOOT.replace(main, f"{SOURCES['late_server']}\n{main}"))
+    with open_tier(name) as sandbox, Bait() as bait:
+        thieves = [escape for escape in ESCAPES if escape.name in CHANNEL]
+        programs = []
+        for thief in thieves:
+            call = {"fn_name": thief.call, "limits": thief.limits}
+            programs += [GOOD, Program(thief.source, prelude=bait.prelude(sandbox), **call)]
+        outcomes = sandbox.run(programs, deadline=120)
+    assert len(thieves) >= 10
+    assert [outcome.stdout for outcome in outcomes[::2]] == ["42\n"] * len(thieves)
+    assert not any("ESCAPED" in outcome.stdout for outcome in outcomes)
+    statuses = {thief.name: outcome.status for thief, outcome in zip(thieves, outcomes[1::2], strict=True)}
+    assert {thief.name for thief in thieves if statuses[thief.name] not in thief.statuses} == set(), statuses
+
+
 def test_suite_has_distinct_programs() -> None:
-    assert len({escape.name for escape in ESCAPES}) == len(ESCAPES) >= 98
+    assert len({escape.name for escape in ESCAPES}) == len(ESCAPES) >= 108
 
 
 def test_suite_detects_unprotected_escapes() -> None:

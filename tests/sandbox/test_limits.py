@@ -19,7 +19,7 @@ MIB = 1024 * 1024
 
 
 def running_program() -> RunningProgram:
-    return RunningProgram(0, Program("pass"), pid=1, pipes=(2, 3, 4), group=None, started_at=0.0)
+    return RunningProgram(0, Program("pass"), pid=1, pipes=(2, 3, 4, 5), group=None, started_at=0.0)
 
 
 @parametrize("total ran waited delayed", "waits")

@@ -43,11 +43,11 @@ class Bubblewrap(Isolation):
         self._namespaces = [path, *_NAMESPACES]
         for name, value in interpreter.environment.items():
             self._namespaces += ["--setenv", name, value]
-        self._mounts = [*_mounts(interpreter), "--remount-ro", "/", "--seccomp", "5"]
+        self._mounts = [*_mounts(interpreter), "--remount-ro", "/", "--seccomp", "6"]
 
     def command(self, program: Program) -> tuple[list[str], dict[str, str]]:
         # /dev/stdin is a link into /proc, which does not exist here, so programs get a file instead.
-        return [*self._namespaces, "--ro-bind-data", "6", "/dev/stdin", *self._mounts, *self._command], {}
+        return [*self._namespaces, "--ro-bind-data", "7", "/dev/stdin", *self._mounts, *self._command], {}
 
     def descriptors(self, program: Program) -> list[int]:
         read_end, write_end = os.pipe()

@@ -1,10 +1,13 @@
 """Runs a program inside the sandbox. Compiled once, passed through a descriptor, never imported.
 
 It imports nothing of this project. Descriptor 3 holds this file's code and then the request, both marshalled by the
-server, which is trusted. The driver reports on descriptor 4, a pipe: "B" when the program begins, then at most one of
-"R" (return value, JSON), "E" (traceback) and "M" (MemoryError), each followed by an 8-byte length and text. The
-program shares this process and can write a report itself. It gains nothing: a report is data like standard output, and
-is compared outside of the sandbox with what the program does not know.
+server, which is trusted. Just before the program's first line the driver writes "B" to descriptor 5, a pipe, and closes
+it. A program holds no end of that pipe, so the server knows from it alone whether the program began.
+
+The driver reports on descriptor 4, another pipe, at most one of "R" (return value, JSON), "E" (traceback) and "M"
+(MemoryError), each followed by an 8-byte length and text. The program shares this process: it can write a report
+itself, or take one back. It gains nothing: a report is data like standard output, and is compared outside of the
+sandbox with what the program does not know.
 """
 
 import builtins
@@ -123,7 +126,8 @@ def main():
     sys.argv[:] = ["program.py"]
     for limit, soft, hard in limits:
         resource.setrlimit(limit, (soft, hard))
-    os.write(4, b"B")
+    os.write(5, b"B")
+    os.close(5)
     run(prelude, source, fn_name, arguments, report)
 
 

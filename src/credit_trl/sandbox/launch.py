@@ -56,7 +56,7 @@ class Isolation:
         return self._command, self._environment
 
     def descriptors(self, program: Program) -> list[int]:
-        """Descriptors that the command expects from number 5 on. The caller closes them."""
+        """Descriptors that the command expects from number 6 on. The caller closes them."""
         return []
 
     def enter(self) -> None:
@@ -75,14 +75,14 @@ class Unprotected(Isolation):
 def start(isolation: Isolation, program: Program, group: MemoryGroup | None) -> tuple[int, list[int]]:
     """Start a process for a program, in a control group if there is one; as `USER` if the server is root.
 
-    Returns its id, and the ends of the pipes for its standard output, standard error and report.
+    Returns its id, and the ends of the pipes for its standard output, standard error, report and begin mark.
     """
     ours: list[int] = []
     inherited: list[int] = []
     call = (program.prelude, program.source, program.fn_name, program.arguments or "[]")
     request = isolation.driver + marshal.dumps((resource_limits(program.limits, isolation), *call))
-    # Of the descriptors 0 to 4, those that the program writes to are pipes.
-    contents = (program.stdin.encode("utf-8", "replace"), None, None, request, None)
+    # Of the descriptors 0 to 5, those that are written to are pipes. The driver closes the last before the program runs.
+    contents = (program.stdin.encode("utf-8", "replace"), None, None, request, None, None)
     try:
         for content in contents:
             if content is not None:

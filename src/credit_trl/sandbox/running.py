@@ -22,10 +22,10 @@ class RunningProgram:
     number: int  # the client's, of the program
     program: Program
     pid: int
-    pipes: Sequence[int]  # descriptors from which standard output, standard error and the driver's report are read
+    pipes: Sequence[int]  # from which standard output, standard error, the driver's report and its begin mark are read
     group: MemoryGroup | None  # control group of its processes, `None` where the server can make none
     started_at: float  # time at which its process was started
-    began_at: float | None = None  # time of the driver's report that it begins; its wall-clock limit counts from here
+    began_at: float | None = None  # time of the driver's begin mark; its wall-clock limit counts from here
     delayed: float = 0.0  # seconds since then in which it could run and waited for a processor that others used
     cpu_seconds: float = 0.0  # largest processor time of its processes in any sample
     is_starved: bool = False  # whether it got less than a fifth of a processor between the last two samples
@@ -34,6 +34,7 @@ class RunningProgram:
     stdout: bytearray = field(default_factory=bytearray)
     stderr: bytearray = field(default_factory=bytearray)
     report: bytearray = field(default_factory=bytearray)
+    begin_mark: bytearray = field(default_factory=bytearray)
     ended_by: Status | None = None  # status with which the server ended it, `None` if it ended by itself
     reason: str = ""
     open_pipes: dict[int, bytearray] = field(default_factory=dict)  # what was read, by descriptor, of those not ended
@@ -41,7 +42,7 @@ class RunningProgram:
     _threads: dict[str, tuple[float, float]] = field(default_factory=dict)  # active, processor time when that changed
 
     def __post_init__(self) -> None:
-        self.open_pipes = dict(zip(self.pipes, (self.stdout, self.stderr, self.report), strict=True))
+        self.open_pipes = dict(zip(self.pipes, (self.stdout, self.stderr, self.report, self.begin_mark), strict=True))
 
     def add_times(self, times: ProcessorTimes, now: float) -> None:
         """Take a sample of processor times, of which the first is that of the program's beginning.
@@ -82,9 +83,9 @@ class RunningProgram:
     def answer(self, exit_code: int, now: float) -> dict[str, Any]:
         """Message for the client: `"done"` with the outcome, or `"failed"` with the reason.
 
-        A program that the server did not end, and whose first report byte is missing, never began, because the driver
-        writes that byte before the program's first line. The rest of the report is only split, measured and passed on
-        as text.
+        A program that the server did not end, and whose begin mark is missing, never began: the driver writes the mark
+        before the program's first line, to a pipe of which a program holds no end. Its report is only split, measured
+        and passed on as text.
         """
         if self.ended_by is None and self.began_at is None:
             reason = _text(self.stderr or b"it ended before the program began")[-ERROR_CHARACTERS:].strip()
@@ -100,7 +101,7 @@ class RunningProgram:
         ended = Outcome("ok", stdout, exit_code=exit_code, seconds=seconds)
         # The last sample of its time may lag by half of the limit.
         cpu_seconds = max(seconds, 2 * self.cpu_seconds)
-        report = _parse_report(bytes(self.report[1:]))
+        report = _parse_report(bytes(self.report))
         return ended_outcome(self.program, ended, cpu_seconds, report, _text(self.stderr[-ERROR_CHARACTERS // 2 :]))
 
 

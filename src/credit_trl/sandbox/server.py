@@ -122,7 +122,7 @@ class Server:
             self._close(run, descriptor)
             return False
         run.open_pipes[descriptor] += chunk
-        if run.began_at is None and run.report.startswith(b"B"):
+        if run.began_at is None and run.begin_mark:
             run.began_at = time.monotonic()
             run.next_sample = run.began_at + _SAMPLE_SECONDS
             times = observe.processor_times(observe.descendants(run.pid))
@@ -255,7 +255,7 @@ def main(tier: str, workers: int) -> None:
     try:
         allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, allowed))
-        needed = _OWN_DESCRIPTORS + 3 * workers  # pipes
+        needed = _OWN_DESCRIPTORS + 4 * workers  # pipes
         if 0 <= allowed < needed:
             raise OSError(errno.EMFILE, f"{os.strerror(errno.EMFILE)}: {allowed} are allowed, {needed} are needed")
         observe.require_supported()
