@@ -4,10 +4,10 @@ import platform
 
 import pytest
 from bait import GOOD, Bait, judge
-from conftest import open_tier
 from escape import DATA, ESCAPES, Escape
 from observing import PROTECTED, SOURCES
 
+from conftest import open_tier
 from credit_trl.sandbox import Program, open_sandbox, pool
 
 USERS = [name for tier in PROTECTED for name in (tier, f"{tier} as an ordinary user")]

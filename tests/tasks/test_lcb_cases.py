@@ -3,6 +3,7 @@ import collections
 import contextlib
 import json
 import pickle
+import tracemalloc
 import zlib
 from decimal import Decimal
 
@@ -10,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from credit_trl.tasks import lcb_cases
 from credit_trl.tasks.lcb_cases import decode_cases, parse_answer, same_output, same_return_value
 from tables import rows_of, tables_of
 
@@ -21,7 +21,7 @@ CASES = [{"input": "1\n", "output": "2\n", "testtype": "stdin"}]
 
 
 def packed(data: bytes) -> str:
-    return base64.b64encode(zlib.compress(data)).decode()
+    return base64.b64encode(zlib.compress(data, 1)).decode()
 
 
 @given(
@@ -67,10 +67,33 @@ def test_any_packed_bytes_give_a_list_or_value_error(data):
         assert isinstance(decode_cases(packed(data)), list)
 
 
-def test_oversized_packed_tests_raise(monkeypatch):
-    monkeypatch.setattr(lcb_cases, "LARGEST", 1_000_000)
-    with pytest.raises(ValueError, match="unpacks to more than 1000000 bytes"):
-        decode_cases(packed(pickle.dumps(json.dumps([" " * 2_000_000]))))
+MIB = 1 << 20
+OVERSIZED = {  # of 65 MiB, or with values that take a hundred times as much memory as their text
+    "one long text": lambda: packed(pickle.dumps(json.dumps([" " * 65 * MIB]))),
+    "a list that is not packed": lambda: f"[{' ' * 65 * MIB}]",
+    "base64 that is longer than all it can hold": lambda: "A" * 180 * MIB,
+    "spaces before the list": lambda: " " * 180 * MIB + "[]",
+    "millions of lists": lambda: packed(pickle.dumps(f"[{'[],' * 2 * MIB}[]]")),
+    "millions of texts": lambda: packed(pickle.dumps('["a"' + ',"b"' * 2 * MIB + "]")),
+    "millions of quotes": lambda: packed(pickle.dumps("[" + '"' * 2 * MIB)),
+    "millions of opcodes": lambda: packed(b"\x80\x04" + b"\x94" * 60 * MIB),
+}
+
+
+@pytest.mark.parametrize("form_text", OVERSIZED.values(), ids=OVERSIZED)
+def test_oversized_tests_raise_within_a_bounded_memory(form_text):
+    text = form_text()
+    tracemalloc.start()
+    with pytest.raises(ValueError, match=r"more than (67108864|1048576)|single text"):
+        decode_cases(text)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 4 * 64 * MIB
+
+
+def test_tests_of_sixty_mebibytes_are_read():
+    cases = [{"input": "1 2\n" * 8 * MIB, "output": '\\"' * 5 * MIB, "testtype": "stdin"}]
+    assert decode_cases(packed(pickle.dumps(json.dumps(cases)))) == cases
 
 
 @pytest.mark.parametrize(("answer", "named"), TABLES["malformed"])

@@ -119,6 +119,14 @@ def test_malformed_row_raises_with_file_row_and_field(write_jsonl, row, field):
         livecodebench.build("test", path)
 
 
+def test_oversized_row_is_named_by_its_question(write_jsonl, monkeypatch):
+    monkeypatch.setattr(livecodebench.lcb_cases, "LARGEST", 1_000)
+    path = write_jsonl([hub_row(0, private=2), hub_row(1, private=200)])
+    named = "row 2, field 'private_test_cases': of question 'q1', .* more than 1000 bytes"
+    with pytest.raises(ValueError, match=named):
+        livecodebench.build("test", path)
+
+
 @pytest.fixture(scope="module")
 def sandbox() -> Iterator[Sandbox]:
     """A sandbox for the programs of this file, unprotected if necessary, as all are harmless."""

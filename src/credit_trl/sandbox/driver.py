@@ -1,8 +1,8 @@
 """Runs a program inside the sandbox. Compiled once, passed through a descriptor, never imported.
 
 It imports nothing of this project. Descriptor 3 holds this file's code and then the request, both marshalled by the
-server, which is trusted. Just before the program's first line the driver writes "B" to descriptor 5, a pipe, and closes
-it. A program holds no end of that pipe, so the server knows from it alone whether the program began.
+server, which is trusted. Before the program's first line the driver writes "B" to descriptor 5, a pipe, and closes it.
+A program holds no end of that pipe, so the server knows from it alone whether the program began.
 
 The driver reports on descriptor 4, another pipe, at most one of "R" (return value, JSON), "E" (traceback) and "M"
 (MemoryError), each followed by an 8-byte length and text. The program shares this process: it can write a report

@@ -81,7 +81,7 @@ def start(isolation: Isolation, program: Program, group: MemoryGroup | None) -> 
     inherited: list[int] = []
     call = (program.prelude, program.source, program.fn_name, program.arguments or "[]")
     request = isolation.driver + marshal.dumps((resource_limits(program.limits, isolation), *call))
-    # Of the descriptors 0 to 5, those that are written to are pipes. The driver closes the last before the program runs.
+    # Of the descriptors 0 to 5, those that are written to are pipes. The driver closes the last one first.
     contents = (program.stdin.encode("utf-8", "replace"), None, None, request, None, None)
     try:
         for content in contents:

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
-LARGEST = 1 << 30  # bytes of unpacked tests; a few packed kilobytes could unpack to gigabytes
+LARGEST = 64 << 20  # bytes of a problem's unpacked tests; a few packed kilobytes could unpack to gigabytes
+LARGEST_STRUCTURE = 1 << 20  # characters of their JSON outside of texts; each could be a value of a hundred bytes
 Answer = str | dict[str, Any]  # of the data set, as JSON text or as an object
 FIELDS = ("inputs", "outputs", "testtype", "fn_name", "time_limit")  # of an answer
 
@@ -40,6 +41,7 @@ _DIGITS = 4300  # largest number of digits of an integer that `int` reads by def
 # Opcodes of `pickle.dumps("...")` in the protocols 0 to 5.
 _TEXT = {"UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"}
 _AROUND_IT = {"PROTO", "FRAME", "MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT", "STOP"}
+_MOST_OPCODES = 8
 
 
 @dataclass(frozen=True)
@@ -97,9 +99,19 @@ def decode_cases(text: str) -> list[Any]:
     """Read test cases in the hub's encoding: a JSON list, or base64 of zlib of a pickle of such a text.
 
     The pickle is never loaded. Its opcodes are read one by one, and it is refused unless it consists of one text.
+
+    Raises:
+        ValueError: another encoding, or tests of more than `LARGEST` bytes or `LARGEST_STRUCTURE` characters.
     """
+    is_packed = not text[:100].lstrip().startswith("[")
+    if len(text) > (2 * LARGEST if is_packed else LARGEST):  # base64 is longer by a third
+        raise ValueError(f"has {len(text)} characters, with more than {LARGEST} bytes of tests")
+    tests = _pickled_text(_unpacked(text)) if is_packed else text
+    unescaped = tests.replace("\\\\", "").replace('\\"', "")
+    if unescaped.count('"') > LARGEST_STRUCTURE or sum(map(len, unescaped.split('"')[::2])) > LARGEST_STRUCTURE:
+        raise ValueError(f"has more than {LARGEST_STRUCTURE} quotes, or as many characters outside of them")
     try:
-        cases = json.loads(text if text.lstrip().startswith("[") else _pickled_text(_unpacked(text)))
+        cases = json.loads(tests)
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
     if not isinstance(cases, list):
@@ -121,10 +133,10 @@ def _unpacked(text: str) -> bytes:
 def _pickled_text(data: bytes) -> str:
     """The only text of a pickle, without loading it."""
     texts: list[str] = []
-    for opcode, argument, _ in pickletools.genops(data):
+    for count, (opcode, argument, _) in enumerate(pickletools.genops(data), 1):
         if opcode.name in _TEXT and not texts:
             texts.append(argument)
-        elif opcode.name not in _AROUND_IT:
+        elif opcode.name not in _AROUND_IT or count > _MOST_OPCODES:
             raise ValueError(f"a pickle of tests must be a single text, got the opcode {opcode.name}")
     return "".join(texts)
 

@@ -230,7 +230,8 @@ def _problem(row: Row, split: str, seed: int) -> dict[str, Any]:
         answer = json.dumps(dict(zip(FIELDS, values, strict=True)))
         parse_answer(answer)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise row.error("private_test_cases", f"{type(error).__name__}: {error}") from error
+        problem = f"of question {identity!r}, {type(error).__name__}: {error}"
+        raise row.error("private_test_cases", problem) from error
     starter = (row.get("starter_code") or "").rstrip()
     form = FUNCTION_FORM.format(starter=starter) if starter else STDIN_FORM
     content = PROMPT.format(time_limit=f"{TIME_LIMIT:g}", problem=f"{row.text('question_content')}\n\n{form}")
