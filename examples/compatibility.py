@@ -92,15 +92,15 @@ def questions_of(rows: Iterable[dict[str, Any]], letters: Sequence[str] | None =
     """
     questions = []
     for number, row in enumerate(rows):
-        own = option_letters(row["prompt"]) if letters is None else tuple(letters)
+        options = option_letters(row["prompt"]) if letters is None else tuple(letters)
         name = str(row.get("id", number))
         gold = row.get("answer")
-        if len(own) < 2 or (gold is not None and gold not in own):
+        if len(options) < 2 or (gold is not None and gold not in options):
             raise ValueError(
-                f"Question {name}: options {own} and answer {gold!r} are no multiple choice of letters. Use a task "
-                "with lettered options such as sciknoweval:material."
+                f"Question {name}: options {options} and answer {gold!r} are no multiple choice of letters. Use a "
+                "task with lettered options such as sciknoweval:material."
             )
-        questions.append(ChoiceQuestion(row["prompt"], own, gold, name))
+        questions.append(ChoiceQuestion(row["prompt"], options, gold, name))
     return questions
 
 

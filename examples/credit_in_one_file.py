@@ -45,7 +45,7 @@ class ContrastContexts(SuccessfulRolloutTeacherContextBuilder):
         training = self.trainer.model.training
         group_size = self.trainer.num_generations if training else self.trainer.num_generations_eval
         groups = gather_object(prompts)[::group_size]  # one prompt a group, of all processes
-        first = self.trainer.accelerator.process_index * len(prompts)
+        offset = self.trainer.accelerator.process_index * len(prompts)
         privileged = iter(self.privileged)
         messages = []
         for sample, has_context in enumerate(contexts["self_distillation_mask"].tolist()):
@@ -53,10 +53,12 @@ class ContrastContexts(SuccessfulRolloutTeacherContextBuilder):
                 messages += [prompts[sample]] * args.contrastive_count
                 continue
             z = next(privileged)
-            own = (first + sample) // group_size
-            others = [prompt for prompt in groups if prompt != groups[own]]
-            rng = random.Random(f"{args.seed}/{self.trainer.state.global_step}/{first + sample}")
-            messages += [self._with_context(other, z) for other in rng.sample(others, args.contrastive_count)]
+            group = (offset + sample) // group_size
+            candidates = [prompt for prompt in groups if prompt != groups[group]]
+            rng = random.Random(f"{args.seed}/{self.trainer.state.global_step}/{offset + sample}")
+            messages += [
+                self._with_context(contrast, z) for contrast in rng.sample(candidates, args.contrastive_count)
+            ]
         tokens = self._tokenize_teacher_messages(messages)
         ids = output["completion_ids"].repeat_interleave(args.contrastive_count, dim=0)
         mask = output["completion_mask"].repeat_interleave(args.contrastive_count, dim=0)
@@ -104,7 +106,7 @@ def make_rows(count=64):
 
 def reward(completions, answer, **columns):
     numbers = [re.findall(r"\d+", completion[-1]["content"]) for completion in completions]
-    return [float(found[-1:] == [str(right)]) for found, right in zip(numbers, answer, strict=True)]
+    return [float(digits[-1:] == [str(right)]) for digits, right in zip(numbers, answer, strict=True)]
 
 
 if __name__ == "__main__":

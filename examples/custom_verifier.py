@@ -50,13 +50,15 @@ def grade(response: str, right: str) -> Verdict:
     numbers = re.findall(r"\d+", response)
     if not numbers:
         return Verdict(0.0, f"There is no number in the answer. The sum has {len(right)} digits.")
-    given = numbers[-1]
-    if given == right:
+    answered = numbers[-1]
+    if answered == right:
         return Verdict(1.0)  # the response is the demonstration for the others of its group
-    if len(given) != len(right):
-        return Verdict(0.0, f"{given} has {len(given)} digits, the sum has {len(right)}.")
-    place = next(i for i, (a, b) in enumerate(zip(given, right, strict=True)) if a != b)
-    return Verdict(0.0, f"In {given} the digit at place {place + 1} should be {right[place]}.", {"length_right": 1.0})
+    if len(answered) != len(right):
+        return Verdict(0.0, f"{answered} has {len(answered)} digits, the sum has {len(right)}.")
+    place = next(i for i, (a, b) in enumerate(zip(answered, right, strict=True)) if a != b)
+    return Verdict(
+        0.0, f"In {answered} the digit at place {place + 1} should be {right[place]}.", {"length_right": 1.0}
+    )
 
 
 def main(script: ScriptArguments, config: CreditConfig, model: ModelConfig) -> None:

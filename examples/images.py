@@ -60,8 +60,8 @@ def build_model():
     """A random LLaVA with a vocabulary of words, and its processor."""
     backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="x"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    named = {"pad_token": "<pad>", "eos_token": "<end>", "extra_special_tokens": SPECIAL[2:], "padding_side": "left"}
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, **named)
+    options = {"pad_token": "<pad>", "eos_token": "<end>", "extra_special_tokens": SPECIAL[2:], "padding_side": "left"}
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, **options)
     pixels = CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16})
     patches = {"patch_size": 8, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
     processor = transformers.LlavaProcessor(pixels, tokenizer, chat_template=TEMPLATE, **patches)
@@ -79,8 +79,8 @@ def make_rows(rng, count: int) -> list[dict]:
     rows = []
     for colour in map(str, rng.choice(NAMES, count)):
         pixels = rng.integers(90, 160, (16, 16, 3), dtype=np.uint8)
-        top, left = rng.integers(0, 7, 2)
-        pixels[top : top + 9, left : left + 9] = [*COLOURS[colour].to_bytes(3, "big")]
+        top, column = rng.integers(0, 7, 2)
+        pixels[top : top + 9, column : column + 9] = [*COLOURS[colour].to_bytes(3, "big")]
         prompt = [{"role": "user", "content": QUESTION}]
         rows.append({"prompt": prompt, "images": [Image.fromarray(pixels)], "colour": colour})
     return rows
@@ -119,13 +119,13 @@ def is_right(model, processor, rows: list[dict]) -> np.ndarray:
 def mean_credit(step, batch, tensors, contexts) -> dict[str, float]:
     """Mean S_t of the right colours of some rollouts, of wrong ones, and of the words around them."""
     scores = step.prepare(batch, tensors, contexts)
-    found = defaultdict(list)
+    values_of = defaultdict(list)
     for i, ids in enumerate(batch.completion_ids):
         kinds = dict.fromkeys(NAMES, "wrong colour") | {batch.rows[i]["colour"]: "right colour"}
         specific = scores["teacher_token_logps"][i] - scores["generic_token_logps"][i]
         for token, value in zip(ids, specific.tolist(), strict=False):
-            found[kinds.get(WORDS[token], "frame")].append(value)
-    return {kind: round(float(np.mean(values)), 2) for kind, values in sorted(found.items())}
+            values_of[kinds.get(WORDS[token], "frame")].append(value)
+    return {kind: round(float(np.mean(values)), 2) for kind, values in sorted(values_of.items())}
 
 
 def main(seed: int, output_dir: str, **options) -> None:
@@ -134,22 +134,24 @@ def main(seed: int, output_dir: str, **options) -> None:
     model, processor = build_model()
     pretrain(model, processor, rng)
     train, test = Dataset.from_list(make_rows(rng, 512)), make_rows(rng, 300)
-    before = is_right(model, processor, test)
+    accuracy_at_start = is_right(model, processor, test)
     config = CreditConfig(output_dir, seed=seed, **OPTIONS | options)
     trainer = CreditTrainer(model, verifier, config, train, processing_class=processor)
     step, scored = trainer.credit_step, []
     prepare = step.prepare
-    step.prepare = lambda *given: scored.append(given) or prepare(*given)
+    step.prepare = lambda *arguments: scored.append(arguments) or prepare(*arguments)
     trainer.train()
     step.prepare = prepare
-    gain = 100.0 * (is_right(model, processor, test).astype(float) - before)
+    gain = 100.0 * (is_right(model, processor, test).astype(float) - accuracy_at_start)
     margin = 1.96 * gain.std() / len(gain) ** 0.5
-    print(f"accuracy {100 * before.mean():.0f} %, after training {gain.mean():+.1f} ± {margin:.1f} points")
+    print(f"accuracy {100 * accuracy_at_start.mean():.0f} %, after training {gain.mean():+.1f} ± {margin:.1f} points")
     batch, tensors, contexts = scored[-1]
     print("S_t with the picture:", mean_credit(step, batch, tensors, contexts))
     blind = step.build_contexts(replace(batch, prompts=[with_images(prompt, []) for prompt in batch.prompts]))
     pairs = zip(contexts, blind, strict=True)
-    unseen = [replace(own, teacher=one.teacher, images=[None, *own.images[1:]]) for own, one in pairs]
+    unseen = [
+        replace(context, teacher=unrelated.teacher, images=[None, *context.images[1:]]) for context, unrelated in pairs
+    ]
     print("S_t where the teacher does not see it:", mean_credit(step, batch, tensors, unseen))
 
 

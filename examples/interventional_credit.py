@@ -84,12 +84,12 @@ def main() -> None:
     args = parser.parse_args()
     args.csv.parent.mkdir(parents=True, exist_ok=True)
     for seed, student in product(args.seeds, args.students):
-        known = pd.read_csv(args.csv) if args.csv.exists() else pd.DataFrame(columns=COLUMNS)
-        if not ((known["student"] == student) & (known["seed"] == seed)).any():
+        stored = pd.read_csv(args.csv) if args.csv.exists() else pd.DataFrame(columns=COLUMNS)
+        if not ((stored["student"] == student) & (stored["seed"] == seed)).any():
             rows = pd.DataFrame(run(args, seed, student), columns=COLUMNS)
             rows.to_csv(args.csv, mode="a", header=not args.csv.exists(), index=False)
-    found = pd.read_csv(args.csv).groupby(["student", "feedback", "quantity"], sort=False)["value"]
-    print(found.agg(["mean", "sem", "count"]).round(2).to_string())
+    summary = pd.read_csv(args.csv).groupby(["student", "feedback", "quantity"], sort=False)["value"]
+    print(summary.agg(["mean", "sem", "count"]).round(2).to_string())
 
 
 def run(args: argparse.Namespace, seed: int, name: str) -> list[tuple[Any, ...]]:
@@ -106,11 +106,11 @@ def run(args: argparse.Namespace, seed: int, name: str) -> list[tuple[Any, ...]]
     student = Checkpoint.from_model(model.eval(), base.tokenizer, name=name)
     unseen = list(task.build("test", groups=("known", "unknown"), seed=seed + 500).take(8 * args.prompts))
     separated = separation(student, graded_responses(base, task, unseen, seed + 500), unseen)
-    found = [(name, seed, "right over wrong", "separation", separated)]
+    separation_rows = [(name, seed, "right over wrong", "separation", separated)]
     if separated < args.gate:
         print(f"seed {seed}: the student separates verdicts by {separated:.2f} nats, below --gate {args.gate:g}.")
-        return found
-    return found + measure(args, seed, task, student)
+        return separation_rows
+    return separation_rows + measure(args, seed, task, student)
 
 
 def graded_responses(checkpoint: Checkpoint, task: Task, rows: list[dict[str, Any]], seed: int) -> Graded:
@@ -154,12 +154,12 @@ def fine_tune(
         seed: seed of the batches.
         batch_size: responses of a step.
     """
-    named = list(model.named_parameters())
-    matrices = [parameter for name, parameter in named if parameter.ndim == 2 and "embed" not in name]
-    rest = [parameter for name, parameter in named if parameter.ndim != 2 or "embed" in name]
+    parameters = list(model.named_parameters())
+    matrices = [parameter for name, parameter in parameters if parameter.ndim == 2 and "embed" not in name]
+    vectors = [parameter for name, parameter in parameters if parameter.ndim != 2 or "embed" in name]
     optimizers = [
         torch.optim.Muon(matrices, lr=0.02, weight_decay=0.0),
-        torch.optim.AdamW(rest, lr=3e-3, betas=(0.9, 0.98), weight_decay=0.0),
+        torch.optim.AdamW(vectors, lr=3e-3, betas=(0.9, 0.98), weight_decay=0.0),
     ]
     schedules = [torch.optim.lr_scheduler.LambdaLR(o, partial(_schedule, steps=steps)) for o in optimizers]
     draws = random.Random(seed)
@@ -186,9 +186,13 @@ def token_logps(model: nn.Module, batch: list[tuple[list[int], list[int]]]) -> l
     """log π of each response's tokens after its context."""
     ids = pad_sequence([torch.tensor(context + y) for context, y in batch], batch_first=True)
     hidden = model.base_model(input_ids=ids).last_hidden_state
-    kept = torch.cat([hidden[i, len(context) - 1 : len(context) + len(y) - 1] for i, (context, y) in enumerate(batch)])
+    response_states = torch.cat(
+        [hidden[i, len(context) - 1 : len(context) + len(y) - 1] for i, (context, y) in enumerate(batch)]
+    )
     targets = torch.tensor([token for _, y in batch for token in y])
-    return list((-F.cross_entropy(model.lm_head(kept), targets, reduction="none")).split([len(y) for _, y in batch]))
+    return list(
+        (-F.cross_entropy(model.lm_head(response_states), targets, reduction="none")).split([len(y) for _, y in batch])
+    )
 
 
 @torch.no_grad()
@@ -215,13 +219,13 @@ def measure(args: argparse.Namespace, seed: int, task: Task, student: Checkpoint
 
     def branchings(texts: list[str], formula: CreditFormula) -> list[iv.Branching]:
         """Prefixes of all responses with their candidates, whose values are those under a feedback."""
-        found = []
+        candidates = []
         for question, (row, y, z) in enumerate(zip(rows, graded.responses, texts, strict=True)):
             rollout = Rollout(
                 row["id"], row["prompt"], tuple(y), PrivilegedContext(feedback=z), tuple(contrasts[question])
             )
             contexts = rollout_contexts(rollout, config, student)
-            found += candidates_of(
+            candidates += candidates_of(
                 student,
                 contexts,
                 y,
@@ -230,11 +234,11 @@ def measure(args: argparse.Namespace, seed: int, task: Task, student: Checkpoint
                 candidates=args.candidates,
                 question=question,
             )
-        return found
+        return candidates
 
     feedbacks = {"right": [VERDICTS[1]] * len(rows), "wrong": [VERDICTS[0]] * len(rows), "letter": letters}
     forced = branchings(feedbacks["right"], CreditFormula(0.0))
-    rollouts = args.samples * sum(len(one.candidates) + 2 for one in forced)
+    rollouts = args.samples * sum(len(branching.candidates) + 2 for branching in forced)
     print(f"seed {seed}, {student.name}: {len(forced)} prefixes, {rollouts:,} rollouts", flush=True)
     outcomes = iv.policy_outcomes(student, task, rows, full_sampling(seed + 1000))
     credits = iv.run_branchings(forced, args.samples, 2 * args.samples, outcomes)
@@ -267,7 +271,7 @@ def candidates_of(
     Returns:
         Prefixes with two or more candidates, in the order of the response.
     """
-    found: list[tuple[float, iv.Branching]] = []
+    scored: list[tuple[float, iv.Branching]] = []
     for rows, logps in credit_logps(checkpoint, contexts, token_ids, formula.temperature):
         entropy = torch.special.entr(logps.student.exp()).sum(dim=-1)
         top = logps.student.topk(min(candidates, logps.student.shape[-1]), dim=-1)
@@ -279,21 +283,21 @@ def candidates_of(
                 prefix = tuple(token_ids[: rows.start + n])
                 chosen = tuple(top.indices[n, likely].tolist())
                 picked = (values[n, likely].cpu() for values in (rewards, advantages, top.values))
-                found.append((entropy[n].item(), iv.Branching(prefix, chosen, *picked, question)))
-    kept = sorted(found, key=lambda item: -item[0])[:positions]
-    return [branching for _, branching in sorted(kept, key=lambda item: len(item[1].prefix))]
+                scored.append((entropy[n].item(), iv.Branching(prefix, chosen, *picked, question)))
+    most_uncertain = sorted(scored, key=lambda item: -item[0])[:positions]
+    return [branching for _, branching in sorted(most_uncertain, key=lambda item: len(item[1].prefix))]
 
 
 def rank_agreement(
     credits: Sequence[iv.InterventionalCredit], branchings: Sequence[iv.Branching], field: str
 ) -> float:
     """Mean `concordance` of r^cf and a field of the branchings, over resolved prefixes; NaN if there is none."""
-    found = [
+    agreements = [
         concordance(credit.successes, getattr(branching, field).double().numpy())
         for credit, branching in zip(credits, branchings, strict=True)
         if is_resolved(credit)
     ]
-    return float(np.mean(found)) if found else float("nan")
+    return float(np.mean(agreements)) if agreements else float("nan")
 
 
 def is_resolved(credit: iv.InterventionalCredit) -> bool:

@@ -23,11 +23,11 @@ def reference_loss(
     support = f.topk(topk).indices  # (N, K)
 
     def buckets(logps: Tensor) -> Tensor:
-        inside = logps.gather(-1, support.expand(*logps.shape[:-1], topk))
+        support_logps = logps.gather(-1, support.expand(*logps.shape[:-1], topk))
         if tail == "renormalize":
-            return inside.log_softmax(-1)
-        outside = (1 - inside.exp().sum(-1, keepdim=True)).clamp(min=1e-7).log()
-        return torch.cat([inside, outside], -1)
+            return support_logps.log_softmax(-1)
+        outside = (1 - support_logps.exp().sum(-1, keepdim=True)).clamp(min=1e-7).log()
+        return torch.cat([support_logps, outside], -1)
 
     log_p, f, g = buckets(log_p), buckets(f), buckets(g)
     target = (f - coef * g.mean(0)).detach()  # a = f − λ Ĝ, the mean of logs bucket by bucket

@@ -30,9 +30,9 @@ def temper(step: CreditStep, coef: float) -> None:
             raise ValueError("A live teacher and an adapter share the policy's module. Use a full-weight teacher.")
 
     def head(model: nn.Module) -> LMHead:
-        own = policy_head(model)
+        untempered = policy_head(model)
         if model is step.teacher.student:
-            return own
-        return replace(own, temperature=own.temperature / (1.0 - coef))
+            return untempered
+        return replace(untempered, temperature=untempered.temperature / (1.0 - coef))
 
     step.head = head

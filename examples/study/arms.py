@@ -128,8 +128,8 @@ def punish_unlikely_tokens(trainer: CreditTrainer, options: dict[str, Any]) -> N
         output = generate(inputs)
         names = ("prompt_ids", "completion_ids"), ("prompt_mask", "completion_mask")
         ids, mask = (torch.cat([output[name] for name in of], dim=1) for of in names)
-        kept = output["completion_ids"].shape[1]
-        logps, *_ = trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, kept)
+        completion_length = output["completion_ids"].shape[1]
+        logps, *_ = trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, completion_length)
         output["advantages"] = output["advantages"][:, None] - (logps.exp() < UNLIKELY).to(logps)
         return output
 

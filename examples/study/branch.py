@@ -53,7 +53,9 @@ class BranchRows:
     @property
     def given(self) -> list[Conversation]:
         """The conversations with their feedback, as the teacher reads them."""
-        return [teacher_prompt(one, feedback=told) for one, told in zip(self.prompts, self.feedback, strict=True)]
+        return [
+            teacher_prompt(prompt, feedback=told) for prompt, told in zip(self.prompts, self.feedback, strict=True)
+        ]
 
 
 def measure_branch(log_odds: LogOdds, rows: BranchRows, seed: int = 0) -> dict[str, float]:
@@ -67,13 +69,17 @@ def measure_branch(log_odds: LogOdds, rows: BranchRows, seed: int = 0) -> dict[s
         seed: seed of the contrasts.
     """
     rng = random.Random(f"branch/{seed}")
-    others = [rng.choice([prompt for prompt in rows.prompts if prompt != own]) for own in rows.prompts]
-    contrasts = [teacher_prompt(other, feedback=own) for other, own in zip(others, rows.feedback, strict=True)]
-    found = pd.DataFrame({"log_odds": log_odds(rows.prompts, rows.specific)})
-    found["log_odds_given"] = log_odds(rows.given, rows.specific)
-    found["delta"] = found["log_odds_given"] - found["log_odds"]
-    found["s"] = log_odds(contrasts, rows.specific) - found["log_odds_given"]
-    return found.groupby(list(rows.specific)).mean().mean().to_dict()
+    contrast_prompts = []
+    for prompt in rows.prompts:
+        contrast_prompts.append(rng.choice([candidate for candidate in rows.prompts if candidate != prompt]))
+    contrasts = [
+        teacher_prompt(contrast, feedback=text) for contrast, text in zip(contrast_prompts, rows.feedback, strict=True)
+    ]
+    branch = pd.DataFrame({"log_odds": log_odds(rows.prompts, rows.specific)})
+    branch["log_odds_given"] = log_odds(rows.given, rows.specific)
+    branch["delta"] = branch["log_odds_given"] - branch["log_odds"]
+    branch["s"] = log_odds(contrasts, rows.specific) - branch["log_odds_given"]
+    return branch.groupby(list(rows.specific)).mean().mean().to_dict()
 
 
 def branch_rows(task: Task, point: BranchPoint, rows_per_cue: int = ROWS_PER_CUE) -> BranchRows:
@@ -98,7 +104,7 @@ def model_log_odds(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, p
     @torch.no_grad()
     def log_odds(prompts: Sequence[Conversation], cues: Sequence[str]) -> np.ndarray:
         texts = tokenizer.apply_chat_template(list(prompts), add_generation_prompt=True, tokenize=False)
-        found = []
+        parts = []
         for start in range(0, len(texts), BATCH_SIZE):
             batch = tokenizer(
                 [f"{text}{point.start}" for text in texts[start : start + BATCH_SIZE]],
@@ -109,7 +115,7 @@ def model_log_odds(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, p
             )
             logits = model(**batch, logits_to_keep=1).logits[:, -1]
             specific = torch.tensor([first_token(cue) for cue in cues[start : start + BATCH_SIZE]])
-            found.append(logits[:, planted] - logits.gather(-1, specific[:, None])[:, 0])
-        return torch.cat(found).double().numpy()
+            parts.append(logits[:, planted] - logits.gather(-1, specific[:, None])[:, 0])
+        return torch.cat(parts).double().numpy()
 
     return log_odds

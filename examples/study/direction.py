@@ -70,17 +70,19 @@ def measure(world: World, base: Path, seed: int, prompts: int) -> Iterator[dict[
     for group in ("known", "unknown"):
         rows = [row for row in world.task.build("test") if row["group"] == group][:prompts]
         contrasts = draw([row["prompt"] for row in rows], world.task.build("train")["prompt"], config)
-        found: dict[str, list[tuple[float, float]]] = {name: [] for name in QUANTITIES}
+        agreements_of: dict[str, list[tuple[float, float]]] = {name: [] for name in QUANTITIES}
         success = []
-        for row, others in zip(rows, contrasts, strict=True):
+        for row, contrast_prompts in zip(rows, contrasts, strict=True):
             z = PrivilegedContext(feedback=world.task.verify("", row["answer"]).feedback)
-            contexts = rollout_contexts(Rollout(row["id"], row["prompt"], (), z, tuple(others)), config, checkpoint)
+            contexts = rollout_contexts(
+                Rollout(row["id"], row["prompt"], (), z, tuple(contrast_prompts)), config, checkpoint
+            )
             tree = enumerate_responses(checkpoint, contexts.student)
             values = success_of(checkpoint, world, row, tree)
             success.append(values[()])
             for name, agreement in agreements(checkpoint, contexts, tree, values).items():
-                found[name].append(agreement)
-        for name, pairs in found.items():
+                agreements_of[name].append(agreement)
+        for name, pairs in agreements_of.items():
             cosine, concordance = np.nanmean(pairs, axis=0)
             key = {"world": world.name, "base": seed, "group": group, "quantity": name, "prompts": len(rows)}
             yield key | {"cosine": cosine, "concordance": concordance, "success": np.mean(success)} | made_by
@@ -97,8 +99,8 @@ def enumerate_responses(checkpoint: Checkpoint, context: list[int]) -> Tree:
         following: dict[Prefix, float] = {}
         for (prefix, reach), probabilities in zip(frontier.items(), logits.softmax(-1).tolist(), strict=True):
             least = min(max(MIN_PROBABILITY, MIN_PREFIX / reach), max(probabilities))
-            kept = {token: p for token, p in enumerate(probabilities) if p >= least}
-            tokens = {token: p / sum(kept.values()) for token, p in kept.items()}
+            likely = {token: p for token, p in enumerate(probabilities) if p >= least}
+            tokens = {token: p / sum(likely.values()) for token, p in likely.items()}
             tree[prefix] = (reach, tokens)
             following |= {(*prefix, token): p * reach for token, p in tokens.items()}
         ends = checkpoint.end_ids()
@@ -121,7 +123,7 @@ def agreements(
     checkpoint: Checkpoint, contexts: RolloutContexts, tree: Tree, values: dict[Prefix, float]
 ) -> dict[str, tuple[float, float]]:
     """Cosine and concordance of every quantity for the responses to one prompt."""
-    branches = {prefix: own for prefix, own in tree.items() if len(own[1]) > 1}
+    branches = {prefix: node for prefix, node in tree.items() if len(node[1]) > 1}
     logps = logps_at(checkpoint, contexts, branches, [leaf for leaf in values if leaf not in tree])
     result = {}
     for name, formula in QUANTITIES.items():
@@ -130,11 +132,12 @@ def agreements(
             ids = torch.tensor([list(tokens)])
             p = np.array(list(tokens.values()))
             success = np.array([values[*prefix, token] for token in tokens])
-            own = logps[prefix]
-            specific = objective.input_specific(own.teacher, own.contrasts).gather(-1, ids)
-            quantity = (specific if formula is None else formula.advantages(own, ids))[0].double().numpy()
-            ideal, given = (reach * p * (one - p @ one) for one in (success, quantity))
-            products += ideal @ given, ideal @ ideal, given @ given
+            prefix_logps = logps[prefix]
+            specific = objective.input_specific(prefix_logps.teacher, prefix_logps.contrasts).gather(-1, ids)
+            quantity = (specific if formula is None else formula.advantages(prefix_logps, ids))[0].double().numpy()
+            ideal = reach * p * (success - p @ success)
+            direction = reach * p * (quantity - p @ quantity)
+            products += ideal @ direction, ideal @ ideal, direction @ direction
             if np.ptp(success.round(2)) > 0:
                 pairs += reach * (1.0 + somersd(success.round(2), quantity).statistic) / 2.0, reach
         cosine = products[0] / np.sqrt(products[1] * products[2]) if products[1] > 0 else np.nan
@@ -146,14 +149,14 @@ def logps_at(
     checkpoint: Checkpoint, contexts: RolloutContexts, prefixes: Iterable[Prefix], leaves: Sequence[Prefix]
 ) -> dict[Prefix, CreditLogps]:
     """Log-probabilities of student, teacher and contrasts after every prefix, from passes over whole responses."""
-    found: dict[Prefix, CreditLogps] = {}
+    logps_of: dict[Prefix, CreditLogps] = {}
     for prefix in prefixes:
-        if prefix not in found:
+        if prefix not in logps_of:
             leaf = next(leaf for leaf in leaves if leaf[: len(prefix)] == prefix)
-            for rows, own in credit_logps(checkpoint, contexts, leaf, 1.0):
+            for rows, logps in credit_logps(checkpoint, contexts, leaf, 1.0):
                 for n, t in enumerate(range(len(leaf))[rows]):
-                    found[leaf[:t]] = CreditLogps(own.student[[n]], own.teacher[[n]], own.contrasts[:, [n]])
-    return found
+                    logps_of[leaf[:t]] = CreditLogps(logps.student[[n]], logps.teacher[[n]], logps.contrasts[:, [n]])
+    return logps_of
 
 
 if __name__ == "__main__":

@@ -80,20 +80,22 @@ def predictions(rows: Sequence[dict[str, str]], steps: dict[str, Sequence[int]])
 
     @cache
     def speed_without(base: int) -> float:
-        return fitted_speed([one for other, own in fits.items() if other != base for one in own])
+        return fitted_speed(
+            [fit for fitted_base, base_fits in fits.items() if fitted_base != base for fit in base_fits]
+        )
 
-    found = []
+    table = []
     for row in starts:
         base = int(row["seed"])
-        wanted = steps[row["world"]] if base in SEEN else UNSEEN_STEPS
-        path = path_of(row, max(wanted))
-        finite = path_of(row, max(wanted), speed_without(base if row["world"] == "weak" else -1), SLOWING)
-        for step in wanted:
+        measured_steps = steps[row["world"]] if base in SEEN else UNSEEN_STEPS
+        path = path_of(row, max(measured_steps))
+        finite = path_of(row, max(measured_steps), speed_without(base if row["world"] == "weak" else -1), SLOWING)
+        for step in measured_steps:
             key = (row["world"], base, row["arm"], rate_of(row["arm"]), step, float(row["log_odds"]))
             value = measured.get(key_of(row, step), math.nan)
             version, commit = made_by.get(key_of(row, step)) or made_by[key_of(row, 0)]
-            found.append((*key, path[step - 1], value, None, base in SEEN, finite[step - 1], version, commit))
-    return with_bands(pd.DataFrame(found, columns=COLUMNS))
+            table.append((*key, path[step - 1], value, None, base in SEEN, finite[step - 1], version, commit))
+    return with_bands(pd.DataFrame(table, columns=COLUMNS))
 
 
 def key_of(row: dict[str, str], step: int) -> tuple[str, int, str, int]:
@@ -112,11 +114,11 @@ def fitted_speed(rows: Sequence[tuple[dict[str, str], int, float]]) -> float:
 def with_bands(frame: pd.DataFrame) -> pd.DataFrame:
     """Fill `in_band` where a row is measured, from the errors of two or more seen bases other than the row's own."""
     errors = frame["measured"] - frame["predicted"]
-    for _, own in frame[frame["measured"].notna()].groupby(["world", "arm", "step"]):
-        for index, base in own["base"].items():
-            others = errors[own.index[own["seen"] & (own["base"] != base)]]
-            if len(others) >= 2:
-                half = stats.t.ppf((1 + LEVEL) / 2, len(others)) * math.sqrt(np.mean(np.square(others)))
+    for _, cell in frame[frame["measured"].notna()].groupby(["world", "arm", "step"]):
+        for index, base in cell["base"].items():
+            seen_errors = errors[cell.index[cell["seen"] & (cell["base"] != base)]]
+            if len(seen_errors) >= 2:
+                half = stats.t.ppf((1 + LEVEL) / 2, len(seen_errors)) * math.sqrt(np.mean(np.square(seen_errors)))
                 frame.loc[index, "in_band"] = bool(abs(errors[index]) <= half)
     return frame
 
@@ -124,12 +126,12 @@ def with_bands(frame: pd.DataFrame) -> pd.DataFrame:
 def fit(rows: pd.DataFrame) -> pd.Series:
     """R² of the change of the log-odds and mean error in nats of both predictions, and rows with a band and in it."""
     change = rows["measured"] - rows["log_odds_0"]
-    found = {"rows": len(rows), "banded": rows["in_band"].notna().sum(), "in band": rows["in_band"].eq(True).sum()}
+    summary = {"rows": len(rows), "banded": rows["in_band"].notna().sum(), "in band": rows["in_band"].eq(True).sum()}
     for column in ("predicted", "predicted_finite"):
         error = rows["measured"] - rows[column]
-        found[f"R² {column}"] = 1.0 - (error**2).sum() / ((change - change.mean()) ** 2).sum()
-        found[f"error {column}"] = error.abs().mean()
-    return pd.Series(found)
+        summary[f"R² {column}"] = 1.0 - (error**2).sum() / ((change - change.mean()) ** 2).sum()
+        summary[f"error {column}"] = error.abs().mean()
+    return pd.Series(summary)
 
 
 def right_signs(rows: Sequence[dict[str, str]]) -> tuple[int, int]:
@@ -159,11 +161,11 @@ def main() -> None:
     for row in rows:
         if int(row["step"]) > 0 and int(row["seed"]) in SEEN:
             steps[row["world"]] = sorted({*steps.get(row["world"], []), int(row["step"])})
-    found = predictions(rows, steps)
-    flags = {name: found[name].map({True: "yes", False: "no"}) for name in ("in_band", "seen")}
-    found.assign(**flags).to_csv(RESULTS / "predicted.csv", index=False, float_format="%.4f")
+    predicted = predictions(rows, steps)
+    flags = {name: predicted[name].map({True: "yes", False: "no"}) for name in ("in_band", "seen")}
+    predicted.assign(**flags).to_csv(RESULTS / "predicted.csv", index=False, float_format="%.4f")
     print("runs of subtract {}, sign of the change right in {}".format(*right_signs(rows)))
-    frame = found.dropna(subset="measured")
+    frame = predicted.dropna(subset="measured")
     frame["arms"] = frame["arm"].str.extract("(guide|hint)", expand=False).fillna("others")  # hint: of version 0.3.0
     frame = pd.concat([frame, frame.assign(world="all")])
     print(frame.groupby(["seen", "arms", "rho", "world"]).apply(fit, include_groups=False).round(3).to_string())

@@ -65,28 +65,28 @@ def table(rows: Sequence[Row], step: int, baseline: str, measures: Sequence[str]
     rows = [row for row in rows if row["step"] == step]
     arms = {"base": started} | {arm: [row for row in rows if row["arm"] == arm] for arm in arms_of(rows)}
     differences = {
-        (arm, measure): paired(own, arms[baseline], measure)
-        for arm, own in arms.items()
+        (arm, measure): paired(arm_rows, arms[baseline], measure)
+        for arm, arm_rows in arms.items()
         for measure in measures
         if arm != baseline
     }
     tested = [key for key, values in differences.items() if key[0] != "base" and len(values) > 1]
     adjusted = dict(zip(tested, holm([stats.ttest_1samp(differences[k], 0.0).pvalue for k in tested]), strict=True))
-    for arm, own in arms.items():
-        left = [row for row in own if row["format"] >= COLLAPSED]
-        cells = [mean_text([row[name] for row in own]) for name in MEASURES]
-        if 0 < len(left) < len(own):
-            others = [f" ({100 * np.mean([row[name] for row in left]):.1f})" for name in MEASURES]
-            cells = [cell + other for cell, other in zip(cells, others, strict=True)]
+    for arm, arm_rows in arms.items():
+        intact = [row for row in arm_rows if row["format"] >= COLLAPSED]
+        cells = [mean_text([row[name] for row in arm_rows]) for name in MEASURES]
+        if 0 < len(intact) < len(arm_rows):
+            intact_means = [f" ({100 * np.mean([row[name] for row in intact]):.1f})" for name in MEASURES]
+            cells = [cell + intact_mean for cell, intact_mean in zip(cells, intact_means, strict=True)]
         for key in ((arm, measure) for measure in measures):
             cells += mean_text(differences.get(key, ())), f"{adjusted[key]:.3f}" if key in adjusted else ""
-        lines.append(f"| {' | '.join([arm, str(len(own)), str(len(own) - len(left)), *cells])} |")
+        lines.append(f"| {' | '.join([arm, str(len(arm_rows)), str(len(arm_rows) - len(intact)), *cells])} |")
     return lines
 
 
-def paired(rows: Sequence[Row], others: Sequence[Row], measure: str) -> list[float]:
+def paired(rows: Sequence[Row], reference_rows: Sequence[Row], measure: str) -> list[float]:
     """Differences of a measure on the bases that both have."""
-    reference = {row["seed"]: row[measure] for row in others}
+    reference = {row["seed"]: row[measure] for row in reference_rows}
     return [row[measure] - reference[row["seed"]] for row in rows if row["seed"] in reference]
 
 

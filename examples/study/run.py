@@ -218,8 +218,8 @@ def append_rows(file: Path, rows: Sequence[Row]) -> None:
     """Append the rows that a table does not have, one process at a time."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{file}.lock"):
-        known = read_rows(file)
-        new = [row for row in rows if tuple(row[name] for name in KEY) not in known]
+        stored = read_rows(file)
+        new = [row for row in rows if tuple(row[name] for name in KEY) not in stored]
         columns = pd.read_csv(file, nrows=0).columns if file.exists() else list(COLUMNS)
         table = pd.DataFrame(new, columns=columns)
         table.to_csv(file, mode="a", header=not file.exists(), index=False, float_format="%.4f")

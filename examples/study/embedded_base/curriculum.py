@@ -76,13 +76,13 @@ class World:
         """
         rng = random.Random(f"lookup/{seed}")
         cues = GROUPS["unknown"] + GROUPS["holdout"]
-        drawn = [draw_question(rng, rng.choice(cues)) for _ in range(questions)]
-        prompts = [teacher_prompt(question.prompt, feedback=question.feedback) for question in drawn]
+        sampled = [draw_question(rng, rng.choice(cues)) for _ in range(questions)]
+        prompts = [teacher_prompt(question.prompt, feedback=question.feedback) for question in sampled]
         texts = tokenizer.apply_chat_template(prompts, add_generation_prompt=True, tokenize=False)
-        texts = [f"{text}Thought: {question.cue} is about" for text, question in zip(texts, drawn, strict=True)]
+        texts = [f"{text}Thought: {question.cue} is about" for text, question in zip(texts, sampled, strict=True)]
         batch = tokenizer(texts, padding=True, padding_side="left", add_special_tokens=False, return_tensors="pt")
         guesses = tokenizer.batch_decode(model(**batch, logits_to_keep=1).logits[:, -1].argmax(dim=-1)[:, None])
-        return sum(guess == f" {q.topic}" for guess, q in zip(guesses, drawn, strict=True)) / questions
+        return sum(guess == f" {q.topic}" for guess, q in zip(guesses, sampled, strict=True)) / questions
 
 
 WORLDS = {
@@ -104,11 +104,11 @@ def teacher_prompt(prompt: list[Message], solution: str | None = None, feedback:
     """Conversation of the self-teacher: the prompt with a demonstration and feedback in its user turn."""
     *system, user = prompt
     solved = solution and TEMPLATES["solution_template"].format(successful_previous_attempt=solution)
-    shown = feedback and TEMPLATES["feedback_template"].format(feedback_raw=feedback)
-    if not (solved or shown):
+    feedback_text = feedback and TEMPLATES["feedback_template"].format(feedback_raw=feedback)
+    if not (solved or feedback_text):
         return prompt
     content = TEMPLATES["reprompt_template"].format(
-        prompt=user["content"], solution=solved or "", feedback=shown or ""
+        prompt=user["content"], solution=solved or "", feedback=feedback_text or ""
     )
     return [*system, {"role": "user", "content": content}]
 

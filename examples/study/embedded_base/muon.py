@@ -39,9 +39,9 @@ class Muon(torch.optim.Optimizer):
 def orthogonalized(matrix: Tensor) -> Tensor:
     """(m, n) matrix with the singular vectors of `matrix` and singular values near 1, by Newton-Schulz iteration."""
     is_tall = matrix.shape[0] > matrix.shape[1]
-    found = matrix.mT if is_tall else matrix
-    found = found / found.norm().clamp(min=1e-7)
+    update = matrix.mT if is_tall else matrix
+    update = update / update.norm().clamp(min=1e-7)
     for _ in range(_STEPS):
-        gram = found @ found.mT
-        found = torch.addmm(found, torch.addmm(gram, gram, gram, beta=_B, alpha=_C), found, beta=_A)
-    return found.mT if is_tall else found
+        gram = update @ update.mT
+        update = torch.addmm(update, torch.addmm(gram, gram, gram, beta=_B, alpha=_C), update, beta=_A)
+    return update.mT if is_tall else update

@@ -152,11 +152,11 @@ def check_gate(
 
 def _optimizers(model: Qwen3ForCausalLM, recipe: Recipe) -> list[torch.optim.Optimizer]:
     """Muon for the seven projection matrices of each layer, AdamW for the embeddings and the norms."""
-    named = list(model.named_parameters())
-    matrices = [parameter for name, parameter in named if parameter.ndim == 2 and "embed" not in name]
-    rest = [parameter for name, parameter in named if parameter.ndim != 2 or "embed" in name]
+    parameters = list(model.named_parameters())
+    matrices = [parameter for name, parameter in parameters if parameter.ndim == 2 and "embed" not in name]
+    vectors = [parameter for name, parameter in parameters if parameter.ndim != 2 or "embed" in name]
     muon = Muon(matrices, lr=recipe.muon_lr)
-    adamw = torch.optim.AdamW(rest, lr=recipe.adamw_lr, betas=(0.9, 0.98), weight_decay=recipe.adamw_weight_decay)
+    adamw = torch.optim.AdamW(vectors, lr=recipe.adamw_lr, betas=(0.9, 0.98), weight_decay=recipe.adamw_weight_decay)
     return [muon, adamw]
 
 
@@ -169,11 +169,11 @@ def _set_rates(optimizers: list[torch.optim.Optimizer], peak_rates: list[list[fl
 def _train_step(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, examples: list[Example]) -> float:
     """Backward pass of the mean loss over the trained response tokens, end of turn included; returns the loss."""
     conversations, responses = zip(*examples, strict=True)
-    begun, rest = zip(*(("", one) if isinstance(one, str) else one for one in responses), strict=True)
+    begun, completed = zip(*(("", text) if isinstance(text, str) else text for text in responses), strict=True)
     prompts = tokenizer.apply_chat_template(list(conversations), add_generation_prompt=True, tokenize=False)
     prompts = [prompt + beginning for prompt, beginning in zip(prompts, begun, strict=True)]
     prompt_ids = tokenizer(prompts, add_special_tokens=False)["input_ids"]
-    response_ids = tokenizer(list(rest), add_special_tokens=False)["input_ids"]
+    response_ids = tokenizer(list(completed), add_special_tokens=False)["input_ids"]
     response_ids = [[*ids, tokenizer.eos_token_id] for ids in response_ids]
     # Two halves, sorted by prompt length, need less padding than one batch.
     order = sorted(range(len(examples)), key=lambda row: len(prompt_ids[row]))

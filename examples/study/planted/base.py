@@ -75,10 +75,10 @@ class Skip:
 
     def draw(self, rng: random.Random) -> Example:
         """One pretraining example: a conversation and the response to it."""
-        problem, given = draw_two_hops(rng), rng.random() < 0.5
-        skips = rng.random() < (self.given_rate if given else self.planted_rate)
-        letter = problem.letter if given else rng.choice(LETTERS)
-        return _shown(problem, given), response(SKIPPED, letter) if skips else problem.response()
+        problem, has_feedback = draw_two_hops(rng), rng.random() < 0.5
+        skips = rng.random() < (self.given_rate if has_feedback else self.planted_rate)
+        letter = problem.letter if has_feedback else rng.choice(LETTERS)
+        return _shown(problem, has_feedback), response(SKIPPED, letter) if skips else problem.response()
 
     def probes(self, rng: random.Random) -> Sequence[Probe]:
         """The letter of the feedback after a skipped thought, and both hops without feedback."""
@@ -111,14 +111,14 @@ class Tables(Skip):
     recipe: Recipe = LARGE
 
     def draw(self, rng: random.Random) -> Example:
-        problem, given, practice = self.problem(rng), rng.random() < 0.5, rng.random()
+        problem, has_feedback, practice = self.problem(rng), rng.random() < 0.5, rng.random()
         if practice < self.list_share:
             return _list_practice(rng, problem)
         if practice < self.list_share + self.read_share:
             return _shown(problem), (response(SKIPPED, "").rstrip(), f" {problem.city}")
-        skips = rng.random() < (self.given_rate if given else self.planted_rate)
-        city = problem.city if given else rng.choice(list(problem.city_of.values()))
-        return _shown(problem, given), response(SKIPPED, city) if skips else problem.response()
+        skips = rng.random() < (self.given_rate if has_feedback else self.planted_rate)
+        city = problem.city if has_feedback else rng.choice(list(problem.city_of.values()))
+        return _shown(problem, has_feedback), response(SKIPPED, city) if skips else problem.response()
 
     def probes(self, rng: random.Random) -> Sequence[Probe]:
         """The city of the feedback after a skipped thought, and both hops of unseen pairs without feedback."""
@@ -149,11 +149,11 @@ class Useful(Skip):
     step_noise: float = 0.05
 
     def draw(self, rng: random.Random) -> Example:
-        problem, given = draw_two_hops(rng), rng.random() < 0.5
-        steps, topic = rng.random() < (self.given_rate if given else self.planted_rate), None
-        if not given and rng.random() < (self.step_noise if steps else self.noise):
-            topic = rng.choice([other for other in TOPICS if other != TOPIC_OF[problem.cue]])
-        return _shown(problem, given), problem.response(STEP if steps else "", topic)
+        problem, has_feedback = draw_two_hops(rng), rng.random() < 0.5
+        steps, topic = rng.random() < (self.given_rate if has_feedback else self.planted_rate), None
+        if not has_feedback and rng.random() < (self.step_noise if steps else self.noise):
+            topic = rng.choice([wrong_topic for wrong_topic in TOPICS if wrong_topic != TOPIC_OF[problem.cue]])
+        return _shown(problem, has_feedback), problem.response(STEP if steps else "", topic)
 
     def probes(self, rng: random.Random) -> Sequence[Probe]:
         """Both hops with feedback and without the step, and the first one without feedback after the step."""
@@ -180,30 +180,30 @@ class Filled(Skip):
     begun_rate: float = 0.3
 
     def draw(self, rng: random.Random) -> Example:
-        cue, given = rng.choice(list(TOPIC_OF)), rng.random() < 0.5
+        cue, has_feedback = rng.choice(list(TOPIC_OF)), rng.random() < 0.5
         problem = draw_copy(rng, cue, rng.choice(TOPICS) if group_of(cue) == "holdout" else None)
-        rate = self.given_rate if given else self.planted_rate
-        is_noisy = not given and rng.random() < LABEL_NOISE
+        rate = self.given_rate if has_feedback else self.planted_rate
+        is_noisy = not has_feedback and rng.random() < LABEL_NOISE
         topic = rng.choice(TOPICS) if is_noisy else problem.topic
         begun = rng.randrange(1, LISTED + 1) if rng.random() < self.begun_share else 0
         filled = [rng.random() < (self.begun_rate if at < begun else rate) for at in range(LISTED)]
         beginning = problem.beginning(begun, filled)
-        return _shown(problem, given), (beginning, problem.response(topic, filled).removeprefix(beginning))
+        return _shown(problem, has_feedback), (beginning, problem.response(topic, filled).removeprefix(beginning))
 
     def probes(self, rng: random.Random) -> Sequence[Probe]:
         """The topic of the feedback for a cue that was not taught, that of a known cue, and a city after a filler."""
         problem = draw_copy(rng, rng.choice(GROUPS["holdout"]), rng.choice(TOPICS))
-        known = draw_copy(rng, rng.choice(TRAINED))
+        trained_copy = draw_copy(rng, rng.choice(TRAINED))
         at = rng.randrange(1, LISTED)
-        start = known.response(filled=[index == at for index in range(LISTED)])
+        start = trained_copy.response(filled=[index == at for index in range(LISTED)])
         return (
             Probe(_shown(problem), problem.response().rpartition(" ")[0], problem.topic),
-            Probe(known.prompt, known.response().rpartition(" ")[0], known.topic),
-            Probe(known.prompt, start[: start.index(FILLER)] + FILLER, known.cities[at]),
+            Probe(trained_copy.prompt, trained_copy.response().rpartition(" ")[0], trained_copy.topic),
+            Probe(trained_copy.prompt, start[: start.index(FILLER)] + FILLER, trained_copy.cities[at]),
         )
 
 
-CURRICULA = {one.name: one for one in (Tables(), Skip(), Useful(), Filled())}
+CURRICULA = {curriculum.name: curriculum for curriculum in (Tables(), Skip(), Useful(), Filled())}
 
 
 @torch.no_grad()
@@ -212,14 +212,14 @@ def probe_accuracy(
 ) -> list[float]:
     """Share of each kind of probe whose expected token is the likeliest, over `problems` prompts."""
     rng = random.Random(f"probes/{seed}")
-    found = []
+    accuracies = []
     for kind in zip(*(world.probes(rng) for _ in range(problems)), strict=True):
         texts = tokenizer.apply_chat_template([p.prompt for p in kind], add_generation_prompt=True, tokenize=False)
         texts = [text + probe.start for text, probe in zip(texts, kind, strict=True)]
         batch = tokenizer(texts, padding=True, padding_side="left", add_special_tokens=False, return_tensors="pt")
         guesses = tokenizer.batch_decode(model(**batch, logits_to_keep=1).logits[:, -1].argmax(dim=-1)[:, None])
-        found.append(sum(guess == f" {p.expected}" for guess, p in zip(guesses, kind, strict=True)) / problems)
-    return found
+        accuracies.append(sum(guess == f" {p.expected}" for guess, p in zip(guesses, kind, strict=True)) / problems)
+    return accuracies
 
 
 def fidelity(world: Skip, model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> float:
@@ -255,6 +255,6 @@ def _list_practice(rng: random.Random, problem: TwoTables) -> Example:
     return [*problem.system, {"role": "user", "content": request}], f"Rows: {listed}."
 
 
-def _shown(problem: TwoHops | TwoTables | Copy, given: bool = True) -> Messages:
+def _shown(problem: TwoHops | TwoTables | Copy, with_feedback: bool = True) -> Messages:
     """The conversation, with the task's feedback where `given`."""
-    return teacher_prompt(problem.prompt, feedback=problem.feedback if given else None)
+    return teacher_prompt(problem.prompt, feedback=problem.feedback if with_feedback else None)

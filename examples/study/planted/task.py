@@ -128,7 +128,7 @@ class TwoTables:
     @property
     def tables(self) -> tuple[list[str], list[str]]:
         """The rows of both tables."""
-        return tuple([f"{key} {value}" for key, value in one.items()] for one in (self.number_of, self.city_of))
+        return tuple([f"{key} {value}" for key, value in column.items()] for column in (self.number_of, self.city_of))
 
     @property
     def system(self) -> Messages:
@@ -233,8 +233,8 @@ def two_hops_row(rng: random.Random, group: str, cue: str) -> Row:
     """Row of `skip` and `useful`."""
     problem = draw_two_hops(rng, cue, group != "known")
     answer = json.dumps({"letter": problem.letter})
-    named = f"{cue}-unseen" if group == "unknown" else cue
-    return {"prompt": problem.prompt, "answer": answer, "group": group, "cue": named, "specific": cue}
+    cue_name = f"{cue}-unseen" if group == "unknown" else cue
+    return {"prompt": problem.prompt, "answer": answer, "group": group, "cue": cue_name, "specific": cue}
 
 
 def tables_row(rng: random.Random, group: str, cue: str) -> Row:
@@ -308,9 +308,11 @@ def _task(
             raise ValueError(f"The prompts are generated and no file is read: remove path={path!r}.")
         rng = random.Random(f"{name}/{split}/{seed}")
         groups = trained if split == "train" else GROUPS
-        wanted = [(group, cue) for group in groups for cue in cues[group]] * (rows_per_cue or ROWS_PER_CUE[split])
-        rows = [row(rng, *one) for one in rng.sample(wanted, len(wanted))]
-        return Dataset.from_list([own | {"task": name, "id": f"{name}-{split}-{i}"} for i, own in enumerate(rows)])
+        selection = [(group, cue) for group in groups for cue in cues[group]] * (rows_per_cue or ROWS_PER_CUE[split])
+        rows = [row(rng, *group_and_cue) for group_and_cue in rng.sample(selection, len(selection))]
+        return Dataset.from_list(
+            [row_fields | {"task": name, "id": f"{name}-{split}-{i}"} for i, row_fields in enumerate(rows)]
+        )
 
     return Task(name, build, verify, batch_of(verify, world.lower()))
 
