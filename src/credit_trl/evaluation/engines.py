@@ -70,11 +70,11 @@ class Engine:
     def generate(self, prompts: Sequence[Prompt], seeds: Sequence[int], sampling: SamplingConfig) -> list[Response]:
         """One response per prompt, in order; `seeds`, in [0, 2**63), are those of the samples' random streams."""
         self.reader.clear()
-        read = {"reader": self.reader, "expands": self.expands_images, **self.chat_template_kwargs}
-        prompt_ids = [encode_prompt(self.processor, prompt, **read) for prompt in prompts]
+        options = {"reader": self.reader, "expands": self.expands_images, **self.chat_template_kwargs}
+        prompt_ids = [encode_prompt(self.processor, prompt, **options) for prompt in prompts]
         images = list(map(images_of, prompts))
-        shown = {"images": images} if any(images) else {}
-        ids = self.sample(prompt_ids, list(seeds), sampling, **shown)
+        image_inputs = {"images": images} if any(images) else {}
+        ids = self.sample(prompt_ids, list(seeds), sampling, **image_inputs)
         return read_responses(self.tokenizer, prompts, prompt_ids, ids, self.eos_token_ids)
 
     def share(self, value: Any) -> Any:
@@ -118,8 +118,8 @@ class TransformersEngine(Engine):
         return eval_mode(self.model)
 
     def sample(self, prompt_ids: Ids, seeds: list[int], sampling: SamplingConfig, images: Images = ()) -> Ids:
-        read = [self.reader.read(own) for own in images]
-        return generate_ids(self.model, prompt_ids, sampling, self.eos_token_ids, seeds=seeds, images=read)
+        inputs = [self.reader.read(sample_images) for sample_images in images]
+        return generate_ids(self.model, prompt_ids, sampling, self.eos_token_ids, seeds=seeds, images=inputs)
 
 
 class VLLMEngine(Engine):
@@ -144,12 +144,12 @@ class VLLMEngine(Engine):
     def identity(self) -> str:
         """The model's name, with sizes and times of the weight files of a folder."""
         stats = [path.stat() for path in sorted(Path(model_path(self.name)).glob("*.safetensors"))]
-        return f"vllm:{self.name}" + "".join(f" {one.st_size}:{one.st_mtime_ns}" for one in stats)
+        return f"vllm:{self.name}" + "".join(f" {status.st_size}:{status.st_mtime_ns}" for status in stats)
 
     def generate(self, prompts: Sequence[Prompt], seeds: Sequence[int], sampling: SamplingConfig) -> list[Response]:
         self._ended: list[bool] = []
         responses = super().generate(prompts, seeds, sampling)
-        return [replace(one, truncated=not ended) for one, ended in zip(responses, self._ended, strict=True)]
+        return [replace(response, truncated=not ended) for response, ended in zip(responses, self._ended, strict=True)]
 
     def sample(self, prompt_ids: Ids, seeds: list[int], sampling: SamplingConfig, images: Images = ()) -> Ids:
         from vllm import SamplingParams
@@ -158,8 +158,8 @@ class VLLMEngine(Engine):
         options["max_tokens"] = sampling.max_completion_length
         parameters = [SamplingParams(n=1, seed=seed, **options) for seed in seeds]
         inputs: list[dict[str, Any]] = [{"prompt_token_ids": ids} for ids in prompt_ids]
-        for prompt, own in zip(inputs, images, strict=False):
-            prompt |= {"multi_modal_data": {"image": own}} if own else {}
+        for prompt, prompt_images in zip(inputs, images, strict=False):
+            prompt |= {"multi_modal_data": {"image": prompt_images}} if prompt_images else {}
         outputs = self.llm.generate(inputs, sampling_params=parameters, use_tqdm=False)
         self._ended = [output.outputs[0].finish_reason != "length" for output in outputs]
         return [list(output.outputs[0].token_ids) for output in outputs]
@@ -204,9 +204,9 @@ class TrainerEngine(TransformersEngine):
     def generate(self, prompts: Sequence[Prompt], seeds: Sequence[int], sampling: SamplingConfig) -> list[Response]:
         """All responses, on every process. The last sample is repeated so that all shares have the same size."""
         share = -(-len(prompts) // self.processes)
-        first = self.trainer.accelerator.process_index * share
-        own = [min(i, len(prompts) - 1) for i in range(first, first + share)]
-        responses = super().generate([prompts[i] for i in own], [seeds[i] for i in own], sampling)
+        start = self.trainer.accelerator.process_index * share
+        local = [min(i, len(prompts) - 1) for i in range(start, start + share)]
+        responses = super().generate([prompts[i] for i in local], [seeds[i] for i in local], sampling)
         return gather_object(responses)[: len(prompts)]
 
     def sample(self, prompt_ids: Ids, seeds: list[int], sampling: SamplingConfig, images: Images = ()) -> Ids:
@@ -216,11 +216,11 @@ class TrainerEngine(TransformersEngine):
         context = nullcontext()  # a vLLM server uses its own random streams
         if generation.mode != "server":
             group = len(seeds) * generation.tensor_parallel_size  # requests of a colocated engine
-            first = self.trainer.accelerator.process_index * len(seeds) // group * group
-            context = seeded(generation, gather_object(seeds)[first : first + group])
+            start = self.trainer.accelerator.process_index * len(seeds) // group * group
+            context = seeded(generation, gather_object(seeds)[start : start + group])
         with context:
-            shown = [own or None for own in images] or None
-            return generation.generate(prompts=prompt_ids, images=shown, num_generations=1)[1]
+            shown_images = [prompt_images or None for prompt_images in images] or None
+            return generation.generate(prompts=prompt_ids, images=shown_images, num_generations=1)[1]
 
     def share(self, value: Any) -> Any:
         return broadcast_object_list([value])[0]
@@ -248,7 +248,7 @@ class TrainerEngine(TransformersEngine):
         shared = ("temperature", "top_p", "top_k", "max_completion_length")
         settings = {name: getattr(sampling, name) for name in shared}
         settings |= {"min_p": None, "repetition_penalty": 1.0, "generation_kwargs": {}}
-        kept = {name: getattr(generation, name) for name in settings}
+        settings_of_training = {name: getattr(generation, name) for name in settings}
         device = torch.accelerator.current_accelerator(check_available=True)
         devices = [] if device is None else [torch.accelerator.current_device_index()]
         vars(generation).update(settings)
@@ -256,7 +256,7 @@ class TrainerEngine(TransformersEngine):
             with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
                 yield
         finally:
-            vars(generation).update(kept)
+            vars(generation).update(settings_of_training)
 
 
 def encode_prompt(
@@ -295,8 +295,8 @@ def seeded(generation: VLLMGeneration, seeds: Sequence[int]) -> Iterator[None]:
 
     def seeded_generate(prompts: Sequence[Any], sampling_params: Any, **options: Any) -> Any:
         parameters = [sampling_params.clone() for _ in prompts]
-        for one, seed in zip(parameters, seeds, strict=True):
-            one.seed = seed
+        for sampling, seed in zip(parameters, seeds, strict=True):
+            sampling.seed = seed
         return generate(prompts, sampling_params=parameters, **options)
 
     engine.generate = seeded_generate
@@ -316,5 +316,5 @@ def weight_fingerprint(model: torch.nn.Module) -> str:
         flat = flat if flat.is_floating_point() else flat.float()  # 4-bit weights are packed in bytes
         precise = torch.float32 if flat.device.type == "mps" else torch.float64
         sums = (flat.sum(dtype=precise), torch.linalg.vector_norm(flat, dtype=precise))
-        digest.update(f"{name} {tuple(weights.shape)} {[one.item().hex() for one in sums]}\n".encode())
+        digest.update(f"{name} {tuple(weights.shape)} {[value.item().hex() for value in sums]}\n".encode())
     return digest.hexdigest()[:16]

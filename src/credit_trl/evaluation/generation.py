@@ -64,8 +64,8 @@ class SeededChoice(LogitsProcessor):
         step = input_ids.shape[1] - self.prompt_width
         cumulative = scores.to(self.uniforms.dtype).softmax(dim=-1).cumsum(dim=-1)
         height = self.uniforms[:, step : step + 1] * cumulative[:, -1:]
-        drawn = torch.searchsorted(cumulative, height, right=True).clamp(max=scores.shape[1] - 1)
-        return torch.full_like(scores, -torch.inf).scatter(1, drawn, 0.0)
+        choices = torch.searchsorted(cumulative, height, right=True).clamp(max=scores.shape[1] - 1)
+        return torch.full_like(scores, -torch.inf).scatter(1, choices, 0.0)
 
 
 @torch.no_grad()
@@ -108,8 +108,10 @@ def generate_ids(
             width = max(map(len, batch))
             padded = torch.tensor([[padding] * (width - len(ids)) + list(ids) for ids in batch])
             mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in batch])
-            shown = [own for own in images[start : start + size] if own is not None]
-            inputs = joined_images(shown, padded) if shown else {}
+            image_inputs = [
+                inputs_of_prompt for inputs_of_prompt in images[start : start + size] if inputs_of_prompt is not None
+            ]
+            inputs = joined_images(image_inputs, padded) if image_inputs else {}
             sequences = model.generate(
                 input_ids=padded.to(model.device),
                 attention_mask=mask.to(model.device),
@@ -171,7 +173,7 @@ def read_responses(
 def end_of_turn_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Ids that end a completion: those of the model's generation configuration and the tokenizer's."""
     eos = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    found = {tokenizer.eos_token_id, *(eos if isinstance(eos, list | tuple) else [eos])} - {None}
-    if not found:
+    ids = {tokenizer.eos_token_id, *(eos if isinstance(eos, list | tuple) else [eos])} - {None}
+    if not ids:
         raise ValueError("Completions would not end: neither model nor tokenizer has an `eos_token_id`. Set one.")
-    return sorted(found)
+    return sorted(ids)

@@ -76,9 +76,9 @@ def evaluate(model: Any, task: str | Task, k: int = 16, **options: Any) -> Evalu
     }
     folder = None if config.output_dir is None else Path(config.output_dir)
     units = [(row, number) for row in rows for number in range(config.k)]
-    with ExitStack() as held:
+    with ExitStack() as resources:
         if folder is not None:
-            _on_main(engine, lambda: held.enter_context(files.run_lock(folder)))
+            _on_main(engine, lambda: resources.enter_context(files.run_lock(folder)))
         samples = _on_main(engine, _open, folder, settings, units)
         _sample(engine, task, units, config, samples)
 
@@ -123,14 +123,14 @@ def task_rows(task: Task, config: EvaluationConfig) -> list[dict[str, Any]]:
 
 def distinct_names(names: Sequence[str]) -> list[str]:
     """The names, with `#2`, `#3`, … after the second and later occurrences of one, skipping names that occur."""
-    taken = set(names)
+    used = set(names)
     counters = {name: itertools.count(2) for name in names}
     distinct: dict[str, None] = {}
     for name in names:
         numbered = (f"{name}#{number}" for number in counters[name])
-        own = name if name not in distinct else next(one for one in numbered if one not in taken)
-        taken.add(own)
-        distinct[own] = None
+        unique = name if name not in distinct else next(candidate for candidate in numbered if candidate not in used)
+        used.add(unique)
+        distinct[unique] = None
     return list(distinct)
 
 
@@ -139,19 +139,19 @@ def content_digest(content: Any) -> str:
 
     A function counts with its source, closure, defaults and public attributes, a task of the package with all tasks.
     """
-    found: list[Any] = []
+    described_values: list[Any] = []
 
     def described(value: Any) -> Any:
         if isinstance(value, set | frozenset):
             return sorted(map(str, value))
         if hasattr(value, "tolist"):  # arrays
             return value.tolist()
-        if not callable(value) or any(value is one for one in found):
+        if not callable(value) or any(value is item for item in described_values):
             return re.sub(" at 0x[0-9a-f]+", "", str(value))
-        found.append(value)
+        described_values.append(value)
         value = inspect.unwrap(value)
         code = value if inspect.isroutine(value) else type(value)
-        bound = [one for name, one in getattr(value, "__dict__", {}).items() if not name.startswith("_")]
+        bound = [item for name, item in getattr(value, "__dict__", {}).items() if not name.startswith("_")]
         bound += [getattr(value, name, None) for name in ("__defaults__", "__self__", "func", "args", "keywords")]
         source = None
         with suppress(OSError, TypeError, ValueError):  # no source, an empty cell
@@ -160,7 +160,7 @@ def content_digest(content: Any) -> str:
             source = inspect.getsource(module or code)
         if (code.__module__ or "").startswith("credit_trl.tasks") and code.__module__ != Task.__module__:
             source = [file.read_text("utf-8") for file in sorted(Path(tasks.__file__).parent.glob("*.[py]*[ly]"))]
-        return [code.__qualname__, source, [one for one in bound if callable(one) or isinstance(one, _BOUND)]]
+        return [code.__qualname__, source, [item for item in bound if callable(item) or isinstance(item, _BOUND)]]
 
     text = json.dumps(content, default=described, skipkeys=True, check_circular=False)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -179,11 +179,15 @@ def _open(folder: Path | None, settings: Mapping[str, Any], units: Sequence[Unit
     stored = files.read_lines(folder / SAMPLES_FILE)
     path = folder / files.SETTINGS_FILE
     if path.is_file() and stored:
-        before = files.read_json(path)
+        stored_settings = files.read_json(path)
         now = json.loads(json.dumps(settings))
-        differing = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
+        differing = sorted(
+            name for name in stored_settings.keys() | now.keys() if stored_settings.get(name) != now.get(name)
+        )
         if differing:
-            changes = "; ".join(f"{name}: {before.get(name)!r} there, {now.get(name)!r} now" for name in differing)
+            changes = "; ".join(
+                f"{name}: {stored_settings.get(name)!r} there, {now.get(name)!r} now" for name in differing
+            )
             raise EvaluationMismatchError(
                 f"{folder} holds another evaluation ({changes}). Use another `output_dir`, or remove it."
             )
@@ -192,8 +196,8 @@ def _open(folder: Path | None, settings: Mapping[str, Any], units: Sequence[Unit
     else:
         files.write_json(path, settings)
     path = folder / SAMPLES_FILE
-    first = [(row["id"], number) for row, number in units[: len(stored)]]
-    if [(sample.get("prompt"), sample.get("sample")) for sample in stored] != first:
+    expected = [(row["id"], number) for row, number in units[: len(stored)]]
+    if [(sample.get("prompt"), sample.get("sample")) for sample in stored] != expected:
         raise ValueError(f"{path} holds samples of another evaluation. Use another `output_dir`, or remove it.")
     files.keep_up_to(path, sys.maxsize)  # without an incomplete last line of a killed process
     return [Sample(**sample) for sample in stored]

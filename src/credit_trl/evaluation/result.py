@@ -89,12 +89,14 @@ def summarize(
     """
     k = settings["k"]
     prompts = []
-    for first in range(0, len(samples), k):
-        own = samples[first : first + k]
-        rewards = [sample.reward for sample in own]
+    for start in range(0, len(samples), k):
+        prompt_samples = samples[start : start + k]
+        rewards = [sample.reward for sample in prompt_samples]
         successes = sum(is_successful(rewards, 1.0))
-        name = own[0].prompt
-        prompts.append(PromptScore(name, groups[name], float(np.mean(rewards)), successes, _metric_means(own)))
+        name = prompt_samples[0].prompt
+        prompts.append(
+            PromptScore(name, groups[name], float(np.mean(rewards)), successes, _metric_means(prompt_samples))
+        )
     mean, low, high = bootstrap_ci([prompt.score for prompt in prompts])
     names = sorted({group for group in groups.values() if group is not None})
     scores = {name: [p.score for p in prompts if p.group == name] for name in names if len(names) > 1}

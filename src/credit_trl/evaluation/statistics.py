@@ -68,8 +68,8 @@ def bootstrap_ci(per_prompt_scores: ArrayLike, n_resamples: int = N_RESAMPLES) -
     mean = float(scores.mean())
     if len(scores) == 1:
         return Interval(mean, math.nan, math.nan)
-    found = stats.bootstrap((scores,), np.mean, n_resamples=n_resamples, method="percentile", rng=0)
-    low, high = found.confidence_interval
+    bootstrap = stats.bootstrap((scores,), np.mean, n_resamples=n_resamples, method="percentile", rng=0)
+    low, high = bootstrap.confidence_interval
     return Interval(mean, min(float(low), mean), max(float(high), mean))  # equal scores round to either side
 
 
@@ -94,23 +94,23 @@ def paired_bootstrap(
         ValueError: different prompts, fewer than two prompts, scores that are not finite, or different numbers of
             seeds with `paired_seeds`.
     """
-    left = np.atleast_2d(_finite(a, "a", dimensions=(1, 2)))
+    scores = np.atleast_2d(_finite(a, "a", dimensions=(1, 2)))
     right = np.atleast_2d(_finite(b, "b", dimensions=(1, 2)))
-    if left.shape[1] != right.shape[1]:
-        raise ValueError(f"A paired test needs the same prompts: `a` has {left.shape[1]}, `b` {right.shape[1]}.")
-    if left.shape[1] < 2:
+    if scores.shape[1] != right.shape[1]:
+        raise ValueError(f"A paired test needs the same prompts: `a` has {scores.shape[1]}, `b` {right.shape[1]}.")
+    if scores.shape[1] < 2:
         raise ValueError("A paired test needs at least two prompts.")
-    if paired_seeds and len(left) != len(right):
-        raise ValueError(f"`paired_seeds` needs as many seeds in `a` ({len(left)}) as in `b` ({len(right)}).")
+    if paired_seeds and len(scores) != len(right):
+        raise ValueError(f"`paired_seeds` needs as many seeds in `a` ({len(scores)}) as in `b` ({len(right)}).")
     rng = np.random.default_rng(seed)
-    prompts = _resample(rng, n_resamples, left.shape[1])  # the same for both methods
-    seeds = _resample(rng, n_resamples, len(left))
+    prompts = _resample(rng, n_resamples, scores.shape[1])  # the same for both methods
+    seeds = _resample(rng, n_resamples, len(scores))
     if paired_seeds:
-        deviations = _deviations(left - right, seeds, prompts)
+        deviations = _deviations(scores - right, seeds, prompts)
     else:
-        deviations = _deviations(left, seeds, prompts)
+        deviations = _deviations(scores, seeds, prompts)
         deviations = deviations - _deviations(right, _resample(rng, n_resamples, len(right)), prompts)
-    difference = float(left.mean() - right.mean())
+    difference = float(scores.mean() - right.mean())
     low, high = np.quantile(deviations, [0.025, 0.975])
     # Equality counts; the slack absorbs rounding, since scores are multiples of 1/k.
     extreme = int((np.abs(deviations) >= abs(difference) - 1e-12).sum())
@@ -136,8 +136,8 @@ def _resample(rng: np.random.Generator, size: int, count: int) -> tuple[Array, A
     """
     if count == 1:
         return np.ones((size, 1)), np.ones(size)
-    drawn = rng.integers(count, size=(size, count - 1)) + np.arange(size)[:, None] * count
-    weights = np.bincount(drawn.ravel(), minlength=size * count).reshape(size, count) / (count - 1)
+    draws = rng.integers(count, size=(size, count - 1)) + np.arange(size)[:, None] * count
+    weights = np.bincount(draws.ravel(), minlength=size * count).reshape(size, count) / (count - 1)
     return weights, np.sqrt((count - 1) / rng.chisquare(count - 1, size))
 
 
@@ -150,8 +150,8 @@ def _deviations(matrix: Array, seeds: tuple[Array, Array], prompts: tuple[Array,
     seed_part = (seed_weights - 1.0 / matrix.shape[0]) @ (by_seed - by_seed.mean())
     prompt_part = (prompt_weights - 1.0 / matrix.shape[1]) @ (by_prompt - by_prompt.mean())
     residual = matrix - by_seed[:, None] - by_prompt + matrix.mean()
-    both = np.einsum("bs,sn,bn->b", seed_weights, residual, prompt_weights, optimize=True)
-    return seed_part * seed_tails + prompt_part * prompt_tails + both
+    interaction = np.einsum("bs,sn,bn->b", seed_weights, residual, prompt_weights, optimize=True)
+    return seed_part * seed_tails + prompt_part * prompt_tails + interaction
 
 
 def _finite(scores: ArrayLike, name: str, dimensions: tuple[int, ...]) -> Array:

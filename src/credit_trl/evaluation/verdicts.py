@@ -84,10 +84,17 @@ def task_verdicts(
         **{name: [row.get(name) for row in rows] for name in rows[0] if name != "prompt"},
         "truncated": [response.truncated for response in responses],
     }
-    others: dict[str, Any] = {"completion_ids": [one.ids for one in responses], "trainer_state": TrainerState()}
-    others |= dict.fromkeys(("log_extra", "log_metric"), lambda *args, **kwargs: None)  # an evaluation has no such log
-    arguments |= {name: value for name, value in others.items() if takes(task.reward, name)}
-    verdicts = (policy or VerifierPolicy()).call(task.name, lambda **own: call_reward(task.reward, **own), arguments)
+    trainer_arguments: dict[str, Any] = {
+        "completion_ids": [sample.ids for sample in responses],
+        "trainer_state": TrainerState(),
+    }
+    trainer_arguments |= dict.fromkeys(
+        ("log_extra", "log_metric"), lambda *args, **kwargs: None
+    )  # an evaluation has no such log
+    arguments |= {name: value for name, value in trainer_arguments.items() if takes(task.reward, name)}
+    verdicts = (policy or VerifierPolicy()).call(
+        task.name, lambda **arguments_of_call: call_reward(task.reward, **arguments_of_call), arguments
+    )
     if verdicts is FAILED:
         raise VerifierFailed(f"The verifier of {task.name!r} failed, so its samples have no reward.")
     return as_verdicts(task.name, verdicts, arguments)

@@ -85,8 +85,8 @@ class Checkpoint:
             policy = _load_policy(path, checkpoint).to(device).eval()
         one_process = SimpleNamespace(distributed_type="NO", autocast=nullcontext)
         check_logits(policy, one_process)
-        own = checkpoint is not None and (Path(checkpoint) / "tokenizer_config.json").exists()
-        tokenizer = AutoTokenizer.from_pretrained(checkpoint if own else path)
+        has_tokenizer = checkpoint is not None and (Path(checkpoint) / "tokenizer_config.json").exists()
+        tokenizer = AutoTokenizer.from_pretrained(checkpoint if has_tokenizer else path)
         student = lagged = Teacher(policy)
         if checkpoint is not None and (Path(checkpoint) / TEACHER_FILE).exists():
             lagged = make_teacher("ema", policy)  # in fp32, which also holds the weights of other kinds

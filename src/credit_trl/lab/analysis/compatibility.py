@@ -116,7 +116,7 @@ def letter_ids(tokenizer: PreTrainedTokenizerBase, letters: Iterable[str]) -> di
     for token_id, text in enumerate(tokenizer.batch_decode([[i] for i in range(len(tokenizer))])):
         if text.strip() in ids:
             ids[text.strip()].append(token_id)
-    if absent := [letter for letter, own in ids.items() if not own]:
+    if absent := [letter for letter, token_ids in ids.items() if not token_ids]:
         raise ValueError(f"The tokenizer has no token for {', '.join(absent)}.")
     return ids
 

@@ -45,7 +45,7 @@ def find_branches(token_map: TokenMap) -> dict[str, Tensor]:
     generic = likelihood.where(tokens.specific <= MAX_GENERIC, 0.0)
     particular = likelihood.where(tokens.specific >= MIN_SPECIFIC, 0.0)
     rows = (generic.any(dim=-1) & particular.any(dim=-1)).nonzero().squeeze(-1)
-    a, b = (one[rows].argmax(dim=-1, keepdim=True) for one in (generic, particular))
+    a, b = (distribution[rows].argmax(dim=-1, keepdim=True) for distribution in (generic, particular))
 
     def at(values: Tensor, index: Tensor) -> Tensor:
         return values[rows].gather(-1, index).squeeze(-1)
@@ -97,13 +97,13 @@ class BranchDrift:
                 γ is 1 for gradient descent on logits, 0 where the optimizer undoes the factor.
         """
         student = teacher = self.log_odds
-        found = []
+        log_odds = []
         for speed in speeds:
             slowed = speed * math.cosh(student / 2.0) ** (-2.0 * slowing)
             student += slowed * (self.target(teacher) - student)
             teacher += self.rate * (student - teacher)
-            found.append(student)
-        return found
+            log_odds.append(student)
+        return log_odds
 
     def target(self, teacher: float) -> float:
         """Log-odds of the target a, for a teacher with log-odds m without privileged context."""
@@ -132,21 +132,21 @@ def branch_table(maps: Sequence[TokenMap], rate: float, batches: int) -> str:
         rate: ρ of the teacher.
         batches: T, generation batches of the predicted drift.
     """
-    found = [find_branches(token_map) for token_map in maps]
-    labels = [m.classes[t] for m, own in zip(maps, found, strict=True) for t in own["positions"].tolist()]
+    branches = [find_branches(token_map) for token_map in maps]
+    labels = [m.classes[t] for m, table in zip(maps, branches, strict=True) for t in table["positions"].tolist()]
     if not labels:
         return "No branch between a generic and an input-specific token was found.\n"
-    frame = DataFrame({name: torch.cat([own[name] for own in found]).numpy() for name in found[0]})
+    frame = DataFrame({name: torch.cat([table[name] for table in branches]).numpy() for name in branches[0]})
     formula = maps[0].scores.formula
     measured = list(frame[["log_odds", "delta", "s"]].itertuples(index=False, name=None))
-    ahead = (frame["delta"] + (frame["log_odds"] if rate == 0.0 else 0.0)).clip(lower=0.0)
-    frame["lambda_c"] = ahead / (ahead + frame["s"])
-    frame["lambda_hold"] = [holding_coef(*one) for one in measured]
+    lead = (frame["delta"] + (frame["log_odds"] if rate == 0.0 else 0.0)).clip(lower=0.0)
+    frame["lambda_c"] = lead / (lead + frame["s"])
+    frame["lambda_hold"] = [holding_coef(*branch) for branch in measured]
     frame["lambda_guide"] = frame["delta"] / frame["s"]
     frame["rate"] = expit(frame["log_odds"])
-    frame["rate_sdpo"] = expit([BranchDrift(*one, 0.0, rate).after(batches) for one in measured])
-    run = [BranchDrift(*one, formula.contrastive_coef, rate, formula.form) for one in measured]
-    frame["rate_run"] = expit([one.after(batches) for one in run])
+    frame["rate_sdpo"] = expit([BranchDrift(*branch, 0.0, rate).after(batches) for branch in measured])
+    run = [BranchDrift(*branch, formula.contrastive_coef, rate, formula.form) for branch in measured]
+    frame["rate_run"] = expit([branch.after(batches) for branch in run])
     classes = sorted(frame.groupby(labels, sort=False), key=lambda item: -len(item[1]))
     title = (
         "Branches of a generic token A and an input-specific token B: medians, and median [quartiles] of λ where "
@@ -156,17 +156,17 @@ def branch_table(maps: Sequence[TokenMap], rate: float, batches: int) -> str:
     )
     columns = ("token class", "branches", "δ > 0", "ℓ_0", "δ", "s", "λ_c", "λ_hold", "λ of guide", "now", "SDPO")
     own_rate = f"λ = {formula.contrastive_coef:g}"
-    rows = [_cells(name, own) for name, own in [("all", frame), *classes]]
+    rows = [_cells(name, table) for name, table in [("all", frame), *classes]]
     return f"{title}\n\n{markdown_table((*columns, own_rate), rows)}\n"
 
 
 def _cells(name: str, branches: DataFrame) -> list[str]:
     rising = branches[branches["delta"] > 0.0]
-    medians = [f"{branches[one].median():.2f}" for one in ("log_odds", "delta", "s")]
+    medians = [f"{branches[column].median():.2f}" for column in ("log_odds", "delta", "s")]
     lambdas = []
-    for one in ("lambda_c", "lambda_hold", "lambda_guide"):
+    for column in ("lambda_c", "lambda_hold", "lambda_guide"):
         # "nearest" does not interpolate with the infinite λ_hold of a branch that no λ holds.
-        low, median, high = rising[one].quantile([0.25, 0.5, 0.75], interpolation="nearest")
+        low, median, high = rising[column].quantile([0.25, 0.5, 0.75], interpolation="nearest")
         lambdas.append(f"{median:.2f} [{low:.2f}, {high:.2f}]".replace("inf", "∞") if len(rising) else "–")
-    rates = [f"{100 * branches[one].mean():.1f}" for one in ("rate", "rate_sdpo", "rate_run")]
+    rates = [f"{100 * branches[column].mean():.1f}" for column in ("rate", "rate_sdpo", "rate_run")]
     return [table_cell(name), str(len(branches)), str(len(rising)), *medians, *lambdas, *rates]

@@ -70,17 +70,17 @@ def run_branchings(
     """
     prefixes: list[tuple[int, ...]] = []
     questions: list[int] = []
-    for one in branchings:
-        rollouts = [(*one.prefix, candidate) for candidate in one.candidates for _ in range(samples)]
-        rollouts += [one.prefix] * baseline_samples
+    for branching in branchings:
+        rollouts = [(*branching.prefix, candidate) for candidate in branching.candidates for _ in range(samples)]
+        rollouts += [branching.prefix] * baseline_samples
         prefixes += rollouts
-        questions += [one.question] * len(rollouts)
+        questions += [branching.question] * len(rollouts)
     succeeded = iter(outcomes(questions, prefixes))
     credits = []
-    for one in branchings:
-        counts = [sum(islice(succeeded, samples)) for _ in one.candidates]
+    for branching in branchings:
+        counts = [sum(islice(succeeded, samples)) for _ in branching.candidates]
         baseline = sum(islice(succeeded, baseline_samples))
-        credits.append(estimate(one, np.array(counts), samples, baseline, baseline_samples))
+        credits.append(estimate(branching, np.array(counts), samples, baseline, baseline_samples))
     return credits
 
 
@@ -99,12 +99,12 @@ def policy_outcomes(
 
     def outcomes(questions: Sequence[int], prefixes: Sequence[Sequence[int]]) -> list[bool]:
         ends = checkpoint.end_ids()
-        whole = [list(prefix) for prefix in prefixes]
-        unfinished = [i for i, ids in enumerate(whole) if not ids or ids[-1] not in ends]
-        prompts = [[*contexts[questions[i]], *whole[i]] for i in unfinished]
+        responses = [list(prefix) for prefix in prefixes]
+        unfinished = [i for i, ids in enumerate(responses) if not ids or ids[-1] not in ends]
+        prompts = [[*contexts[questions[i]], *responses[i]] for i in unfinished]
         for i, continuation in zip(unfinished, checkpoint.generate(prompts, sampling, batch_size=256), strict=True):
-            whole[i] += continuation
-        verdicts = grade_rollouts(checkpoint, task, [rows[question] for question in questions], whole)
+            responses[i] += continuation
+        verdicts = grade_rollouts(checkpoint, task, [rows[question] for question in questions], responses)
         return is_successful([float(verdict) for verdict in verdicts], 1.0)
 
     return outcomes

@@ -52,9 +52,9 @@ def contrastive_pmi(
     """
     rewards = objective.self_distillation_reward(teacher_token_logps, prior_token_logps)
     generic_prior = objective.input_generic(contrast_prior_token_logps)
-    others = objective.input_generic(contrast_token_logps) - generic_prior
+    contrast_pmi = objective.input_generic(contrast_token_logps) - generic_prior
     bonus = -generic_prior if form == "subtract" else prior_token_logps - generic_prior
-    shift = -others if form == "subtract" else rewards - others
+    shift = -contrast_pmi if form == "subtract" else rewards - contrast_pmi
     return {
         "pmi": rewards.sum(dim=-1),
         "contrastive_pmi": (rewards + contrastive_coef * shift).sum(dim=-1),
@@ -124,10 +124,10 @@ def response_pmi(
     models = [(checkpoint.student, TokenContexts(contexts.student)), (checkpoint.teacher, prompts)]
     prior = 1 + len(contexts.contrasts)  # of the teacher's prompts, those from here on are without z: x, then the x'_k
     parts: list[dict[str, Tensor]] = []
-    for rows, ((student,), read) in vocabulary_logps(models, token_ids, temperature=formula.temperature):
+    for rows, ((student,), teacher_logps) in vocabulary_logps(models, token_ids, temperature=formula.temperature):
         y = torch.tensor(token_ids[rows], device=student.device)[:, None]
-        scores = gather_scores(CreditLogps(student, read[0], read[1:prior]), y, formula)
-        scores["without_z"] = read[prior:].gather(-1, y.expand(len(read) - prior, -1, -1)).cpu()
+        scores = gather_scores(CreditLogps(student, teacher_logps[0], teacher_logps[1:prior]), y, formula)
+        scores["without_z"] = teacher_logps[prior:].gather(-1, y.expand(len(teacher_logps) - prior, -1, -1)).cpu()
         parts.append({name: values.squeeze(-1) for name, values in scores.items()})
     joined = {name: torch.cat([part[name] for part in parts], dim=-1) for name in parts[0]}
     without_z = joined.pop("without_z")

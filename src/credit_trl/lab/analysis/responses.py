@@ -106,15 +106,15 @@ def with_teacher(responses: Sequence[Rollout], config: CreditConfig, checkpoint:
     Raises:
         ValueError: no response has a contrast prompt that fits `max_reprompt_len`.
     """
-    found = []
+    with_contexts = []
     has_contrast = False
-    for response in filter(lambda one: one.token_ids, responses):
+    for response in filter(lambda graded: graded.token_ids, responses):
         with suppress(NoTeacherError):
             has_contrast |= len(rollout_contexts(response, config, checkpoint).contrasts) > 0
-            found.append(response)
-    if found and not has_contrast:
+            with_contexts.append(response)
+    if with_contexts and not has_contrast:
         raise ValueError("The responses have no contrast prompt, which S_t needs. Give more prompts: --max_prompts.")
-    return found
+    return with_contexts
 
 
 def rollout_contexts(response: Rollout, config: CreditConfig, checkpoint: Checkpoint) -> RolloutContexts:
@@ -198,7 +198,7 @@ def sample_rollouts(
     gathered = gather_contrast_batch(batch, checkpoint.context_builder(with_contrasts(config)))
     contrasts = _draw(gathered, config)
     ids = [n if row.get("id") is None else row["id"] for n, row in enumerate(rows)]
-    names = distinct_names([visible(str(one)) for one in ids])
+    names = distinct_names([visible(str(identifier)) for identifier in ids])
     return [
         Rollout(
             identifier=f"{names[i // samples]}/{i % samples}",
@@ -228,7 +228,7 @@ def draw(prompts: Sequence[Prompt], population: Sequence[Prompt], config: Credit
 def _draw(batch: ContrastBatch, config: CreditConfig) -> list[list[Prompt]]:
     source = find_source(config.contrastive_source)
     draws = (draw_contrasts(source, batch, sample, config.seed) for sample in range(len(batch.prompts)))
-    return [[one.prompt for one in islice(drawn, config.contrastive_count)] for drawn in draws]
+    return [[contrast.prompt for contrast in islice(contrasts, config.contrastive_count)] for contrasts in draws]
 
 
 def with_contrasts(config: CreditConfig) -> CreditConfig:

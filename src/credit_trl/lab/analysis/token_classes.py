@@ -30,16 +30,16 @@ def default_classes(response: Rollout, tokens: Sequence[TokenText]) -> list[str]
     A token with letters has the class of the word that it begins or continues: a prompt word occurs in the last user
     turn, ignoring case. Bytes of characters that span tokens are punctuation.
     """
-    known = {word.lower() for word in _WORD.findall(user_text(response.prompt))}
+    prompt_words = {word.lower() for word in _WORD.findall(user_text(response.prompt))}
     text = _SPELLED_OUT.sub(lambda m: "\ufffd" * len(m[0]), "".join(token.text for token in tokens))
     words = {place: m[0].lower() for m in _WORD.finditer(text) for place in range(m.start(), m.end())}
     classes = []
     start = 0
     for token in tokens:
-        own = [words[place] for place in range(start, start + len(token.text)) if place in words]
+        token_words = [words[place] for place in range(start, start + len(token.text)) if place in words]
         start += len(token.text)
-        if own and not token.special:
-            classes.append("prompt word" if max(own, key=len) in known else "other word")
+        if token_words and not token.special:
+            classes.append("prompt word" if max(token_words, key=len) in prompt_words else "other word")
         else:
             classes.append(_class_of(token))
     return classes
@@ -48,10 +48,10 @@ def default_classes(response: Rollout, tokens: Sequence[TokenText]) -> list[str]
 def task_classes(task: Task, tokenizer: PreTrainedTokenizerBase) -> Classify:
     """The task's own `token_classes` if its module defines it, otherwise `default_classes`."""
     module = sys.modules.get(getattr(inspect.unwrap(task.build), "__module__", ""))
-    own = getattr(module, "token_classes", None)
-    if own is None:
+    classes_of = getattr(module, "token_classes", None)
+    if classes_of is None:
         return default_classes
-    return lambda response, tokens: own(list(response.token_ids), tokenizer)
+    return lambda response, tokens: classes_of(list(response.token_ids), tokenizer)
 
 
 def _class_of(token: TokenText) -> str:

@@ -116,9 +116,9 @@ def score_response(
         ids = torch.cat([sampled, top], dim=-1)
         parts.append(gather_scores(logps, ids, formula))
     joined = {name: torch.cat([part[name] for part in parts], dim=-2) for name in parts[0]}
-    others = ScoredTokens(**{name: values[..., 1:] for name, values in joined.items()}, formula=formula)
-    own = {name: values[..., 0] for name, values in joined.items()}
-    return ScoredTokens(**own, formula=formula, alternatives=others)
+    candidates = ScoredTokens(**{name: values[..., 1:] for name, values in joined.items()}, formula=formula)
+    sampled_scores = {name: values[..., 0] for name, values in joined.items()}
+    return ScoredTokens(**sampled_scores, formula=formula, alternatives=candidates)
 
 
 def gather_scores(logps: CreditLogps, ids: Int[Tensor, "n A"], formula: CreditFormula) -> dict[str, Tensor]:
@@ -201,7 +201,7 @@ def scores_record(scores: ScoredTokens, names: Iterable[str]) -> dict[str, Any]:
 
 def _rounded(value: Any, digits: int) -> Any:
     if isinstance(value, list):
-        return [_rounded(one, digits) for one in value]
+        return [_rounded(item, digits) for item in value]
     if isinstance(value, int):
         return value
     return float(f"{value:.{digits}g}") if math.isfinite(value) else str(value)
@@ -225,9 +225,9 @@ def _token_map(record: dict[str, Any]) -> TokenMap:
     formula = CreditFormula(**record["formula"])
     dtype = {"float32": torch.float32, "float64": torch.float64}[record["dtype"]]
     length = len(record["classes"])
-    others = record["alternatives"]
-    count = len(others["texts"][0])
-    alternatives = ScoredTokens(**_tensors(others["scores"], (length, count), dtype), formula=formula)
+    stored = record["alternatives"]
+    count = len(stored["texts"][0])
+    alternatives = ScoredTokens(**_tensors(stored["scores"], (length, count), dtype), formula=formula)
     scores = ScoredTokens(**_tensors(record["scores"], (length,), dtype), formula=formula, alternatives=alternatives)
     return TokenMap(
         Rollout.from_json(record["response"]),
@@ -238,7 +238,7 @@ def _token_map(record: dict[str, Any]) -> TokenMap:
         ],
         [visible(name) for name in record["classes"]],
         scores,
-        [[visible(text) for text in row] for row in others["texts"]],
+        [[visible(text) for text in row] for row in stored["texts"]],
     )
 
 
@@ -271,16 +271,16 @@ def summarize_maps(maps: Sequence[TokenMap]) -> DataFrame:
     sums = tokens[["delta_v", "specific"]].abs().assign(tokens=1.0).groupby(by_class).sum()
     shares = (sums / sums.sum().replace(0.0, 1.0)).add_prefix("of_")
     means = tokens[["delta_v", "specific"]].groupby(by_class).mean()
-    found = means.join(shares).assign(tokens=by_class.value_counts())
-    return found.sort_values("of_specific", ascending=False)
+    summary = means.join(shares).assign(tokens=by_class.value_counts())
+    return summary.sort_values("of_specific", ascending=False)
 
 
 def format_summary(summary: DataFrame) -> str:
     """Markdown table of the summary."""
     columns = ("token class", "tokens", "share of tokens", "of \\|ΔV\\|", "of \\|S\\|", "mean ΔV", "mean S")
     rows = []
-    for name, own in summary.iterrows():
-        shares = [f"{own[share]:.3f}" for share in ("of_tokens", "of_delta_v", "of_specific")]
-        means = [f"{own[mean]:+.3f}" for mean in ("delta_v", "specific")]
-        rows.append([table_cell(str(name)), f"{own['tokens']:.0f}", *shares, *means])
+    for name, row in summary.iterrows():
+        shares = [f"{row[share]:.3f}" for share in ("of_tokens", "of_delta_v", "of_specific")]
+        means = [f"{row[mean]:+.3f}" for mean in ("delta_v", "specific")]
+        rows.append([table_cell(str(name)), f"{row['tokens']:.0f}", *shares, *means])
     return f"{pluralized(int(summary['tokens'].sum()), 'token')}\n\n{markdown_table(columns, rows)}\n"

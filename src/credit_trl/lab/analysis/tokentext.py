@@ -42,8 +42,8 @@ def visible(text: str) -> str:
     code points.
     """
     has_body = any(c not in _JOINERS and not _is_hidden(c) for c in text)
-    shown = (f"⟨U+{ord(c):04X}⟩" if _is_hidden(c) and not (has_body and c in _JOINERS) else c for c in text)
-    return "".join(shown).replace("\t", TAB)
+    characters = (f"⟨U+{ord(c):04X}⟩" if _is_hidden(c) and not (has_body and c in _JOINERS) else c for c in text)
+    return "".join(characters).replace("\t", TAB)
 
 
 def token_texts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[TokenText]:
@@ -68,7 +68,7 @@ def _is_hidden(character: str) -> bool:
 def _split_characters(tokens: Sequence[bytes]) -> list[tuple[str, str | None]]:
     """(visible text, character that the token contains a part of) of each token, from the bytes of all tokens."""
     owner = [index for index, token in enumerate(tokens) for _ in token]
-    shown = ["" for _ in tokens]
+    texts = ["" for _ in tokens]
     parts: list[str | None] = [None for _ in tokens]
     start = 0
     for character in b"".join(tokens).decode("utf-8", "surrogateescape"):
@@ -76,13 +76,13 @@ def _split_characters(tokens: Sequence[bytes]) -> list[tuple[str, str | None]]:
         owners = owner[start : start + len(encoded)]
         is_character = not "\udc80" <= character <= "\udcff"  # otherwise an invalid byte
         if is_character and owners[0] == owners[-1]:
-            shown[owners[0]] += character
+            texts[owners[0]] += character
         else:
             for index, byte in zip(owners, encoded, strict=True):
-                shown[index] += f"⟨{byte:02X}⟩"
+                texts[index] += f"⟨{byte:02X}⟩"
                 parts[index] = visible(character) if is_character else parts[index]
         start += len(encoded)
-    return [(visible(text), part) for text, part in zip(shown, parts, strict=True)]
+    return [(visible(text), part) for text, part in zip(texts, parts, strict=True)]
 
 
 def _bytes(tokenizer: PreTrainedTokenizerBase, token_id: int) -> bytes:

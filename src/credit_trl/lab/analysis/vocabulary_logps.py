@@ -74,11 +74,14 @@ class CreditFormula:
         Without contrast prompts λ is 0.
         """
         passes = (logps.student, logps.teacher, logps.contrasts)
-        chosen = [one.gather(-1, ids.expand(*one.shape[:-1], -1)) for one in passes]
+        chosen = [distribution.gather(-1, ids.expand(*distribution.shape[:-1], -1)) for distribution in passes]
         support = self._support(logps)
         if support is not None and self.tail == "renormalize":
             is_outside = (support[:, None] != ids[..., None]).all(dim=-1)
-            chosen = [own - _log_mass(one, support, own, is_outside) for one, own in zip(passes, chosen, strict=True)]
+            chosen = [
+                candidate_logps - _log_mass(distribution, support, candidate_logps, is_outside)
+                for distribution, candidate_logps in zip(passes, chosen, strict=True)
+            ]
         student, teacher, contrasts = chosen
         return self._target(teacher, contrasts) - student
 
@@ -86,7 +89,7 @@ class CreditFormula:
         """Mean of R_t under the policy, over the buckets of the loss. A step raises the tokens whose R_t is larger."""
         support = self._support(logps)
         passes = (logps.student, logps.teacher, logps.contrasts)
-        student, teacher, contrasts = (self._buckets(one, support) for one in passes)
+        student, teacher, contrasts = (self._buckets(distribution, support) for distribution in passes)
         return (student.exp() * (self._target(teacher, contrasts) - student)).sum(dim=-1)
 
     def _target(self, teacher: Float[Tensor, "n A"], contrasts: Float[Tensor, "C n A"]) -> Float[Tensor, "n A"]:
@@ -143,8 +146,8 @@ def _log_mass(
     is_outside: Tensor,
 ) -> Float[Tensor, "*c n A"]:
     """Log-probability of the support and of each token, which may lie outside it."""
-    inside = logps.gather(-1, support.expand(*logps.shape[:-1], -1)).logsumexp(dim=-1, keepdim=True)
-    return torch.where(is_outside, torch.logaddexp(inside, token_logps), inside)
+    support_mass = logps.gather(-1, support.expand(*logps.shape[:-1], -1)).logsumexp(dim=-1, keepdim=True)
+    return torch.where(is_outside, torch.logaddexp(support_mass, token_logps), support_mass)
 
 
 def credit_logps(
@@ -203,8 +206,8 @@ def _states(
         parts = list(token_states(teacher, model, [prompts], batch, batch_tokens))
     if not parts:
         return head.weight.new_zeros(0, 0, head.weight.shape[1]), head
-    [(_, _, own, contrasts)] = parts
-    return torch.cat([own[None], contrasts]), head
+    [(_, _, teacher_states, contrasts)] = parts
+    return torch.cat([teacher_states[None], contrasts]), head
 
 
 def _project(hidden: Float[Tensor, "P n H"], head: LMHead) -> Float[Tensor, "P n V"]:

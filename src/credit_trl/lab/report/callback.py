@@ -103,9 +103,14 @@ class ReportCallback(OptionalCallback):
         if step < min(self._next_step, state.max_steps):
             return
         self._next_step = step + max(1, state.max_steps // _ROLLOUT_STEPS)
-        own = self.trainer._logs
-        columns = {"prompt": own["prompt"], "completion": own["completion"], **own["rewards"], **own["extra"]}
-        columns["advantage"] = own["advantages"]
+        rollout_logs = self.trainer._logs
+        columns = {
+            "prompt": rollout_logs["prompt"],
+            "completion": rollout_logs["completion"],
+            **rollout_logs["rewards"],
+            **rollout_logs["extra"],
+        }
+        columns["advantage"] = rollout_logs["advantages"]
         frame = DataFrame({name: list(values)[: self.rollouts] for name, values in columns.items()})
         frame.insert(0, "step", step)
         images = [list(map(data_url, images_of(prompt))) for prompt in frame["prompt"]]

@@ -34,13 +34,13 @@ def curves(arms: Mapping[str, Sequence[Run]]) -> list[dict[str, Any]]:
     The band of avg@k of one run is its 95 % interval over prompts. That of several runs reaches from the lowest to the
     highest of them, at the steps that all of them have.
     """
-    found = []
+    figures = []
     for title, name in CURVES.items():
         series = [{"arm": i, "points": _points(name, runs)} for i, runs in enumerate(arms.values())]
-        series = [one for one in series if one["points"]]
+        series = [line for line in series if line["points"]]
         if series:
-            found.append({"title": title, "series": series})
-    return found
+            figures.append({"title": title, "series": series})
+    return figures
 
 
 def training_table(arms: Mapping[str, Sequence[Run]]) -> list[dict[str, Any]]:
@@ -73,8 +73,8 @@ def _contrasts(run: Run) -> int | None:
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return float(np.mean(known)) if known else None
+    numbers = [value for value in values if value is not None]
+    return float(np.mean(numbers)) if numbers else None
 
 
 def _points(name: str, runs: Sequence[Run]) -> list[list[float | None]]:
@@ -82,10 +82,13 @@ def _points(name: str, runs: Sequence[Run]) -> list[list[float | None]]:
         return [[row["step"], row["score"], row.get("low"), row.get("high")] for row in runs[0].evaluations]
     values = [run.series(name) for run in runs]
     steps = sorted(set.intersection(*map(set, values)))
-    of_step = {step: [one[step] for one in values] for step in steps}
+    of_step = {step: [series[step] for series in values] for step in steps}
     if len(runs) == 1:
-        return [[step, own[0], None, None] for step, own in of_step.items()]
-    return [[step, float(np.mean(own)), min(own), max(own)] for step, own in of_step.items()]
+        return [[step, step_values[0], None, None] for step, step_values in of_step.items()]
+    return [
+        [step, float(np.mean(step_values)), min(step_values), max(step_values)]
+        for step, step_values in of_step.items()
+    ]
 
 
 def compare_arms(arms: Mapping[str, Sequence[Run]]) -> list[dict[str, Any]]:
@@ -99,8 +102,10 @@ def compare_arms(arms: Mapping[str, Sequence[Run]]) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     tasks = dict.fromkeys(run.task for runs in arms.values() for run in runs if run.evaluations)
     for task in tasks:
-        own = {name: [run for run in runs if run.evaluations and run.task == task] for name, runs in arms.items()}
-        rows += _compare_on_task(task, {name: runs for name, runs in own.items() if runs})
+        evaluated = {
+            name: [run for run in runs if run.evaluations and run.task == task] for name, runs in arms.items()
+        }
+        rows += _compare_on_task(task, {name: runs for name, runs in evaluated.items() if runs})
     return rows
 
 
@@ -109,7 +114,9 @@ def _compare_on_task(task: str, arms: Mapping[str, Sequence[Run]]) -> list[dict[
     of_runs = [scores for of_arm in final.values() for scores in of_arm]
     shared = [prompt for prompt in of_runs[0] if all(prompt in scores for scores in of_runs)]
     settings = [run.settings(run.evaluations[-1]["step"]) for runs in arms.values() for run in runs]
-    differing = [name for name in SETTINGS if len({json.dumps(one[name]) for one in settings if name in one}) > 1]
+    differing = [
+        name for name in SETTINGS if len({json.dumps(setting[name]) for setting in settings if name in setting}) > 1
+    ]
     if differing:
         names = ", ".join(differing)
         logger.warning(f"The scores of {task} are not comparable: the evaluations differ in {names}.")
@@ -135,15 +142,15 @@ def _compare_on_task(task: str, arms: Mapping[str, Sequence[Run]]) -> list[dict[
 
 def _scores(runs: Sequence[Run], matrix: NDArray[np.float64], shared: Sequence[str]) -> dict[str, Any]:
     """Scores of one arm; `matrix` has shape (runs, shared prompts)."""
-    last = [run.evaluations[-1] for run in runs]
+    final = [run.evaluations[-1] for run in runs]
     scores = [{row["step"]: _score_on(run, row, shared) for row in run.evaluations} for run in runs]
     row: dict[str, Any] = {
-        "k": last[0].get("k"),
-        "greedy": bool(last[0].get("greedy")),
-        "step": max(one["step"] for one in last),
-        "before": _mean([own.get(0) for own in scores if len(own) > 1]),
-        "score": float(np.mean([one["score"] for one in last])),
-        "best": float(np.mean([max(own.values()) for own in scores])),
+        "k": final[0].get("k"),
+        "greedy": bool(final[0].get("greedy")),
+        "step": max(evaluation["step"] for evaluation in final),
+        "before": _mean([run_scores.get(0) for run_scores in scores if len(run_scores) > 1]),
+        "score": float(np.mean([evaluation["score"] for evaluation in final])),
+        "best": float(np.mean([max(run_scores.values()) for run_scores in scores])),
     }
     if shared:
         row["score"] = float(matrix.mean())
@@ -172,5 +179,5 @@ def _difference(
     is_paired = is_distinct and set(seeds) == set(base_seeds)
     if is_paired:
         base_scores = base_scores[[base_seeds.index(seed) for seed in seeds]]
-    found = paired_bootstrap(scores, base_scores, paired_seeds=is_paired)
-    return dict(zip(("difference", "difference_low", "difference_high", "p"), found, strict=True))
+    statistics = paired_bootstrap(scores, base_scores, paired_seeds=is_paired)
+    return dict(zip(("difference", "difference_low", "difference_high", "p"), statistics, strict=True))

@@ -104,8 +104,11 @@ def send_rollouts(trainer: Any, rollouts: Sequence[Mapping[str, Any]]) -> None:
 
     traces = []
     for row in rollouts:
-        rest = dict(row)
-        turns = [(role, rest.pop(name, None)) for role, name in _TURNS.items()]
-        parts = [[{"role": role, "content": own}] if isinstance(own, str) else own or [] for role, own in turns]
-        traces.append(trackio.Trace([message for part in parts for message in part], rest))
+        metadata = dict(row)
+        turns = [(role, metadata.pop(name, None)) for role, name in _TURNS.items()]
+        parts = [
+            [{"role": role, "content": content}] if isinstance(content, str) else content or []
+            for role, content in turns
+        ]
+        traces.append(trackio.Trace([message for part in parts for message in part], metadata))
     trackio.log({"rollouts": traces}, step=trainer.state.global_step)

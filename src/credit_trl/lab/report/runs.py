@@ -57,7 +57,7 @@ class Run:
         Each log is a mean over the steps since the log before it. None where nothing was logged.
         """
         values = [(row["step"], [row[name] for name in row if name.startswith(prefix)]) for row in self.log]
-        sums = {step: sum(own) for step, own in values if own and None not in own}
+        sums = {step: sum(step_values) for step, step_values in values if step_values and None not in step_values}
         if not sums:
             return None
         return float(np.average([*sums.values()], weights=np.diff([0, *sums])))
@@ -72,8 +72,8 @@ class Run:
         return self._result(step).get("settings", {})
 
     def _result(self, step: int) -> dict[str, Any]:
-        inside = self.folder / files.EVALUATIONS_FOLDER / f"step-{step:06d}" / files.RESULT_FILE
-        path = inside if inside.is_file() else self.folder / files.RESULT_FILE
+        path_of_step = self.folder / files.EVALUATIONS_FOLDER / f"step-{step:06d}" / files.RESULT_FILE
+        path = path_of_step if path_of_step.is_file() else self.folder / files.RESULT_FILE
         return files.read_json(path) if path.is_file() else {}
 
 
@@ -101,7 +101,9 @@ def load_run(folder: str | Path) -> Run:
     described.pop("segments", None)  # of a resumed run, with options that the configuration has too
     data = described.pop("data", None)
     if data is not None:
-        described["reward_funcs"] = ", ".join(one["name"] or one["called"] for one in data["reward_funcs"])
+        described["reward_funcs"] = ", ".join(
+            function["name"] or function["called"] for function in data["reward_funcs"]
+        )
         rows = data["train"] or {}
         described["rows"] = (rows.get("sha256") or "")[:8] or rows.get("name")  # of a file, or of the hub
     return Run(folder, {**described.pop("config", {}), **described}, log, evaluations)
@@ -114,12 +116,12 @@ def arms_of(runs: Sequence[Run]) -> dict[str, list[Run]]:
     folders too.
     """
     arms: dict[str, list[Run]] = {}
-    shown = differing_options(runs)
+    options = differing_options(runs)
     for run, folder in zip(runs, short_names([run.folder for run in runs]), strict=True):
-        differing = {option: effective_text(run, option) for option in shown}
+        differing = {option: effective_text(run, option) for option in options}
         name = ", ".join(f"{option}={text}" for option, text in differing.items() if text)
         name = name or runs[0].folder.resolve().name
-        is_twin = any(other.seed == run.seed for other in arms.get(name, ()))
+        is_twin = any(twin.seed == run.seed for twin in arms.get(name, ()))
         arms.setdefault(f"{name} ({folder})" if is_twin else name, []).append(run)
     return arms
 
@@ -132,9 +134,9 @@ def differing_options(runs: Sequence[Run]) -> list[str]:
 
 def short_names(paths: Sequence[str | Path], parts: int = 1) -> list[str]:
     """Shortest unique names: the last `parts` parts of each path, or more where names would be equal."""
-    whole = [Path(path).resolve().parts for path in paths]
-    for count in range(parts, max(parts + 1, *map(len, whole), 0) + 1):
-        names = [Path(*path[-count:]).as_posix() for path in whole]
+    full_parts = [Path(path).resolve().parts for path in paths]
+    for count in range(parts, max(parts + 1, *map(len, full_parts), 0) + 1):
+        names = [Path(*path[-count:]).as_posix() for path in full_parts]
         if len(set(names)) == len(names):
             return names
     twice = next(name for name in names if names.count(name) > 1)
@@ -146,13 +148,13 @@ def read_completions(run: Run, steps: int = 12, rows: int = 8) -> list[dict[str,
     paths = sorted((run.folder / COMPLETIONS).glob("completions_*.parquet"))
     count = min(steps, len(paths))
     chosen = [paths[round(i * (len(paths) - 1) / max(1, count - 1))] for i in range(count)]
-    found: list[dict[str, Any]] = []
+    completions: list[dict[str, Any]] = []
     for path in chosen:
         try:
-            found += parquet.read_table(path).slice(0, rows).to_pylist()
+            completions += parquet.read_table(path).slice(0, rows).to_pylist()
         except (OSError, ValueError):  # not written completely
             continue
-    return found
+    return completions
 
 
 def effective_text(run: Run, option: str) -> str:

@@ -25,8 +25,8 @@ def read_run_maps(folder: Path) -> list[TokenMap]:
     """Maps of the first and the last step of a run; without these, in the first and last file of `credit_maps/`."""
     files = sorted((folder / MAPS_FOLDER).glob("*.json"))
     paths = [path for path in files if path.name.startswith("step-")] or files
-    maps = [one for path in dict.fromkeys([*paths[:1], *paths[-1:]]) for one in read_maps(path)]
-    return list({(one.response.identifier, one.checkpoint): one for one in maps}.values())
+    maps = [token_map for path in dict.fromkeys([*paths[:1], *paths[-1:]]) for token_map in read_maps(path)]
+    return list({(token_map.response.identifier, token_map.checkpoint): token_map for token_map in maps}.values())
 
 
 def maps_section(maps: Sequence[TokenMap]) -> dict[str, Any]:
@@ -40,18 +40,22 @@ def maps_section(maps: Sequence[TokenMap]) -> dict[str, Any]:
     by_response: dict[str, list[TokenMap]] = {}
     for token_map in maps:
         by_response.setdefault(token_map.response.identifier, []).append(token_map)
-    shared = [m for own in by_response.values() if len(own) == len(checkpoints) for m in own] or maps
-    ordered = sorted(by_response.values(), key=lambda own: (-len(own), _reward(own[0].response)))
+    shared = [
+        m for response_maps in by_response.values() if len(response_maps) == len(checkpoints) for m in response_maps
+    ] or maps
+    ordered = sorted(
+        by_response.values(), key=lambda response_maps: (-len(response_maps), _reward(response_maps[0].response))
+    )
     return {
         "quantities": [{"key": key, "symbol": symbol} for key, symbol in QUANTITIES.items()],
         "checkpoints": [visible(name) for name in checkpoints],
         "responses": [
             {
-                **_described(own[0]),
-                "scales": scales[own[0].response.group],
-                "maps": [next((_values(m) for m in own if m.checkpoint == c), None) for c in checkpoints],
+                **_described(response_maps[0]),
+                "scales": scales[response_maps[0].response.group],
+                "maps": [next((_values(m) for m in response_maps if m.checkpoint == c), None) for c in checkpoints],
             }
-            for own in ordered
+            for response_maps in ordered
         ],
         "summaries": [
             summarize_maps([m for m in shared if m.checkpoint == c]).reset_index(names="name").to_dict("records")
@@ -66,9 +70,12 @@ def group_scales(maps: Sequence[TokenMap]) -> dict[str, dict[str, float]]:
     It is the `SATURATION` quantile of the magnitudes over all responses of a group and all compared checkpoints.
     """
     groups: dict[str, list[TokenMap]] = {}
-    for one in maps:
-        groups.setdefault(one.response.group, []).append(one)
-    return {group: {q: _magnitude([m.values(q) for m in own]) for q in QUANTITIES} for group, own in groups.items()}
+    for token_map in maps:
+        groups.setdefault(token_map.response.group, []).append(token_map)
+    return {
+        group: {q: _magnitude([m.values(q) for m in group_maps]) for q in QUANTITIES}
+        for group, group_maps in groups.items()
+    }
 
 
 def _magnitude(values: list[Float[Tensor, " T"]]) -> float:
@@ -124,7 +131,7 @@ def _content(turn: dict[str, Any]) -> str:
 
 
 def _values(token_map: TokenMap) -> dict[str, Any]:
-    others = token_map.scores.alternatives
+    alternatives = token_map.scores.alternatives
     formula = token_map.scores.formula
     return {
         "formula": formula.text,
@@ -132,6 +139,6 @@ def _values(token_map: TokenMap) -> dict[str, Any]:
         **scores_record(token_map.scores, (*QUANTITIES, "teacher_logps")),
         "alternatives": {
             "tokens": token_map.alternatives,
-            **scores_record(others, ("ids", "student_logps", "teacher_logps", "specific", "centred")),
+            **scores_record(alternatives, ("ids", "student_logps", "teacher_logps", "specific", "centred")),
         },
     }

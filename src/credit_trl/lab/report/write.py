@@ -83,12 +83,12 @@ def write_report(runs: Sequence[str | Path], output: str | Path | None = None) -
     if not runs:
         raise ValueError("`runs` is empty: pass at least one run directory.")
     folders = [Path(run) for run in runs]
-    read = [load_run(folder) for folder in folders]
+    loaded = [load_run(folder) for folder in folders]
     if output is None:
         output = folders[0] / REPORT_FILE if len(folders) == 1 else REPORT_FILE
     output = Path(output) / REPORT_FILE if Path(output).is_dir() else Path(output)
     output = output if output.suffix == ".html" else output.with_name(f"{output.name}.html")
-    document = report_document(read)
+    document = report_document(loaded)
     data, text = output.with_suffix(".json"), output.with_suffix(".md")
     is_own_data = not data.exists() or {"arms", "curves"} <= read_json(data).keys()
     is_own_text = data.exists() or not text.exists() or _TITLE.match(text.read_bytes())
@@ -96,7 +96,7 @@ def write_report(runs: Sequence[str | Path], output: str | Path | None = None) -
         raise FileExistsError(f"{data} and {text} were not written by a report. Choose another `--output`.")
     write_json(data, document)
     write_atomically(text, report_markdown(document))
-    write_html(document | _of_runs(read, document["runs"]), output)
+    write_html(document | _of_runs(loaded, document["runs"]), output)
     return output
 
 
@@ -131,13 +131,14 @@ def report_document(runs: Sequence[Run]) -> dict[str, Any]:
     arms = arms_of(runs)
     names = short_names([run.folder for run in runs])
     facts = [name for name in _FACTS if name in runs[0].options and effective_text(runs[0], name)]
-    shown = differing_options(runs) if len(runs) > 1 else facts
+    options = differing_options(runs) if len(runs) > 1 else facts
     return {
         "title": f"Run {visible(names[0])}" if len(runs) == 1 else f"{len(runs)} runs",
         "runs": [visible(name) for name in names],
         "arms": [visible(name) for name in arms],
         "options": [
-            {"run": visible(name), "seed": run.seed} | {visible(one): visible(run.text(one)) for one in shown}
+            {"run": visible(name), "seed": run.seed}
+            | {visible(option): visible(run.text(option)) for option in options}
             for name, run in zip(names, runs, strict=True)
         ],
         "curves": curves(arms),
@@ -161,17 +162,17 @@ def _of_runs(runs: Sequence[Run], names: Sequence[str]) -> dict[str, Any]:
 
 def _rollout(row: Mapping[str, Any]) -> dict[str, Any]:
     """A row of the table of completions; every other number is the value of a reward function."""
-    shown: dict[str, Any] = {"step": row.get("step"), "prompt": [], "completion": [], "rewards": {}}
+    record: dict[str, Any] = {"step": row.get("step"), "prompt": [], "completion": [], "rewards": {}}
     for name, value in row.items():
         if name in ("prompt", "completion"):
-            shown[name] = [turn | {"text": excerpt(turn["text"], _LONGEST_TEXT)} for turn in turns(value)]
+            record[name] = [turn | {"text": excerpt(turn["text"], _LONGEST_TEXT)} for turn in turns(value)]
         elif name in ("feedback", "teacher_prompt"):
-            shown[name] = None if value is None else excerpt(visible(str(value)), _LONGEST_TEXT)
+            record[name] = None if value is None else excerpt(visible(str(value)), _LONGEST_TEXT)
         elif name == "images":
-            shown[name] = list(value)
+            record[name] = list(value)
         elif name != "step" and isinstance(value, int | float) and not isinstance(value, bool):
-            shown["rewards"][visible(name)] = value if math.isfinite(value) else str(value)
-    return shown
+            record["rewards"][visible(name)] = value if math.isfinite(value) else str(value)
+    return record
 
 
 def report_markdown(document: Mapping[str, Any]) -> str:
