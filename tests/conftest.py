@@ -98,9 +98,9 @@ def run_callbacks() -> None:
 @pytest.fixture(autouse=True)
 def only_the_trainer(request):
     """Trainers of a test write no page, which takes as long as two steps of a tiny model, unless it asks for it."""
-    found = declared_entry_points if "run_callbacks" in request.fixturenames else lambda group: []
+    entry_points_of = declared_entry_points if "run_callbacks" in request.fixturenames else lambda group: []
     with pytest.MonkeyPatch.context() as patch:  # which the test's own `monkeypatch.undo` leaves
-        patch.setattr("credit_trl.trainer.entry_points", found)
+        patch.setattr("credit_trl.trainer.entry_points", entry_points_of)
         yield
 
 
@@ -110,9 +110,9 @@ def make_trainer(make_model, make_config, tokenizer, dataset):
 
     def make(reward_funcs=length_verdicts, rows=None, eval_rows=None, **options) -> CreditTrainer:
         names = {*inspect.signature(GRPOTrainer).parameters, "token_weight"} & options.keys()
-        given = {"processing_class": tokenizer} | {name: options.pop(name) for name in names}
-        model = given.pop("model", None) or make_model()
-        return CreditTrainer(model, reward_funcs, make_config(**options), rows or dataset, eval_rows, **given)
+        defaults = {"processing_class": tokenizer} | {name: options.pop(name) for name in names}
+        model = defaults.pop("model", None) or make_model()
+        return CreditTrainer(model, reward_funcs, make_config(**options), rows or dataset, eval_rows, **defaults)
 
     return make
 

@@ -72,19 +72,19 @@ def step_problem(
         group_size=2,
     )
     encoded = [tokenizer.apply_chat_template(p, add_generation_prompt=True, return_dict=False) for p in prompts]
-    tensors = padded(encoded, "prompt", left=True) | padded(completions, "completion")
+    tensors = padded(encoded, "prompt", pads_left=True) | padded(completions, "completion")
     tensors["advantages"] = torch.linspace(-1, 1, len(samples), dtype=torch.float64)
     tensors["num_items_in_batch"] = torch.tensor(float(sum(LENGTHS)))
     contexts = step.build_contexts(batch)
     return Problem(step, policy, batch, tensors | step.prepare(batch, tensors), contexts)
 
 
-def padded(sequences: list[list[int]], name: str, left: bool = False) -> dict[str, Tensor]:
+def padded(sequences: list[list[int]], name: str, pads_left: bool = False) -> dict[str, Tensor]:
     """TRL's ids and mask of some sequences."""
     width = max(map(len, sequences)) + 1  # a column that is padding in all rows
     ids, mask = torch.zeros(len(sequences), width, dtype=torch.long), torch.zeros(len(sequences), width).long()
     for i, sequence in enumerate(sequences):
-        place = slice(width - len(sequence), width) if left else slice(0, len(sequence))
+        place = slice(width - len(sequence), width) if pads_left else slice(0, len(sequence))
         ids[i, place], mask[i, place] = torch.tensor(sequence), 1
     return {f"{name}_ids": ids, f"{name}_mask": mask}
 
@@ -97,13 +97,13 @@ def logps(model: nn.Module, prompt: list[int], completion: list[int], temperatur
 
 def buckets(values: Tensor, support: Tensor, tail: str) -> Tensor:
     """Log-probabilities of the support, with the rest as a bucket or conditional on the support."""
-    inside = values.gather(-1, support)
+    support_values = values.gather(-1, support)
     if support.shape[-1] == values.shape[-1]:
-        return inside
+        return support_values
     if tail == "renormalize":
-        return inside.log_softmax(-1)
+        return support_values.log_softmax(-1)
     outside = values.scatter(-1, support, -torch.inf).logsumexp(-1, keepdim=True)
-    return torch.cat([inside, outside], -1)
+    return torch.cat([support_values, outside], -1)
 
 
 def divergence(log_p: Tensor, a: Tensor, alpha: float) -> Tensor:
@@ -120,16 +120,16 @@ def divergence(log_p: Tensor, a: Tensor, alpha: float) -> Tensor:
 
 def naive_token_losses(problem: Problem, teacher: nn.Module, sample: int) -> Tensor:
     """(t,) losses of one sample: lines 2 to 7 of Algorithm 1."""
-    config, own = problem.step.config, problem.contexts[sample]
+    config, sample_contexts = problem.step.config, problem.contexts[sample]
     completion = problem.batch.completion_ids[sample]
     prompt_mask = problem.tensors["prompt_mask"][sample].bool()
     prompt = problem.tensors["prompt_ids"][sample][prompt_mask].tolist()
     p = logps(problem.policy, prompt, completion, config.temperature)
-    if own.teacher is None:
+    if sample_contexts.teacher is None:
         return p.new_zeros(len(completion))
     with problem.step.teacher.active(), torch.no_grad():
-        f = logps(teacher, own.teacher, completion, config.temperature)
-        g = [logps(teacher, ids, completion, config.temperature) for ids in own.contrasts]
+        f = logps(teacher, sample_contexts.teacher, completion, config.temperature)
+        g = [logps(teacher, ids, completion, config.temperature) for ids in sample_contexts.contrasts]
     tokens = torch.tensor(completion)[:, None]
     if config.distillation_support == "sampled":
         advantage = (f - config.contrastive_coef * sum(g) / len(g) - p).gather(-1, tokens).detach()
@@ -158,8 +158,8 @@ def naive_loss(
 def gradients(loss: Tensor, model: nn.Module) -> dict[str, Tensor]:
     """Gradients of the trained parameters of a loss."""
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    found = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
-    return {name: g for name, g in zip(trained, found, strict=True) if g is not None}
+    computed = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+    return {name: g for name, g in zip(trained, computed, strict=True) if g is not None}
 
 
 def scoring_model(problem: Problem) -> nn.Module:

@@ -36,8 +36,8 @@ def assert_results(notebook, name: str) -> None:
     expected = RESULTS[name]
     assert [part for part in expected.get("says", ()) if not re.search(part, text, re.M)] == []
     if "rises" in expected:
-        before, after = map(float, re.search(expected["rises"], text, re.M | re.S).groups())
-        assert after > before + 0.2
+        start_value, end_value = map(float, re.search(expected["rises"], text, re.M | re.S).groups())
+        assert end_value > start_value + 0.2
     if "equal" in expected:
-        one, other = (float(re.search(pattern, text, re.M)[1]) for pattern in expected["equal"])
-        assert one == pytest.approx(other, rel=0.2)
+        first_number, second_number = (float(re.search(pattern, text, re.M)[1]) for pattern in expected["equal"])
+        assert first_number == pytest.approx(second_number, rel=0.2)

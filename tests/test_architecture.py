@@ -40,12 +40,12 @@ MAY_IMPORT = {name: set(targets) for name, targets in TABLES["may_import"].items
 @cache
 def sources() -> dict[str, ast.Module]:
     """Module name without `credit_trl.` -> its syntax tree; `__init__` is the package itself."""
-    found = {}
+    trees = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         parts = path.relative_to(PACKAGE).with_suffix("").parts
         name = ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
-        found[name] = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
-    return found
+        trees[name] = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+    return trees
 
 
 def resolve(dotted: str) -> str | None:
@@ -89,19 +89,19 @@ def imported(module: str, tree: ast.Module) -> Iterator[tuple[str, int]]:
 @cache
 def imports() -> dict[str, dict[str, int]]:
     """Module -> imported modules of the package, each with the first line that imports it."""
-    found: dict[str, dict[str, int]] = {}
+    targets_of: dict[str, dict[str, int]] = {}
     for module, tree in sources().items():
-        found[module] = {}
+        targets_of[module] = {}
         for target, line in imported(module, tree):
             if target != module:
-                found[module].setdefault(target, line)
-    return found
+                targets_of[module].setdefault(target, line)
+    return targets_of
 
 
 def test_deferred_lazy_and_relative_imports_are_found():
     tree = ast.parse(TABLES["imports"])
-    found = [target for target, _ in imported("rollout.batch", tree)]
-    assert sorted(found) == ["loss.head", "rollout.verdict", "trainer", "training.checks"]
+    targets = [target for target, _ in imported("rollout.batch", tree)]
+    assert sorted(targets) == ["loss.head", "rollout.verdict", "trainer", "training.checks"]
 
 
 def part(module: str) -> str:
@@ -138,8 +138,8 @@ def test_syntax_nodes_are_within_the_budget(part_name):
 
 
 def test_options_are_within_the_budget():
-    own = {option.name for option in fields(CreditConfig)} - {option.name for option in fields(GRPOConfig)}
-    assert len(own) <= MAX_OPTIONS, sorted(own)
+    added = {option.name for option in fields(CreditConfig)} - {option.name for option in fields(GRPOConfig)}
+    assert len(added) <= MAX_OPTIONS, sorted(added)
 
 
 def test_documentation_is_within_the_budget():
@@ -177,7 +177,7 @@ def test_dataclasses_of_the_stages_have_several_readers():
     for module, tree in sources().items():
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                for name in {part for one in ast.walk(node) for part in words_of(one)}:
+                for name in {part for child in ast.walk(node) for part in words_of(child)}:
                     readers[name].add(f"{module}:{node.name}")
     report(
         f"{name} of credit_trl.{module} has {len(readers[name])} readers, fewer than {MIN_READERS}"
@@ -214,10 +214,10 @@ def test_contrastive_coef_has_at_most_three_holders():
 def test_one_class_lies_between_the_trainer_and_trl():
     chain = CreditTrainer.__mro__[: CreditTrainer.__mro__.index(GRPOTrainer)]
     assert len(chain) <= 2
-    own = [{name for name, value in vars(cls).items() if callable(value)} for cls in chain]
-    twice = set.intersection(*own) - {"__init__"} if len(own) > 1 else set()
+    method_names = [{name for name, value in vars(cls).items() if callable(value)} for cls in chain]
+    twice = set.intersection(*method_names) - {"__init__"} if len(method_names) > 1 else set()
     assert not {name for name in twice if hasattr(GRPOTrainer, name)}
-    overridden = {name for name in set.union(*own) if hasattr(GRPOTrainer, name)} - {"__init__"}
+    overridden = {name for name in set.union(*method_names) if hasattr(GRPOTrainer, name)} - {"__init__"}
     assert len(overridden) < MAX_OVERRIDES, sorted(overridden)
 
 
@@ -259,7 +259,7 @@ def test_no_import_circles_deferred_imports_included():
     circles = set()
     for module in sources():
         if module in (reached := reachable(module)):
-            circles.add(tuple(sorted(other for other in reached if module in reachable(other))))
+            circles.add(tuple(sorted(member for member in reached if module in reachable(member))))
     report(" <-> ".join(circle) for circle in sorted(circles))
 
 
@@ -325,16 +325,16 @@ def test_a_public_name_is_defined_in_one_module():
 
 def prose_files() -> list[Path]:
     suffixes = {".py", ".md", ".jinja", ".js", ".html"}
-    found = [path for folder in (PACKAGE, ROOT / "docs") for path in folder.rglob("*") if path.suffix in suffixes]
-    return sorted([*found, ROOT / "README.md"])
+    paths = [path for folder in (PACKAGE, ROOT / "docs") for path in folder.rglob("*") if path.suffix in suffixes]
+    return sorted([*paths, ROOT / "README.md"])
 
 
 def test_source_and_docs_use_the_words_of_the_glossary():
     problems = []
     for path in prose_files():
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-            rest = re.sub("|".join(TABLES["allowed_words"]), "", line, flags=re.IGNORECASE)
+            checked_text = re.sub("|".join(TABLES["allowed_words"]), "", line, flags=re.IGNORECASE)
             for pattern, use in TABLES["replaced_words"].items():
-                if match := re.search(pattern, rest, flags=re.IGNORECASE):
+                if match := re.search(pattern, checked_text, flags=re.IGNORECASE):
                     problems.append(f"{path.relative_to(ROOT)}:{number}: {match[0]!r}, use: {use}")
     report(problems)

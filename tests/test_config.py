@@ -40,8 +40,8 @@ def test_paper_equals_the_recipes_and_the_fidelity_page(tmp_path, benchmark):
     plain |= {"teacher_model_kind": "base", "teacher_update_rate": 0.01}  # None in the class
     table = fidelity_table()
     assert len(table) >= 20
-    for option, default, code, others in table:
-        expected = code if benchmark == "livecodebench" else others
+    for option, default, code, question_value in table:
+        expected = code if benchmark == "livecodebench" else question_value
         assert str(getattr(config, option)) == str(type(getattr(config, option))(expected)), option
         assert str(plain[option]) == default, option
     updates = config.steps_per_generation // config.gradient_accumulation_steps
@@ -59,8 +59,12 @@ def test_places_that_the_fidelity_page_names_exist():
     cells = [line.split("|")[2] for line in text.splitlines() if "|" in line]
     places = [place for cell in cells for place in re.findall(r"`([\w.]+)`", cell)]
     assert len(places) >= 20
-    known = {f.name for f in dataclasses.fields(CreditConfig)} | {"GRPOTrainer", "toolalpaca", "accelerate_config"}
-    for place in set(places) - known:
+    known_places = {f.name for f in dataclasses.fields(CreditConfig)} | {
+        "GRPOTrainer",
+        "toolalpaca",
+        "accelerate_config",
+    }
+    for place in set(places) - known_places:
         resolve_name(f"credit_trl.{place}")
 
 

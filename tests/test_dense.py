@@ -29,9 +29,9 @@ CASES = [
 def make_problem(tokenizer, make_config):
     def make(alpha=1.0, count=2, support="bucket", lora=False, token_weight=None, **options):
         topk, tail = TOPK[support]
-        given = {"distillation_alpha": alpha, "distillation_topk": topk, "distillation_tail": tail}
-        given |= {"contrastive_count": count, "contrastive_coef": 0.3, "loss_type": "grpo", "num_generations": 2}
-        return step_problem(tokenizer, make_config(**given | options), lora, token_weight=token_weight)
+        defaults = {"distillation_alpha": alpha, "distillation_topk": topk, "distillation_tail": tail}
+        defaults |= {"contrastive_count": count, "contrastive_coef": 0.3, "loss_type": "grpo", "num_generations": 2}
+        return step_problem(tokenizer, make_config(**defaults | options), lora, token_weight=token_weight)
 
     return make
 
@@ -39,11 +39,11 @@ def make_problem(tokenizer, make_config):
 def same(ours, theirs, model, tolerance=1e-12):
     """Losses and gradients of all trained parameters agree."""
     assert_close(ours.detach(), theirs.detach(), rtol=tolerance, atol=tolerance)
-    found, expected = gradients(ours, model), gradients(theirs, model)
-    assert found.keys() == expected.keys()
+    actual, expected = gradients(ours, model), gradients(theirs, model)
+    assert actual.keys() == expected.keys()
     assert any(gradient.abs().max() > 1e-4 for gradient in expected.values())
     for name, gradient in expected.items():
-        assert_close(found[name], gradient, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
+        assert_close(actual[name], gradient, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def assert_algorithm_1(problem, tolerance=1e-12):
@@ -54,7 +54,7 @@ def assert_algorithm_1(problem, tolerance=1e-12):
 @pytest.mark.parametrize(("alpha", "count", "support", "options"), CASES)
 def test_loss_and_gradients_are_those_of_algorithm_1(make_problem, alpha, count, support, options):
     problem = make_problem(alpha, count, support, **options)
-    assert {len(own.contrasts) for own in problem.contexts if own.teacher} == {
+    assert {len(sample_contexts.contrasts) for sample_contexts in problem.contexts if sample_contexts.teacher} == {
         0 if options.get("contrastive_coef") == 0.0 else count
     }
     assert_algorithm_1(problem)
@@ -97,10 +97,10 @@ def test_two_updates_of_a_batch_use_its_scores_and_ratios(make_problem, support)
             ratios.append((new - old).exp().clamp(max=1.05))
             losses.append((naive_token_losses(problem, teacher, i) * ratios[-1]).mean())
         ours = step.loss(policy, problem.tensors).terms.loss
-        found = gradients(ours, policy)
+        actual = gradients(ours, policy)
         expected = gradients(torch.stack(losses).mean(), policy)
         for name, gradient in expected.items():
-            assert_close(found[name], gradient, rtol=1e-11, atol=1e-12)
+            assert_close(actual[name], gradient, rtol=1e-11, atol=1e-12)
         optimizer.zero_grad()
         for name, parameter in policy.named_parameters():
             parameter.grad = expected.get(name)
@@ -111,20 +111,23 @@ def test_two_updates_of_a_batch_use_its_scores_and_ratios(make_problem, support)
 
 def test_the_average_of_the_teacher_enters_the_next_scores(make_problem):
     problem = make_problem()
-    before = {name: weight.clone() for name, weight in problem.step.teacher.named_weights().items()}
+    initial = {name: weight.clone() for name, weight in problem.step.teacher.named_weights().items()}
     problem.step.teacher.update(0.25)
     for name, weight in problem.step.teacher.named_weights().items():
         student = dict(problem.policy.named_parameters())[name]
-        assert_close(weight, 0.75 * before[name] + 0.25 * student, rtol=1e-12, atol=1e-14)
+        assert_close(weight, 0.75 * initial[name] + 0.25 * student, rtol=1e-12, atol=1e-14)
     problem.tensors |= problem.step.prepare(problem.batch, problem.tensors)
     assert_algorithm_1(problem)
 
 
 def test_draws_depend_on_the_index_of_the_batch_alone(make_problem):
-    one, other = make_problem(), make_problem()
-    other.step.prepare(other.batch, other.tensors)  # a call more
-    drawn = [[own.contrasts for own in p.step.build_contexts(p.batch)] for p in (one, other)]
-    assert drawn[0] == drawn[1]
+    problem, later_problem = make_problem(), make_problem()
+    later_problem.step.prepare(later_problem.batch, later_problem.tensors)  # a call more
+    contrasts = [
+        [sample_contexts.contrasts for sample_contexts in p.step.build_contexts(p.batch)]
+        for p in (problem, later_problem)
+    ]
+    assert contrasts[0] == contrasts[1]
 
 
 def test_token_weights_multiply_the_losses_of_tokens(make_problem):
@@ -157,12 +160,14 @@ def test_the_credit_of_a_token_weight_is_that_of_plain_passes(make_problem, monk
     mask = problem.tensors["completion_mask"].bool() & problem.tensors["teacher_mask"][:, None]
     assert torch.equal(credit.mask, mask)
     with torch.no_grad():
-        for i, own in enumerate(problem.contexts):
-            if own.teacher is None:
+        for i, sample_contexts in enumerate(problem.contexts):
+            if sample_contexts.teacher is None:
                 continue
             completion = problem.batch.completion_ids[i]
             at = torch.arange(len(completion)), torch.tensor(completion)
-            f = teacher(input_ids=torch.tensor([own.teacher + completion])).logits[0, len(own.teacher) - 1 : -1]
+            f = teacher(input_ids=torch.tensor([sample_contexts.teacher + completion])).logits[
+                0, len(sample_contexts.teacher) - 1 : -1
+            ]
             f = f.log_softmax(-1)
             assert_close(credit.delta_v[i][mask[i]], f[at] - old[i, : len(completion)], rtol=1e-11, atol=1e-12)
             assert_close(credit.entropy[i][mask[i]], -(f.exp() * f).sum(-1), rtol=1e-11, atol=1e-12)
@@ -184,7 +189,7 @@ def test_a_loop_of_ones_own(make_model, make_config, tokenizer):
     encoded = [tokenizer.apply_chat_template(p, add_generation_prompt=True, return_dict=False) for p in prompts]
     start = [parameter.clone() for parameter in policy.parameters()]
     for index in range(2):
-        inputs = padded(encoded, "prompt", left=True)
+        inputs = padded(encoded, "prompt", pads_left=True)
         sampled = policy.generate(
             inputs["prompt_ids"], attention_mask=inputs["prompt_mask"], do_sample=True, max_new_tokens=5
         )

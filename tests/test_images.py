@@ -72,18 +72,18 @@ class Batch:
 def make_batch(make_config, tmp_path):
     """A function that runs one rollout; other options are those of `make_config`."""
 
-    def make(family="Qwen2_5_VL", given=None, peft_config=None, environment_factory=None, **options) -> Batch:
-        given = rows() if given is None else given
+    def make(family="Qwen2_5_VL", defaults=None, peft_config=None, environment_factory=None, **options) -> Batch:
+        defaults = rows() if defaults is None else defaults
         model, processor = build_vlm(family)
-        common = {"num_generations": 2, "per_device_train_batch_size": 2 * len(given), "loss_type": "grpo"}
+        common = {"num_generations": 2, "per_device_train_batch_size": 2 * len(defaults), "loss_type": "grpo"}
         common |= {"contrastive_coef": 0.3, "distillation_topk": 5, "max_reprompt_len": 512}
         config = make_config(**common | options)
         if config.beta:  # TRL loads the reference model
             model.save_pretrained(tmp_path / "model")
             model.config._name_or_path = str(tmp_path / "model")
-        dataset = Dataset.from_list(given)
-        others = {"peft_config": peft_config, "environment_factory": environment_factory}
-        trainer = CreditTrainer(model, image_verdicts, config, dataset, processing_class=processor, **others)
+        dataset = Dataset.from_list(defaults)
+        remaining = {"peft_config": peft_config, "environment_factory": environment_factory}
+        trainer = CreditTrainer(model, image_verdicts, config, dataset, processing_class=processor, **remaining)
         if config.teacher_model_kind != "live":
             move(trainer.teacher.named_weights().values())
         trainer.current_gradient_accumulation_steps = 1
@@ -92,20 +92,20 @@ def make_batch(make_config, tmp_path):
         build = trainer._build_contexts
         trainer._build_contexts = lambda batch: seen.append(build(batch)) or seen[-1]
         inputs = trainer._generate_and_score_completions([row for row in dataset for _ in range(2)])
-        return Batch(trainer, inputs, [row for row in given for _ in range(2)], seen[0])
+        return Batch(trainer, inputs, [row for row in defaults for _ in range(2)], seen[0])
 
     return make
 
 
 def plain_logps(model: nn.Module, processor: Any, ids: list[int], images: list[Any], completion: list[int]) -> Tensor:
     """(t, V) log-probabilities of a completion, by the processor's own tensors and a pass over one sequence."""
-    read = torch.tensor([ids + completion])
-    inputs = {"input_ids": read, "attention_mask": torch.ones_like(read)}
+    input_ids = torch.tensor([ids + completion])
+    inputs = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
     if images:
-        own = processor(images=[images], text=[processor.image_token * len(images)], return_tensors="pt")
-        inputs |= {name: own[name] for name in own.keys() - inputs.keys()}
+        image_inputs = processor(images=[images], text=[processor.image_token * len(images)], return_tensors="pt")
+        inputs |= {name: image_inputs[name] for name in image_inputs.keys() - inputs.keys()}
         for name in inputs.keys() & {"mm_token_type_ids", "token_type_ids"}:
-            inputs[name] = (read == model.config.image_token_id).long()
+            inputs[name] = (input_ids == model.config.image_token_id).long()
     return model(**inputs).logits[0, len(ids) - 1 : -1].log_softmax(-1)
 
 
@@ -119,20 +119,20 @@ def shown(batch: Batch, ids: list[int], k: int) -> list[Any]:
     return rows()[{0: 3, 3: 0}[row] if source == "other_images" else row]["images"]
 
 
-def plain_loss(batch: Batch, read=shown) -> Tensor:
+def plain_loss(batch: Batch, images_read=shown) -> Tensor:
     """Lines 2 to 7 of Algorithm 1; `read` gives the images of a prompt, see `shown`."""
     config, processor = batch.trainer.args, batch.trainer.processing_class
     policy = batch.trainer.model
     losses = []
-    for i, own in enumerate(batch.contexts):
+    for i, sample_contexts in enumerate(batch.contexts):
         length = int(batch.inputs["completion_mask"][i].sum())
         completion = batch.inputs["completion_ids"][i, :length].tolist()
         student = batch.inputs["prompt_ids"][i][batch.inputs["prompt_mask"][i].bool()].tolist()
-        p = plain_logps(policy, processor, student, read(batch, student, 0), completion)
+        p = plain_logps(policy, processor, student, images_read(batch, student, 0), completion)
         with torch.no_grad(), batch.trainer.teacher.active() as teacher:
             f, *g = (
-                plain_logps(teacher, processor, ids, read(batch, ids, k), completion)
-                for k, (ids, _) in enumerate(own.sequences())
+                plain_logps(teacher, processor, ids, images_read(batch, ids, k), completion)
+                for k, (ids, _) in enumerate(sample_contexts.sequences())
             )
         support = f.topk(config.distillation_topk or f.shape[-1]).indices
         target = buckets(f, support, "bucket")
@@ -145,14 +145,14 @@ def plain_loss(batch: Batch, read=shown) -> Tensor:
 @pytest.mark.parametrize(("family", "options"), CASES)
 def test_loss_and_gradients_with_images_are_those_of_algorithm_1(make_batch, family, options):
     batch = make_batch(family, **options)
-    assert [len(own.contrasts) for own in batch.contexts]
+    assert [len(sample_contexts.contrasts) for sample_contexts in batch.contexts]
     model = batch.trainer.model
     ours, theirs = batch.trainer.compute_loss(model, batch.inputs), plain_loss(batch)
     assert_close(ours.detach(), theirs.detach(), rtol=1e-12, atol=1e-12)
-    found, expected = gradients(ours, model), gradients(theirs, model)
-    assert found.keys() == expected.keys()
+    actual, expected = gradients(ours, model), gradients(theirs, model)
+    assert actual.keys() == expected.keys()
     assert any("vis" in name for name in expected) or "peft_config" in options
-    difference = torch.cat([(found[name] - gradient).flatten() for name, gradient in expected.items()]).norm()
+    difference = torch.cat([(actual[name] - gradient).flatten() for name, gradient in expected.items()]).norm()
     size = torch.cat([gradient.flatten() for gradient in expected.values()]).norm()
     assert difference <= size * 1e-9
 
@@ -166,7 +166,7 @@ class Pictures:
 
 def test_images_of_an_environment_are_read_by_teacher_and_contrast(make_batch, monkeypatch):
     monkeypatch.setattr("trl.trainer.grpo_trainer.supports_tool_calling", lambda processor: True)  # it has no tools
-    batch = make_batch(given=rows((0, 0, 0, 0)), environment_factory=Pictures)
+    batch = make_batch(image_rows=rows((0, 0, 0, 0)), environment_factory=Pictures)
 
     def observed(batch, ids, k):
         text = batch.trainer._tokenizer.decode(ids)
@@ -179,32 +179,45 @@ def test_images_of_an_environment_are_read_by_teacher_and_contrast(make_batch, m
 @pytest.mark.parametrize(
     "break_images",
     [
-        lambda own: replace(own, images=[own.images[0]] * len(own.images)),
-        lambda own: replace(own, images=[one and _reversed(one) for one in own.images]),
-        lambda own: replace(own, images=[one and replace(one, modalities={}) for one in own.images]),
+        lambda sample_contexts: replace(
+            sample_contexts, images=[sample_contexts.images[0]] * len(sample_contexts.images)
+        ),
+        lambda sample_contexts: replace(
+            sample_contexts,
+            images=[prompt_images and _reversed(prompt_images) for prompt_images in sample_contexts.images],
+        ),
+        lambda sample_contexts: replace(
+            sample_contexts,
+            images=[
+                prompt_images and replace(prompt_images, modalities={}) for prompt_images in sample_contexts.images
+            ],
+        ),
     ],
     ids=["x's images under x'", "images in reverse order", "all tokens are text"],
 )
 def test_wrong_images_change_the_loss(make_batch, break_images):
-    given = rows((2, 2), sizes=((24, 24),))
-    batch = make_batch(given=given)
+    image_rows = rows((2, 2), sizes=((24, 24),))
+    batch = make_batch(image_rows=image_rows)
     trainer = batch.trainer
     loss = trainer.compute_loss(trainer.model, batch.inputs)
-    broken = [break_images(own) for own in batch.contexts]
+    broken = [break_images(sample_contexts) for sample_contexts in batch.contexts]
     scores = trainer.credit_step.prepare(trainer._generation_batch, batch.inputs, broken)
     assert (loss - trainer.compute_loss(trainer.model, batch.inputs | scores)).abs() > 1e-4
 
 
-def _reversed(one: PromptImages) -> PromptImages:
-    parts = one.tensors["pixel_values"].chunk(2)
-    return replace(one, tensors=one.tensors | {"pixel_values": torch.cat(parts[::-1])})
+def _reversed(prompt_images: PromptImages) -> PromptImages:
+    parts = prompt_images.tensors["pixel_values"].chunk(2)
+    return replace(prompt_images, tensors=prompt_images.tensors | {"pixel_values": torch.cat(parts[::-1])})
 
 
 def test_pictures_of_equal_size_and_text_are_told_apart(make_batch):
-    batch = make_batch(given=rows((1, 1), sizes=((24, 24),), same_text=True))
-    first, second = batch.contexts[0], batch.contexts[2]
-    assert first.teacher == first.contrasts[0]  # by their ids
-    pixels = [[one.tensors["pixel_values"] for one in own.images] for own in (first, second)]
+    batch = make_batch(image_rows=rows((1, 1), sizes=((24, 24),), same_text=True))
+    first_contexts, second = batch.contexts[0], batch.contexts[2]
+    assert first_contexts.teacher == first_contexts.contrasts[0]  # by their ids
+    pixels = [
+        [prompt_images.tensors["pixel_values"] for prompt_images in sample_contexts.images]
+        for sample_contexts in (first_contexts, second)
+    ]
     assert torch.equal(pixels[0][0], pixels[1][1])
     assert torch.equal(pixels[0][1], pixels[1][0])
     assert not torch.equal(pixels[0][0], pixels[0][1])
@@ -257,10 +270,10 @@ def test_contexts_are_what_the_processor_forms_of_the_whole_text(make_batch, fam
         {"role": "user", "content": parts},
     ]
     z = PrivilegedContext(feedback="It is red.")
-    shown = batch.trainer.args.feedback_template.format(feedback_raw=z.feedback)
-    end = batch.trainer.args.reprompt_template.format(prompt="", solution="", feedback=shown)
-    whole = [*prompt[:2], {"role": "user", "content": [*parts, {"type": "text", "text": end}]}]
-    text = processor.apply_chat_template(whole, tokenize=False, add_generation_prompt=True)
+    feedback_text = batch.trainer.args.feedback_template.format(feedback_raw=z.feedback)
+    end = batch.trainer.args.reprompt_template.format(prompt="", solution="", feedback=feedback_text)
+    messages = [*prompt[:2], {"role": "user", "content": [*parts, {"type": "text", "text": end}]}]
+    text = processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     expected = processor(images=[[picture(1)]], text=[text])["input_ids"][0]
     assert builder.build(prompt, z).teacher == list(expected)
 
@@ -304,31 +317,33 @@ def train(make_config, tmp_path):
     return run
 
 
-def assert_same_weights(one, other, tolerance):
-    for (name, ours), theirs in zip(one.model.named_parameters(), other.model.parameters(), strict=True):
+def assert_same_weights(trainer, expected_trainer, tolerance):
+    for (name, ours), theirs in zip(
+        trainer.model.named_parameters(), expected_trainer.model.parameters(), strict=True
+    ):
         assert_close(ours, theirs, rtol=0, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def test_micro_batches_give_the_same_weights(train):
     """However TRL's shuffled generation batch is split; a sample's images stay with it."""
-    whole = train("whole", per_device_train_batch_size=8, gradient_accumulation_steps=1)
+    unsplit = train("whole", per_device_train_batch_size=8, gradient_accumulation_steps=1)
     start, _ = build_vlm("Qwen2_5_VL")
-    pairs = zip(whole.model.parameters(), start.parameters(), strict=True)
-    assert any((own - other).abs().max() > 1e-5 for own, other in pairs)
-    assert_same_weights(whole, train("split"), 1e-10)
+    pairs = zip(unsplit.model.parameters(), start.parameters(), strict=True)
+    assert any((trained - untrained).abs().max() > 1e-5 for trained, untrained in pairs)
+    assert_same_weights(unsplit, train("split"), 1e-10)
 
 
 def test_run_resumed_inside_a_generation_batch_is_equal_bitwise(train, tmp_path):
     options = {"steps_per_generation": 4, "num_iterations": 2, "max_steps": 4, "distillation_weight": 0.5}
     options |= {"per_device_train_batch_size": 2, "save_strategy": "steps", "save_steps": 1}
     options |= {"family": "Gemma3", "eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4}
-    whole = train("whole", **options)
-    assert all(torch.isfinite(torch.tensor(row["loss"])) for row in whole.state.log_history if "loss" in row)
-    assert any("eval_loss" in row for row in whole.state.log_history)
+    uninterrupted = train("whole", **options)
+    assert all(torch.isfinite(torch.tensor(row["loss"])) for row in uninterrupted.state.log_history if "loss" in row)
+    assert any("eval_loss" in row for row in uninterrupted.state.log_history)
     shutil.copytree(tmp_path / "whole" / "checkpoint-1", tmp_path / "resumed" / "checkpoint-1")
     resumed = train("resumed", resume=True, **options)
     assert resumed.state.global_step == 4
-    assert_same_weights(whole, resumed, 0.0)
+    assert_same_weights(uninterrupted, resumed, 0.0)
 
 
 @pytest.mark.parametrize("family", ["Qwen2_5_VL", "LlavaNext", "Idefics3"])
@@ -366,9 +381,9 @@ def test_the_tower_encodes_each_prompts_images_once_in_scoring(make_batch, famil
         encode = tower.get_image_features
 
         @wraps(encode)
-        def counted(*own, **named):
+        def counted(*arguments, **options):
             calls.append(1)
-            return encode(*own, **named)
+            return encode(*arguments, **options)
 
         monkeypatch.setattr(tower, "get_image_features", counted)
         scores = trainer.credit_step.prepare(trainer._generation_batch, batch.inputs, batch.contexts)
@@ -384,10 +399,10 @@ def test_frozen_tower_is_shared_with_the_teacher_and_not_stored():
     model.model.vision_tower.requires_grad_(False)
     teacher = make_teacher("ema", model)
     frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
-    own = dict(teacher.model.named_parameters())
+    teacher_parameters = dict(teacher.model.named_parameters())
     assert frozen
-    assert all((own[name] is p) == (name in frozen) for name, p in model.named_parameters())
-    assert teacher.named_weights().keys() == own.keys() - frozen
+    assert all((teacher_parameters[name] is p) == (name in frozen) for name, p in model.named_parameters())
+    assert teacher.named_weights().keys() == teacher_parameters.keys() - frozen
     move(p for p in model.parameters() if p.requires_grad)
     teacher.update(0.5)
     assert all(p.requires_grad for name, p in model.named_parameters() if name not in frozen)
@@ -413,52 +428,52 @@ def test_what_cannot_train_is_refused_before_the_loss(make_config, monkeypatch, 
     """Datasets at construction, streams at the first batch."""
     options = dict(options)
     model, processor = build_vlm("Qwen2_5_VL")
-    given = rows(options.pop("counts", (1, 1)))
+    image_rows = rows(options.pop("counts", (1, 1)))
     if parts := options.pop("parts", None):
         options["prompt"] = [{"role": "user", "content": [{"type": kind} for kind in parts]}]
     if prompt := options.pop("prompt", None):
-        given = [row | {"prompt": prompt} for row in given]
+        image_rows = [row | {"prompt": prompt} for row in image_rows]
     if template := options.pop("template", None):
         processor.chat_template = processor.tokenizer.chat_template = template
     if name := options.pop("output", None):
         call = type(processor).__call__
 
-        def with_another(self, *own, **named):
-            return BatchFeature({**call(self, *own, **named), name: torch.zeros(1)})
+        def with_another(self, *arguments, **call_options):
+            return BatchFeature({**call(self, *arguments, **call_options), name: torch.zeros(1)})
 
         monkeypatch.setattr(type(processor), "__call__", with_another)
-    own = processor.tokenizer if options.pop("tokenizer", False) else processor
+    arguments = processor.tokenizer if options.pop("tokenizer", False) else processor
     if options.pop("sharded", False):
         monkeypatch.setattr(checks, "is_zero3", lambda accelerator: True)
-    dataset = Dataset.from_list(given)
+    dataset = Dataset.from_list(image_rows)
     at_batch = streams or "contrastive_source" in options
     if streams:
-        dataset = IterableDataset.from_generator(lambda: iter(given))
-    monkeypatch.setattr(CreditTrainer, "_distillation_loss", lambda *own: pytest.fail("the loss was computed"))
+        dataset = IterableDataset.from_generator(lambda: iter(image_rows))
+    monkeypatch.setattr(CreditTrainer, "_distillation_loss", lambda *arguments: pytest.fail("the loss was computed"))
     config = make_config(num_generations=2, per_device_train_batch_size=4, **options)
     if not at_batch:
-        monkeypatch.setattr(GRPOTrainer, "_generate", lambda *own: pytest.fail("a completion was generated"))
+        monkeypatch.setattr(GRPOTrainer, "_generate", lambda *arguments: pytest.fail("a completion was generated"))
     with pytest.raises(ValueError, match=message):
-        CreditTrainer(model, image_verdicts, config, dataset, processing_class=own).train()
+        CreditTrainer(model, image_verdicts, config, dataset, processing_class=arguments).train()
 
 
 def test_maps_and_report_show_the_pictures_of_prompt_and_contrast(train, tmp_path):
     """Maps score with the pictures; a data URL of each is stored, and the page shows nothing else."""
     train("run", shows=True, max_steps=2, per_device_train_batch_size=8, gradient_accumulation_steps=1)
     page = (tmp_path / "run" / "report.html").read_text()
-    shown = json.loads(re.search(r"id=.data.>(.*?)</script>", page)[1])
-    read = read_maps(tmp_path / "run" / "credit_maps" / "step-000001.json")
-    assert len(read) == 8
-    for one in read:
-        texts = (user_text(one.response.prompt), *one.response.contrasts)
-        for text, urls in zip(texts, one.response.images, strict=True):
+    document = json.loads(re.search(r"id=.data.>(.*?)</script>", page)[1])
+    stored_maps = read_maps(tmp_path / "run" / "credit_maps" / "step-000001.json")
+    assert len(stored_maps) == 8
+    for token_map in stored_maps:
+        texts = (user_text(token_map.response.prompt), *token_map.response.contrasts)
+        for text, urls in zip(texts, token_map.response.images, strict=True):
             [row] = [row for i, row in enumerate(rows()) if f"What is {i}?" in text]
             assert list(urls) == list(map(data_url, row["images"]))
-    own = picture(1)
-    stored = Image.open(BytesIO(base64.b64decode(data_url(own).partition(",")[2])))
-    assert stored.tobytes() == own.tobytes()
-    assert {len(response["images"]) for response in shown["maps"]["responses"]} == {2}
-    assert sorted(len(one["images"]) for one in shown["rollouts"][:8]) == [0, 0, 1, 1, 1, 1, 2, 2]
+    image = picture(1)
+    stored = Image.open(BytesIO(base64.b64decode(data_url(image).partition(",")[2])))
+    assert stored.tobytes() == image.tobytes()
+    assert {len(response["images"]) for response in document["maps"]["responses"]} == {2}
+    assert sorted(len(token_map["images"]) for token_map in document["rollouts"][:8]) == [0, 0, 1, 1, 1, 1, 2, 2]
     assert data_url("http://picture.png") == ""
 
 
@@ -469,7 +484,9 @@ def test_table_of_completions_has_thumbnails_and_the_console_sizes(make_batch, m
     backend.log = lambda logs: tables.append(logs["completions"])
     monkeypatch.setattr("trl.trainer.grpo_trainer.wandb", backend, raising=False)
     for logs_images in (True, False):
-        batch = make_batch(given=rows(sizes=((24, 16), (512, 256))), log_completions=True, log_multimodal=logs_images)
+        batch = make_batch(
+            image_rows=rows(sizes=((24, 16), (512, 256))), log_completions=True, log_multimodal=logs_images
+        )
         batch.trainer.args.report_to = ["wandb"]
         batch.trainer.log({})
     assert list(tables[0]["image"])[::2] == [[(24, 16)], [], [(256, 128), (24, 16)], [(256, 128)]]
@@ -517,25 +534,28 @@ class FakeEngine:
                 images = prompt.get("multi_modal_data", {}).get("image", [])
                 images = images if isinstance(images, list) else [images]
                 self.check(prompt["prompt_token_ids"], images, vars(sampling_params))
-                read = self.expanded(prompt["prompt_token_ids"], images)
+                expanded_ids = self.expanded(prompt["prompt_token_ids"], images)
                 logprobs = [{token: SimpleNamespace(logprob=-1.0, rank=1)} for token in self.completion(i)]
                 output = SimpleNamespace(token_ids=self.completion(i), logprobs=logprobs)
-                outputs.append(SimpleNamespace(prompt_token_ids=read, outputs=[output]))
+                outputs.append(SimpleNamespace(prompt_token_ids=expanded_ids, outputs=[output]))
             return outputs
         for ids, feature in zip(prompts, features, strict=True):
             self.check(ids, feature["images"] if feature else [], options["generation_kwargs"])
         completions = [self.completion(i) for i in range(len(prompts) * options["n"])]
-        logprobs = [[[-1.0] for _ in own] for own in completions]
+        logprobs = [[[-1.0] for _ in completion] for completion in completions]
         return {"prompt_ids": prompts, "completion_ids": completions, "logprobs": logprobs}
 
     def image_features(self, all_images: list[list[Any] | None]) -> list[dict[str, Any] | None]:
-        return [own and {"images": own, "mm_placeholders": {"image": [None] * len(own)}} for own in all_images]
+        return [
+            prompt_images and {"images": prompt_images, "mm_placeholders": {"image": [None] * len(prompt_images)}}
+            for prompt_images in all_images
+        ]
 
     def get_server_info(self) -> dict[str, Any]:
         return {"model_config": {"logprobs_mode": "processed_logprobs"}}
 
     def __getattr__(self, name: str) -> Any:
-        return lambda *own, **named: None
+        return lambda *arguments, **options: None
 
 
 @pytest.mark.usefixtures("no_engine")
@@ -544,7 +564,7 @@ def test_an_engine_gets_the_images_of_each_prompt(make_batch, monkeypatch, mode)
     engine = FakeEngine()
     fakes = {
         "LLM": lambda **options: engine,
-        "VLLMClient": lambda *own, **options: engine,
+        "VLLMClient": lambda *arguments, **options: engine,
         "SamplingParams": SimpleNamespace,
     }
     fakes["VLLMGeneration.sync_weights"] = lambda self: None
@@ -564,7 +584,7 @@ def test_avg_at_k_samples_what_the_model_says_of_the_images(family, tmp_path):
     seen = []
 
     def verdicts(completions, images, prompts, **columns):
-        seen.extend(zip([one[-1]["content"] for one in completions], images, prompts, strict=True))
+        seen.extend(zip([completion[-1]["content"] for completion in completions], images, prompts, strict=True))
         return [1.0] * len(completions)
 
     task = Task("pictures", lambda split, path=None: rows(), verdicts, verdicts)
@@ -573,14 +593,14 @@ def test_avg_at_k_samples_what_the_model_says_of_the_images(family, tmp_path):
     assert (result.score, len(seen)) == (1.0, 8)
     for row, (text, images, prompt) in zip(rows(), seen[::2], strict=True):
         assert images_of(prompt) == images == row["images"]
-        shown = processor.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
-        ids = list(processor(images=[images] if images else None, text=[shown])["input_ids"][0])
+        rendered = processor.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
+        ids = list(processor(images=[images] if images else None, text=[rendered])["input_ids"][0])
         said: list[int] = []
         while len(said) < 5 and processor.tokenizer.eos_token_id not in said:
             said.append(int(plain_logps(model, processor, ids, images, [*said, 0])[-1].argmax()))
         assert text == processor.tokenizer.decode(said, skip_special_tokens=True)
-    others = Task("pictures", lambda split, path=None: rows(sizes=SIZES[::-1]), verdicts, verdicts)
+    swapped_task = Task("pictures", lambda split, path=None: rows(sizes=SIZES[::-1]), verdicts, verdicts)
     with pytest.raises(ValueError, match=r"holds another evaluation \(data: "):
-        evaluate(model, others, k=2, tokenizer=processor, output_dir=tmp_path, **options)
+        evaluate(model, swapped_task, k=2, tokenizer=processor, output_dir=tmp_path, **options)
     with pytest.raises(ValueError, match="Pass the processor of the model"):
         evaluate(model, task, k=1, tokenizer=processor.tokenizer, **options)

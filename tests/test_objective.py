@@ -82,9 +82,9 @@ def test_losses_are_divergences_of_scipy_and_get_no_gradient_through_the_target(
         alpha: (1 - alpha) * rel_entr(p, m).sum(-1) + alpha * rel_entr(q, m).sum(-1),
     }
     for skew, divergence in expected.items():
-        found = objective.distillation_loss(student, target.log_softmax(-1) if skew == 1.0 else target, skew)
-        assert not found.requires_grad
-        assert_close(found.numpy(), divergence, rtol=1e-7, atol=1e-12)
+        actual = objective.distillation_loss(student, target.log_softmax(-1) if skew == 1.0 else target, skew)
+        assert not actual.requires_grad
+        assert_close(actual.numpy(), divergence, rtol=1e-7, atol=1e-12)
 
 
 @given(shapes, seeds, st.sampled_from([0.0, 0.3, 0.5, 1.0]))
@@ -104,12 +104,12 @@ def test_loss_and_gradient_equal_trls_divergence(shape, seed, alpha):
 def test_the_tail_bucket_is_the_mass_that_the_support_leaves(t, v, seed, data):
     g = torch.Generator().manual_seed(seed)
     k = data.draw(st.integers(1, v - 1))
-    whole = logps(g, t, v)
-    support = whole.topk(k, dim=-1).values
+    full_logps = logps(g, t, v)
+    support = full_logps.topk(k, dim=-1).values
     buckets = objective.add_tail_bucket(support)
     assert_close(buckets.exp().sum(-1), torch.ones(t, dtype=torch.float64), rtol=0, atol=1e-12)
-    rest = whole.sort(dim=-1, descending=True).values[:, k:].logsumexp(-1)
-    assert_close(buckets[:, -1], rest, rtol=0, atol=1e-6)
+    outside_mass = full_logps.sort(dim=-1, descending=True).values[:, k:].logsumexp(-1)
+    assert_close(buckets[:, -1], outside_mass, rtol=0, atol=1e-6)
     assert_close(buckets, loss_utils.add_tail_bucket(support))
 
 

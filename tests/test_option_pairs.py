@@ -51,17 +51,18 @@ def documented() -> list[tuple[set[str], set[str]]]:
     return [(row[0], row[1]) for row in rows if len(row) == 2]
 
 
-def is_documented(choice: int, other: int) -> bool:
+def is_documented(choice: int, paired_choice: int) -> bool:
     """Whether a row says that the other choice disables this one."""
     return any(
-        {name_of(other), text_of(other)} & settings and {name_of(choice), text_of(choice), "all others"} & options
+        {name_of(paired_choice), text_of(paired_choice)} & settings
+        and {name_of(choice), text_of(choice), "all others"} & options
         for settings, options in documented()
     )
 
 
 def test_every_option_is_walked_or_named_as_not_walked():
-    own = {f.name for f in fields(CreditConfig)} - {f.name for f in fields(GRPOConfig)}
-    assert own - {name for choice in CHOICES for name in choice} == set(TABLES["not_walked"])
+    credit_options = {f.name for f in fields(CreditConfig)} - {f.name for f in fields(GRPOConfig)}
+    assert credit_options - {name for choice in CHOICES for name in choice} == set(TABLES["not_walked"])
 
 
 def verdicts(completions, **kwargs):
@@ -98,11 +99,13 @@ class Walk:
                     self.known[key] = str(error)
         return self.known[key]
 
-    def is_neutral(self, choice: int, *others: int) -> bool:
+    def is_neutral(self, choice: int, *trained_choices: int) -> bool:
         """Whether a choice changes nothing beside others that train."""
-        names = {name_of(c) for c in (choice, *others)}
+        names = {name_of(c) for c in (choice, *trained_choices)}
         batches = 2 if names & LATE else 1
-        changed, unchanged = (self.losses(frozenset(c), batches) for c in ((choice, *others), others))
+        changed, unchanged = (
+            self.losses(frozenset(c), batches) for c in ((choice, *trained_choices), trained_choices)
+        )
         if isinstance(changed, str) or isinstance(unchanged, str):
             return False
         return changed == pytest.approx(unchanged, rel=1e-6, abs=1e-12)
@@ -112,10 +115,12 @@ class Walk:
         alone = {choice for choice in range(len(CHOICES)) if self.is_neutral(choice)}  # they need another option
         unnamed = [text_of(choice) for choice in alone if not any(is_documented(choice, o) for o in others(choice))]
         return unnamed + [
-            f"{text_of(choice)} with {text_of(other)}"
+            f"{text_of(choice)} with {text_of(paired_choice)}"
             for choice in range(len(CHOICES))
-            for other in others(choice)
-            if choice not in alone and not is_documented(choice, other) and self.is_neutral(choice, other)
+            for paired_choice in others(choice)
+            if choice not in alone
+            and not is_documented(choice, paired_choice)
+            and self.is_neutral(choice, paired_choice)
         ]
 
 

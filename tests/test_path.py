@@ -34,15 +34,15 @@ def files_entered(work: Callable[[], Any]) -> list[str]:
     seen, files = set(), []
 
     def profile(frame: FrameType, event: str, _: Any) -> None:
-        own = frame.f_code
-        if event != "call" or own.co_name.startswith(("_", "<")) or str(PACKAGE) not in own.co_filename:
+        code = frame.f_code
+        if event != "call" or code.co_name.startswith(("_", "<")) or str(PACKAGE) not in code.co_filename:
             return
         caller = frame.f_back.f_code.co_filename
-        names = {*own.co_varnames[: own.co_argcount + own.co_kwonlyargcount]} - {"self"}
+        names = {*code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]} - {"self"}
         is_given = any(carries(frame.f_locals.get(name)) for name in names)
-        if caller != own.co_filename and is_given and (own, caller) not in seen:
-            seen.add((own, caller))
-            files.append(str(Path(own.co_filename).relative_to(PACKAGE)))
+        if caller != code.co_filename and is_given and (code, caller) not in seen:
+            seen.add((code, caller))
+            files.append(str(Path(code.co_filename).relative_to(PACKAGE)))
 
     sys.setprofile(profile)
     work()

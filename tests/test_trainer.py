@@ -21,10 +21,10 @@ def train(make_trainer):
         build = trainer.context_builder.build
 
         def recording(prompt, privileged, contrasts=(), *, tools=None):
-            drawn = []
-            kept = (drawn.append(one.prompt) or one for one in contrasts)
-            built = build(prompt, privileged, kept, tools=tools)
-            trainer.seen.append(([prompt, *drawn], built))
+            contrast_prompts = []
+            recorded_contrasts = (contrast_prompts.append(contrast.prompt) or contrast for contrast in contrasts)
+            built = build(prompt, privileged, recorded_contrasts, tools=tools)
+            trainer.seen.append(([prompt, *contrast_prompts], built))
             return built
 
         trainer.context_builder.build = recording
@@ -58,8 +58,8 @@ def equally_long(prompts, trainer):
 
 
 def test_a_static_column_precedes_the_feedback(train, dataset):
-    for own, _ in texts(train(rows=static(dataset))):
-        assert 0 < own.find("Static for") < own.find("The answer is")
+    for text, _ in texts(train(rows=static(dataset))):
+        assert 0 < text.find("Static for") < text.find("The answer is")
 
 
 def test_a_static_column_reaches_the_teacher_without_unused_columns(train, dataset):
@@ -67,9 +67,9 @@ def test_a_static_column_reaches_the_teacher_without_unused_columns(train, datas
         assert "answer" not in kwargs
         return [0.0] * len(completions)
 
-    found = texts(train(no_columns, static(dataset), remove_unused_columns=True))
-    assert found
-    assert all("Static for" in own for own, _ in found)
+    all_texts = texts(train(no_columns, static(dataset), remove_unused_columns=True))
+    assert all_texts
+    assert all("Static for" in text for text, _ in all_texts)
 
 
 def test_contrasts_of_an_evaluation_come_from_the_rows_that_it_got(train, dataset):
@@ -77,31 +77,31 @@ def test_contrasts_of_an_evaluation_come_from_the_rows_that_it_got(train, datase
     trainer.seen.clear()
     trainer.evaluate(dataset.map(lambda row: {"prompt": [{"role": "user", "content": f"Held out {row['answer']}"}]}))
     assert trainer.seen
-    assert all("Held out" in own and "Held out" in contrast for own, contrast in texts(trainer))
+    assert all("Held out" in text and "Held out" in contrast for text, contrast in texts(trainer))
 
 
 def test_a_contrast_replaces_the_question_and_keeps_the_feedback(train):
     trainer = train()
-    for (prompts, _), (own, contrast) in zip(trainer.seen, texts(trainer), strict=True):
-        question, other = prompts[0][-1]["content"], prompts[1][-1]["content"]
-        assert question != other
-        assert contrast == own.replace(question, other)
+    for (prompts, _), (text, contrast) in zip(trainer.seen, texts(trainer), strict=True):
+        question, other_question = prompts[0][-1]["content"], prompts[1][-1]["content"]
+        assert question != other_question
+        assert contrast == text.replace(question, other_question)
 
 
 def test_the_teachers_prompts_have_the_date_of_their_generation_batch(train, dataset, tokenizer):
     dated = copy.deepcopy(tokenizer)
     dated.chat_template = "{{ strftime_now('%f') }}" + dated.chat_template
     trainer = train(processing_class=dated, rows=dataset.select(range(2)), max_steps=2)
-    dates = [{own.split("<")[0] for own, _ in texts(trainer)[batch]} for batch in (slice(8), slice(8, 16))]
+    dates = [{text.split("<")[0] for text, _ in texts(trainer)[batch]} for batch in (slice(8), slice(8, 16))]
     assert all(dates)
     assert not set.intersection(*dates)
 
 
 def test_feedback_only_where_no_rollout_succeeded(train):
     trainer = train(environment_feedback_only_without_solution=True)
-    shown = [(b.privileged.demonstration, b.privileged.feedback) for _, b in trainer.seen]
-    assert any(d for d, _ in shown)
-    assert all((d is None) != (f is None) for d, f in shown)
+    parts = [(b.privileged.demonstration, b.privileged.feedback) for _, b in trainer.seen]
+    assert any(d for d, _ in parts)
+    assert all((d is None) != (f is None) for d, f in parts)
 
 
 def test_coroutines_several_functions_and_rows_that_do_not_apply(train):
@@ -220,9 +220,9 @@ def test_bf16_mixed_precision_trains_with_fp32_scores(train, make_model):
 @pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo"])
 def test_two_micro_batches_give_the_step_of_one(train, loss_type):
     """Completions of one length, so that no reduction depends on which samples share a micro-batch."""
-    whole, parts = (
+    unsplit, parts = (
         train(loss_type=loss_type, rollout_func=equally_long, **batches).model.state_dict()
         for batches in ({}, {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2})
     )
-    for name, weight in whole.items():
+    for name, weight in unsplit.items():
         torch.testing.assert_close(parts[name], weight, rtol=1e-3, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}")

@@ -38,12 +38,12 @@ FIX = re.compile(r"\b(set|lower|increase|use|install|train|give|remove|write)\b"
 def options() -> dict[str, Any]:
     """Option of the installed `GRPOConfig` -> its value in the grid; `MISSING` where none can be derived."""
     hints = get_type_hints(GRPOConfig)
-    found = {}
-    for one in fields(GRPOConfig):
-        default = one.default_factory() if one.default_factory is not MISSING else one.default
-        choices = one.metadata.get("choices")
-        found[one.name] = VALUES.get(one.name, derive(hints[one.name], BASE.get(one.name, default), choices))
-    return found
+    values = {}
+    for field in fields(GRPOConfig):
+        default = field.default_factory() if field.default_factory is not MISSING else field.default
+        choices = field.metadata.get("choices")
+        values[field.name] = VALUES.get(field.name, derive(hints[field.name], BASE.get(field.name, default), choices))
+    return values
 
 
 def derive(declared: Any, current: Any, choices: Any = None) -> Any:
@@ -85,22 +85,24 @@ def train(tokenizer, tmp_path_factory):
     gc.freeze()  # each run collects garbage, and most of the time would pass over the modules
     done: dict[tuple[Trained, str], dict[str, torch.Tensor] | Exception] = {}
 
-    def run(which: Trained, given: dict[str, Any]) -> dict[str, torch.Tensor] | Exception:
-        key = (which, repr(sorted(given.items())))
+    def run(which: Trained, trl_options: dict[str, Any]) -> dict[str, torch.Tensor] | Exception:
+        key = (which, repr(sorted(trl_options.items())))
         if key not in done:
             try:
-                done[key] = weights(which, given)
+                done[key] = weights(which, trl_options)
             except Exception as error:
                 done[key] = error
         return done[key]
 
-    def weights(which: Trained, given: dict[str, Any]) -> dict[str, torch.Tensor]:
-        given = {**BASE, "output_dir": str(tmp_path_factory.mktemp("run")), **given}
+    def weights(which: Trained, trl_options: dict[str, Any]) -> dict[str, torch.Tensor]:
+        trl_options = {**BASE, "output_dir": str(tmp_path_factory.mktemp("run")), **trl_options}
         model = build_model(tokenizer)
         if which is Trained.TRL:
-            trainer = GRPOTrainer(model, mixed_rewards, GRPOConfig(**given), rows, rows, processing_class=tokenizer)
+            trainer = GRPOTrainer(
+                model, mixed_rewards, GRPOConfig(**trl_options), rows, rows, processing_class=tokenizer
+            )
         else:
-            config = CreditConfig(**given, distillation_weight=which.value)
+            config = CreditConfig(**trl_options, distillation_weight=which.value)
             trainer = CreditTrainer(model, mixed_verdicts, config, rows, rows, processing_class=tokenizer)
         trainer.train()
         assert trainer.state.global_step == trainer.state.max_steps
@@ -122,8 +124,8 @@ def global_state():
     torch.use_deterministic_algorithms(deterministic)
 
 
-def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+def equal(weights: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
+    return weights.keys() == expected.keys() and all(torch.equal(weights[name], expected[name]) for name in weights)
 
 
 def without_effect() -> list[str]:
@@ -149,8 +151,8 @@ def test_documented_options_without_effect_exist():
 def test_every_option_at_each_weight(train, make_model, name):
     start = make_model().state_dict()
     beside = BESIDE.get(name, {})
-    given = {**beside, name: options()[name]}
-    theirs, ours = train(Trained.TRL, given), train(Trained.ZERO, given)
+    trl_options = {**beside, name: options()[name]}
+    theirs, ours = train(Trained.TRL, trl_options), train(Trained.ZERO, trl_options)
     if isinstance(theirs, Exception):  # TRL refuses it
         assert type(ours) is type(theirs), ours
     elif isinstance(ours, Exception):
@@ -158,14 +160,14 @@ def test_every_option_at_each_weight(train, make_model, name):
     else:
         assert equal(ours, theirs)
     for weight in (Trained.ONE, Trained.HALF):
-        distilled = train(weight, given)
+        distilled = train(weight, trl_options)
         if isinstance(distilled, Exception):
             if not isinstance(theirs, Exception):
-                assert_names_the_fix(distilled, *given)
+                assert_names_the_fix(distilled, *trl_options)
             continue
         assert all(torch.isfinite(value).all() for value in distilled.values())
         assert isinstance(theirs, Exception) or equal(theirs, start) or not equal(distilled, start)
-    distilled = train(Trained.ONE, given)
+    distilled = train(Trained.ONE, trl_options)
     if isinstance(distilled, Exception) or isinstance(ours, Exception) or name in BY_CHANCE:
         return
     acts_on_grpo = not equal(ours, train(Trained.ZERO, beside))

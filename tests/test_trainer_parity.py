@@ -68,9 +68,9 @@ def sdpo_pair(make_model, make_config, tokenizer, dataset, tmp_path):
         rows = dataset.map(lambda row: {"privileged_context": f"Hint: {row['answer']}"})
         common = {"num_generations": 4, "max_completion_length": 6, "per_device_train_batch_size": 8}
         common |= {"distillation_alpha": alpha, "distillation_topk": len(tokenizer), "temperature": temperature}
-        own = {"distillation_mode": "topk_logits", "distillation_add_tail": tail == "bucket"}
-        own |= {"include_environment_feedback": True}
-        trls = SDPOConfig(str(tmp_path / "sdpo"), **own, **QUIET, **common)
+        sdpo_options = {"distillation_mode": "topk_logits", "distillation_add_tail": tail == "bucket"}
+        sdpo_options |= {"include_environment_feedback": True}
+        trls = SDPOConfig(str(tmp_path / "sdpo"), **sdpo_options, **QUIET, **common)
         wording = {name: getattr(trls, name) for name in TEMPLATES}
         config = make_config(
             contrastive_form=form, contrastive_coef=0.0, distillation_tail=tail, loss_type="grpo", **wording, **common
@@ -119,8 +119,8 @@ def test_zero_weight_equals_trls_grpo_for_whole_runs(make_model, make_trainer, t
     plain = GRPOConfig(**{name: getattr(ours.args, name) for name in OPTIONS})
     theirs = GRPOTrainer(make_model(), mixed_rewards, plain, dataset, processing_class=tokenizer)
     theirs.train()
-    for (name, parameter), other in zip(ours.model.named_parameters(), theirs.model.parameters(), strict=True):
-        assert torch.equal(parameter, other), name
+    for (name, parameter), expected in zip(ours.model.named_parameters(), theirs.model.parameters(), strict=True):
+        assert torch.equal(parameter, expected), name
     assert any(not torch.equal(p, q) for p, q in zip(ours.model.parameters(), make_model().parameters(), strict=True))
 
 

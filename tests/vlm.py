@@ -25,26 +25,30 @@ def build_vlm(
     family: str, dtype: torch.dtype = torch.float64, seed: int = 0, **processor_parts: Any
 ) -> tuple[PreTrainedModel, Any]:
     """The random model of a family, to which images matter, and its processor, with other parts where given."""
-    given = TABLES["engine" if processor_parts else "families"][family]
+    family_table = TABLES["engine" if processor_parts else "families"][family]
     # Two line breaks are one token, as in real vocabularies.
     tokenizer = build_tokenizer(merges=[("Ċ", "Ċ")], special=SPECIAL)
-    tokenizer.chat_template = TABLES["template"].replace("PLACEHOLDER", given["placeholder"])
+    tokenizer.chat_template = TABLES["template"].replace("PLACEHOLDER", family_table["placeholder"])
     if family == "Gemma3":
         for name, token in (("boi", "<boi>"), ("eoi", "<eoi>"), ("image", "<soft>")):
             setattr(tokenizer, f"{name}_token", token)
             setattr(tokenizer, f"{name}_token_id", tokenizer.convert_tokens_to_ids(token))
-    module, name = given["images"].split(":")
+    module, name = family_table["images"].split(":")
     module = importlib.import_module(f"transformers.models.{module}.image_processing_pil_{module}")
-    pixels = getattr(module, f"{name}ImageProcessorPil")(**given["pixels"])
+    pixels = getattr(module, f"{name}ImageProcessorPil")(**family_table["pixels"])
     common = {"image_processor": pixels, "tokenizer": tokenizer, "chat_template": tokenizer.chat_template}
     processor = _unchecked(getattr(transformers, f"{family}Processor"))(
-        **common, **given["processor"] | processor_parts
+        **common, **family_table["processor"] | processor_parts
     )
     ends = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
-    text = TABLES["common"] | given["text"] | ends | {"vocab_size": len(tokenizer), "tie_word_embeddings": False}
-    text = {name: value for name, value in text.items() if name not in given.get("without", ())}
-    ids = {name: tokenizer.convert_tokens_to_ids(x) if x in SPECIAL else x for name, x in given["config"].items()}
-    options = ids | {"text_config": text, "vision_config": dict(given["vision"]), "tie_word_embeddings": False}
+    text = (
+        TABLES["common"] | family_table["text"] | ends | {"vocab_size": len(tokenizer), "tie_word_embeddings": False}
+    )
+    text = {name: value for name, value in text.items() if name not in family_table.get("without", ())}
+    ids = {
+        name: tokenizer.convert_tokens_to_ids(x) if x in SPECIAL else x for name, x in family_table["config"].items()
+    }
+    options = ids | {"text_config": text, "vision_config": dict(family_table["vision"]), "tie_word_embeddings": False}
     torch.manual_seed(seed)
     config = getattr(transformers, f"{family}Config")(**options, pad_token_id=tokenizer.pad_token_id)
     model = getattr(transformers, f"{family}ForConditionalGeneration")(config)
@@ -81,20 +85,20 @@ def picture(seed: int, size: tuple[int, int] = (24, 16)) -> Image.Image:
 
 def rows(counts=(1, 0, 2, 1), sizes=SIZES, same_text: bool = False) -> list[dict[str, Any]]:
     """Dataset rows whose prompts have as many images as `counts` names."""
-    made = []
+    image_rows = []
     for i, count in enumerate(counts):
-        first = sum(counts[:i])
-        images = [picture(100 + n, sizes[n % len(sizes)]) for n in range(first, first + count)]
+        start = sum(counts[:i])
+        images = [picture(100 + n, sizes[n % len(sizes)]) for n in range(start, start + count)]
         question = "What is it?" if same_text else f"What is {i}?"
         prompt = [{"role": "system", "content": "Look."}, {"role": "user", "content": question}]
-        made.append({"prompt": prompt, "answer": str(i), "images": images})
-    return made
+        image_rows.append({"prompt": prompt, "answer": str(i), "images": images})
+    return image_rows
 
 
 def image_verdicts(completions, answer, **kwargs) -> list[Verdict]:
     """Verdicts that random models can satisfy, with feedback that has a placeholder as text."""
     texts = [completion[-1]["content"] for completion in completions]
     return [
-        Verdict(float(len(text.encode()) % 2), f"<|image_pad|><image><boi> is no image, {own}.")
-        for text, own in zip(texts, answer, strict=True)
+        Verdict(float(len(text.encode()) % 2), f"<|image_pad|><image><boi> is no image, {right_answer}.")
+        for text, right_answer in zip(texts, answer, strict=True)
     ]

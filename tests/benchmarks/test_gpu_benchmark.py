@@ -98,8 +98,8 @@ def test_preset_runs_at_tiny_shapes(monkeypatch, capsys, tmp_path):
     assert set(result["models"]["tiny"]) == {"credit", "sdpo", "grpo"}
     for of_kind in result["models"]["tiny"].values():
         assert all(point["seconds"] > 0 for point in of_kind["points"].values())
-    last = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert last["tiny, 4 tokens: credit over sdpo"] > 0
+    ratios = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert ratios["tiny, 4 tokens: credit over sdpo"] > 0
 
 
 @pytest.mark.parametrize("name", ["credit", "sdpo", "grpo"])

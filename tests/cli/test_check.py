@@ -33,8 +33,8 @@ def test_check_prints_each_part_and_leaves_nothing(tmp_path, monkeypatch, capsys
     # What the step holds: weights and their gradients, the copy of the teacher, and Adam's two averages, in fp32.
     model, _ = load_model()
     size = sum(weight.nbytes for weight in model.parameters()) / 2**30
-    held = re.findall(r"(weights|gradients|optimizer's state|teacher's weights) +([\d.]+) GiB  float32", printed)
-    assert {name: float(gib) for name, gib in held} == pytest.approx(
+    sizes = re.findall(r"(weights|gradients|optimizer's state|teacher's weights) +([\d.]+) GiB  float32", printed)
+    assert {name: float(gib) for name, gib in sizes} == pytest.approx(
         {"weights": size, "gradients": size, "optimizer's state": 2 * size, "teacher's weights": size}, abs=1e-3
     )
     assert float(re.search(r"a checkpoint +([\d.]+) GB", printed)[1]) > 3 * size  # weights and Adam's averages
@@ -50,11 +50,11 @@ def test_check_changes_neither_weights_nor_options_nor_the_next_run(make_trainer
         trainer = make_trainer(output_dir=str(tmp_path / str(checks)), eval_rows=dataset, **options)
         evaluations = []
         monkeypatch.setattr(trainer, "evaluate", lambda **options: evaluations.append(options) or {})
-        before = [weight.clone() for weight in trainer.model.parameters()]
+        initial = [weight.clone() for weight in trainer.model.parameters()]
         options = dict(vars(trainer.args))
         if checks:
             trainer.check()
-            assert all(map(torch.equal, before, trainer.model.parameters()))
+            assert all(map(torch.equal, initial, trainer.model.parameters()))
             assert vars(trainer.args) == options
             assert not evaluations
         trainer.train()

@@ -57,10 +57,10 @@ def test_short_help_names_options_with_their_defaults(capsys):
     credit.run(["--help"])
     printed = capsys.readouterr().out
     options = {action.dest: action.default for action in training.make_parser()._actions}
-    named = re.findall(r"^  --(\w+)(?: \(default (.*)\))?$", printed, re.MULTILINE)
-    assert len(named) == 10
-    assert {name: default for name, default in named if default} == {
-        name: str(options[name]) for name, _ in named if options[name] is not None
+    option_defaults = re.findall(r"^  --(\w+)(?: \(default (.*)\))?$", printed, re.MULTILINE)
+    assert len(option_defaults) == 10
+    assert {name: default for name, default in option_defaults if default} == {
+        name: str(options[name]) for name, _ in option_defaults if options[name] is not None
     }
 
 
@@ -77,16 +77,16 @@ def test_help_is_coloured_on_a_terminal_only(monkeypatch, capsys):
 
 def test_help_of_all_has_every_option(capsys):
     credit.run(["--help-all"])
-    shown = set(re.findall(r"^  --(\w+)$", capsys.readouterr().out, re.MULTILINE))
-    assert {action.dest for action in training.make_parser()._actions} - {"help"} <= shown
+    printed_options = set(re.findall(r"^  --(\w+)$", capsys.readouterr().out, re.MULTILINE))
+    assert {action.dest for action in training.make_parser()._actions} - {"help"} <= printed_options
 
 
 @pytest.mark.parametrize("argv", [["sft", "--help"], ["grpo", "--help"], ["env"]])
 def test_trl_commands_receive_the_unchanged_line(monkeypatch, argv):
-    given = []
-    monkeypatch.setattr("trl.cli.main", lambda line: given.append(line) or 0)
+    received = []
+    monkeypatch.setattr("trl.cli.main", lambda line: received.append(line) or 0)
     assert cli.main(argv) == 0
-    assert given == [argv]
+    assert received == [argv]
 
 
 @pytest.fixture
@@ -123,12 +123,20 @@ def parsed(monkeypatch):
 
 
 def test_options_of_several_files_are_merged(parsed, monkeypatch, tmp_path):
-    first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
-    first.write_text("env: {FIRST: a, BOTH: a}\ntask: quickstart\ntop_p: 0.5\nuse_cpu: true\nsave_strategy: no\n")
+    first_file, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
+    first_file.write_text("env: {FIRST: a, BOTH: a}\ntask: quickstart\ntop_p: 0.5\nuse_cpu: true\nsave_strategy: no\n")
     second.write_text("env: {BOTH: b}\ntask: null\ntop_p: 0.9\nbf16: false\nmax_steps: 6\nnum_processes: 1\n")
     for name in ("FIRST", "BOTH"):
         monkeypatch.setenv(name, "")
-    line = ["--config", str(first), "--max_steps", "7", f"--config={second}", "--gradient_accumulation_steps", "4"]
+    line = [
+        "--config",
+        str(first_file),
+        "--max_steps",
+        "7",
+        f"--config={second}",
+        "--gradient_accumulation_steps",
+        "4",
+    ]
     assert credit.run(line) == 0
     [(script, config, launched)] = parsed
     assert (script.task, config.top_p, config.max_steps, launched.num_processes) == (None, 0.9, 7, 1)

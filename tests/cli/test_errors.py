@@ -75,9 +75,17 @@ def test_run_that_cannot_go_on_prints_one_line(folder, capsys):
 
 
 def test_resume_with_changed_options_names_the_option_that_allows_it(folder, capsys):
-    own = ["--task", "quickstart", *RUN]
-    assert training.run(own) == 0
-    changed = [*own, "--max_steps", "2", "--contrastive_coef", "0.2", "--resume_from_checkpoint", "run/checkpoint-1"]
+    arguments = ["--task", "quickstart", *RUN]
+    assert training.run(arguments) == 0
+    changed = [
+        *arguments,
+        "--max_steps",
+        "2",
+        "--contrastive_coef",
+        "0.2",
+        "--resume_from_checkpoint",
+        "run/checkpoint-1",
+    ]
     assert training.run(changed) == 2
     assert "contrastive_coef" in capsys.readouterr().err
     assert training.run([*changed, "--resume_changes", "allow"]) == 0

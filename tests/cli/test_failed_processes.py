@@ -39,9 +39,9 @@ def run(tmp_path):
 def test_last_line_is_the_cause_of_the_failed_process(run, task, code, reason):
     failed = run(*TRL, *TWO, "--task", f"tasks:{task}", *RUN)
     assert failed.returncode == code, failed.stderr[-3000:]
-    last = failed.stderr.splitlines()[-1]
-    assert last.startswith("trl credit: error: process ")
-    assert reason in last
+    last_line = failed.stderr.splitlines()[-1]
+    assert last_line.startswith("trl credit: error: process ")
+    assert reason in last_line
     assert ("Traceback" in failed.stderr) == (task != "Unasked")  # tracebacks of the other processes
 
 

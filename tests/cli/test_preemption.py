@@ -10,7 +10,7 @@ from credit_trl.cli.preemption import REQUEUE, SaveOnSigterm
 
 
 def test_signal_ends_a_run_after_its_step_and_only_while_it_trains():
-    before = signal.getsignal(signal.SIGTERM)
+    handler = signal.getsignal(signal.SIGTERM)
     save, control = SaveOnSigterm(), SimpleNamespace(should_save=False)
     events = SimpleNamespace(output_dir="run"), SimpleNamespace(global_step=3), control
     try:
@@ -21,10 +21,10 @@ def test_signal_ends_a_run_after_its_step_and_only_while_it_trains():
         with pytest.raises(SystemExit, match=str(REQUEUE)):
             save.on_save(*events)
         save.on_train_end(*events)
-        assert signal.getsignal(signal.SIGTERM) is before
+        assert signal.getsignal(signal.SIGTERM) is handler
         save.on_train_begin(*events)  # of another run in the process
         control.should_save = False
         save.on_step_end(*events)
         assert not control.should_save
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, handler)

@@ -38,9 +38,11 @@ def test_run_writes_log_evaluations_report_and_model(folder, table):
 
 
 def test_credit_is_on_input_words_and_not_on_the_template(table):
-    before = {name: float(re.search(rf"  {name}.* ([\d.-]+) -> ", table)[1]) for name in ("generic", "cue", "city")}
-    assert before["generic"] == 0.0
-    assert min(before["cue"], before["city"]) > 3.0
+    credit_before = {
+        name: float(re.search(rf"  {name}.* ([\d.-]+) -> ", table)[1]) for name in ("generic", "cue", "city")
+    }
+    assert credit_before["generic"] == 0.0
+    assert min(credit_before["cue"], credit_before["city"]) > 3.0
 
 
 def test_readme_shows_the_printed_table(table):
@@ -49,19 +51,19 @@ def test_readme_shows_the_printed_table(table):
     def masked(text: str) -> list[str]:
         return [re.sub(r"-?\d+\.\d+|(?<=avg@)\d+", "#", " ".join(line.split())) for line in text.strip().splitlines()]
 
-    (shown,) = re.findall(r"```text\n(held-out avg.*?)```", README.read_text("utf-8"), flags=re.DOTALL)
+    (readme_table,) = re.findall(r"```text\n(held-out avg.*?)```", README.read_text("utf-8"), flags=re.DOTALL)
     printed = masked(table)
-    start = printed.index(masked(shown)[0])
-    assert printed[start : start + len(masked(shown))] == masked(shown)
+    start = printed.index(masked(readme_table)[0])
+    assert printed[start : start + len(masked(readme_table))] == masked(readme_table)
 
 
 @pytest.mark.slow
 def test_default_run_meets_the_bar_on_one_seed(tmp_path):
     quickstart.run_quickstart(tmp_path / "run", disable_tqdm=True)
     results = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("run/evaluations/*/result.json"))]
-    before, after = results[0], results[-1]
+    result_before, result_after = results[0], results[-1]
     for group, least in (("known", 0.98), ("unknown", 0.90)):
-        assert after["groups"][group]["mean"] >= least
-        assert after["group_metrics"][group]["format"] >= 0.97
-    assert before["groups"]["unknown"]["high"] < after["groups"]["unknown"]["low"]
-    assert after["group_metrics"]["holdout"]["format"] >= 0.9
+        assert result_after["groups"][group]["mean"] >= least
+        assert result_after["group_metrics"][group]["format"] >= 0.97
+    assert result_before["groups"]["unknown"]["high"] < result_after["groups"]["unknown"]["low"]
+    assert result_after["group_metrics"]["holdout"]["format"] >= 0.9

@@ -79,13 +79,13 @@ def half(completions, **columns):
 
 
 def length(completions, **columns):
-    return [float(len(one)) if isinstance(one, str) else None for one in completions]
+    return [float(len(completion)) if isinstance(completion, str) else None for completion in completions]
 
 
 def test_several_reward_functions_are_one_verifier():
     task = task_of_data(describe_data([half, length], [2.0, 1.0]))
     verdicts = task.reward(completions=["abc", [{"role": "assistant", "content": "x"}]], prompts=["?", "?"])
-    assert [(one.reward, one.feedback) for one in verdicts] == [(4.0, "Half."), (1.0, "Half.")]
+    assert [(verdict.reward, verdict.feedback) for verdict in verdicts] == [(4.0, "Half."), (1.0, "Half.")]
     assert task.verify("abc", None).reward == 4.0
 
 

@@ -112,14 +112,14 @@ def test_no_space_is_added_around_z(make_config, prepend, text):
 
 def test_a_contrast_may_exchange_z(tokenizer, make_config):
     builder = ContextBuilder(tokenizer, make_config(contrastive_count=2, max_reprompt_len=200))
-    z, other, long = (PrivilegedContext(feedback=text) for text in ("Not 5.", "Not 7.", "n" * 500))
-    built = builder.build(PROMPT, z, [Contrast(PROMPT, other), Contrast(PROMPT, long)])
+    z, other_z, long = (PrivilegedContext(feedback=text) for text in ("Not 5.", "Not 7.", "n" * 500))
+    built = builder.build(PROMPT, z, [Contrast(PROMPT, other_z), Contrast(PROMPT, long)])
     texts = [tokenizer.decode(ids) for ids in context_ids(built)]
     assert texts[1] == texts[0].replace("Not 5.", "Not 7.")
     assert "… cut …" in texts[2]  # z' is fitted by itself
     assert not built.cut
     with pytest.raises(ValueError, match=r"exchanges z.*Use a source of prompts"):
-        builder.build(PROMPT, PrivilegedContext(turns={0: "x"}), [Contrast(PROMPT, other)])
+        builder.build(PROMPT, PrivilegedContext(turns={0: "x"}), [Contrast(PROMPT, other_z)])
 
 
 @settings(max_examples=30, suppress_health_check=[function_fixtures], deadline=None)
@@ -161,11 +161,11 @@ def test_z_is_fitted_to_the_own_prompt_alone(tokenizer, make_config):
     builder = ContextBuilder(tokenizer, make_config(max_reprompt_len=300, contrastive_count=2))
     z = PrivilegedContext("4", "f" * 100)
     alone = builder.build(PROMPT, z)
-    long, short, other = (Contrast(ask(text)) for text in ("x" * 200, "7*8?", "8*9?"))
-    expected = [builder.encode(contrast.prompt, z) for contrast in (short, other)]
+    long, short, second = (Contrast(ask(text)) for text in ("x" * 200, "7*8?", "8*9?"))
+    expected = [builder.encode(contrast.prompt, z) for contrast in (short, second)]
     assert alone.privileged == z
     for contrasts, fitting in (
-        ([long, short, long, other, long], expected),
+        ([long, short, long, second, long], expected),
         ([long, short], expected[:1] * 2),
         ([long], []),
         ([long] * 99 + [short], []),  # a source without end does not hang
@@ -184,14 +184,14 @@ def test_a_student_prompt_as_context_has_no_z(tokenizer, make_config):
     assert not built.cut
 
 
-@pytest.mark.parametrize(("kept", "text", "opened", "expected"), rows_of(__file__, "demonstrations"))
-def test_demonstration_is_the_chosen_part_of_a_rollout(kept, text, opened, expected):
-    assert demonstration_text(text, kept, opened=opened) == expected
+@pytest.mark.parametrize(("chosen_part", "text", "opened", "expected"), rows_of(__file__, "demonstrations"))
+def test_demonstration_is_the_chosen_part_of_a_rollout(chosen_part, text, opened, expected):
+    assert demonstration_text(text, chosen_part, opened=opened) == expected
 
 
-@pytest.mark.parametrize(("exclude_self", "shown"), [(True, [1, 2, 1]), (False, [1, 1, 1])])
+@pytest.mark.parametrize(("exclude_self", "demonstrated"), [(True, [1, 2, 1]), (False, [1, 1, 1])])
 def test_a_demonstration_is_the_first_other_rollout_of_the_group_that_can_be_shown(
-    tokenizer, make_config, exclude_self, shown
+    tokenizer, make_config, exclude_self, demonstrated
 ):
     texts = ["wrong", "one", "two", "<think>three", "four", ""]
     config = make_config(dont_reprompt_on_self_success=exclude_self)
@@ -199,7 +199,7 @@ def test_a_demonstration_is_the_first_other_rollout_of_the_group_that_can_be_sho
     rewards = [0.0, 1.0, 1.0, 1.0, 0.0, 1.0]
     batch = GenerationBatch([{}] * 6, ["x"] * 6, ids, rewards, ["no"] * 6, 0, group_size=3)
     privileged = gather_contrast_batch(batch, ContextBuilder(tokenizer, config)).privileged
-    assert [z.demonstration for z in privileged] == [*(texts[i] for i in shown), None, None, None]
+    assert [z.demonstration for z in privileged] == [*(texts[i] for i in demonstrated), None, None, None]
 
 
 @pytest.mark.parametrize(
@@ -229,7 +229,7 @@ def test_the_chat_template_renders_a_prompt_once_for_all_samples_that_share_it(t
     built = build_contexts(batch, counting)
     assert len(rendered) <= 4 * 3
     fresh = [ContextBuilder(tokenizer, config).encode(prompts[i], built[i].privileged) for i in range(32)]
-    assert [own.teacher for own in built] == fresh
+    assert [contexts.teacher for contexts in built] == fresh
     build_contexts(batch, counting)
     assert len(rendered) <= 4 * 3  # the next batches, too
 

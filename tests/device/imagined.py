@@ -141,7 +141,7 @@ class ImaginedGpu(TorchDispatchMode):
             raise RuntimeError(f"{name} mixes devices")
 
     def check_upload(self, source: Tensor) -> None:
-        if is_on_host(source) and not any(source is one for one in self.page_locked):
+        if is_on_host(source) and not any(source is locked for locked in self.page_locked):
             self.wait("copy from pageable memory")
 
 
@@ -154,29 +154,29 @@ class Calls(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        own = args[0] if args else None
+        first_argument = args[0] if args else None
         if func is Tensor.pin_memory:
-            self.gpu.page_locked.append(own.clone())
+            self.gpu.page_locked.append(first_argument.clone())
             return self.gpu.page_locked[-1]
         if func in (Tensor.to, Tensor.cuda, Tensor.cpu):
-            return moved(func, own, args[1:], kwargs)
+            return moved(func, first_argument, args[1:], kwargs)
         device = kwargs.get("device")
         to_gpu = device is not None and torch.device(device).type == "cuda"
         if device is not None:
             kwargs = kwargs | {"device": CPU}
-        before = self.gpu.calls_on_gpu
+        calls_before = self.gpu.calls_on_gpu
         self.gpu.calls_on_gpu = any(isinstance(x, Imagined) for x in tree_leaves((args, kwargs)))
         try:
-            result = self.on_gpu(func, args, kwargs) if isinstance(own, Imagined) else func(*args, **kwargs)
+            result = self.on_gpu(func, args, kwargs) if isinstance(first_argument, Imagined) else func(*args, **kwargs)
         finally:
-            self.gpu.calls_on_gpu = before
-        if to_gpu and func in (torch.tensor, torch.as_tensor) and not isinstance(own, int | float | bool):
+            self.gpu.calls_on_gpu = calls_before
+        if to_gpu and func in (torch.tensor, torch.as_tensor) and not isinstance(first_argument, int | float | bool):
             self.gpu.wait("tensor of a list")
         return tree_map(wrap, result) if to_gpu else result
 
     def on_gpu(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """A call whose first argument is on the GPU."""
-        own = args[0]
+        first_argument = args[0]
         if func is nn.functional.scaled_dot_product_attention:
             self.gpu.attention.append(kwargs.get("attn_mask", args[3] if len(args) > 3 else None) is not None)
         if func is Tensor.numpy:
@@ -184,7 +184,7 @@ class Calls(TorchFunctionMode):
         if func is Tensor.tolist:
             self.gpu.wait("tolist")
         if func in (Tensor.tolist, Tensor.untyped_storage, Tensor.data_ptr):
-            return func(own.inner.detach())
+            return func(first_argument.inner.detach())
         if func in (Tensor.__getitem__, Tensor.__setitem__):
             places = tuple(map(self.index, args[1])) if isinstance(args[1], tuple) else self.index(args[1])
             is_indexed = any(
@@ -192,7 +192,7 @@ class Calls(TorchFunctionMode):
             )
             if is_indexed and any(isinstance(value, int | float) for value in args[2:]):
                 self.gpu.wait("a number of the host")
-            return func(own, places, *args[2:])
+            return func(first_argument, places, *args[2:])
         return func(*args, **kwargs)
 
     def index(self, place: Any) -> Any:
@@ -203,17 +203,17 @@ class Calls(TorchFunctionMode):
         return place
 
 
-def moved(func: Any, tensor: Tensor, rest: tuple, kwargs: dict[str, Any]) -> Tensor:
+def moved(func: Any, tensor: Tensor, arguments: tuple, kwargs: dict[str, Any]) -> Tensor:
     """`to`, `cuda` and `cpu`, which choose between devices."""
     device = {Tensor.cuda: GPU, Tensor.cpu: CPU}.get(func, kwargs.get("device", tensor.device))
     dtype = kwargs.get("dtype", tensor.dtype)
-    for one in rest:
-        if isinstance(one, Tensor):
-            device, dtype = one.device, one.dtype
-        elif isinstance(one, str | torch.device):
-            device = one
-        elif isinstance(one, torch.dtype):
-            dtype = one
+    for argument in arguments:
+        if isinstance(argument, Tensor):
+            device, dtype = argument.device, argument.dtype
+        elif isinstance(argument, str | torch.device):
+            device = argument
+        elif isinstance(argument, torch.dtype):
+            dtype = argument
     target = None if torch.device(device or tensor.device).type == tensor.device.type else torch.device(device)
     if target is None and dtype in (None, tensor.dtype) and not kwargs.get("copy", False):
         return tensor

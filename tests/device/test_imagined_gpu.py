@@ -25,10 +25,10 @@ SLOW = {
 @pytest.fixture
 def make_trainer(make_trainer):
     def make(lora=False, **options):
-        given = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_steps": 2}
-        given |= {"optim": "adamw_torch", "num_iterations": 2}
+        defaults = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_steps": 2}
+        defaults |= {"optim": "adamw_torch", "num_iterations": 2}
         adapter = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False) if lora else None
-        return make_trainer(peft_config=adapter, **given | options)
+        return make_trainer(peft_config=adapter, **defaults | options)
 
     return make
 
@@ -55,9 +55,9 @@ def watched(gpu, owner, method, monkeypatch):
     work = getattr(owner, method)
 
     def run(*args, **kwargs):
-        before = len(gpu.waits), len(gpu.attention)
+        counts_before = len(gpu.waits), len(gpu.attention)
         result = work(*args, **kwargs)
-        seen.append((gpu.waits[before[0] :], gpu.attention[before[1] :]))
+        seen.append((gpu.waits[counts_before[0] :], gpu.attention[counts_before[1] :]))
         return result
 
     monkeypatch.setattr(owner, method, run)
@@ -70,19 +70,19 @@ def test_a_run_is_that_of_a_cpu_with_few_waits_and_no_mask(make_trainer, monkeyp
     options = (CASES | SLOW)[case]
     expected = make_trainer(**options)
     expected.train()
-    trainer, *others = (make_trainer(**options) for _ in range(1 + ("save_steps" in options)))
-    with on_gpu(trainer, *others) as gpu:
+    trainer, *resumed_trainers = (make_trainer(**options) for _ in range(1 + ("save_steps" in options)))
+    with on_gpu(trainer, *resumed_trainers) as gpu:
         scores = watched(gpu, trainer.credit_step, "prepare", monkeypatch)
         losses = watched(gpu, trainer.credit_step, "loss", monkeypatch)
         losses_and_backwards = [losses, watched(gpu, trainer.accelerator, "backward", monkeypatch)]
         trainer.train()
-        for resumed in others:
+        for resumed in resumed_trainers:
             resumed.train(resume_from_checkpoint=f"{resumed.args.output_dir}/checkpoint-1")
-    for found, plain in zip(logged(trainer), logged(expected), strict=True):
-        assert found == pytest.approx(plain, rel=1e-3, abs=1e-4)
+    for logged_row, plain in zip(logged(trainer), logged(expected), strict=True):
+        assert logged_row == pytest.approx(plain, rel=1e-3, abs=1e-4)
     weights = dict(trainer.model.named_parameters())
     assert all(isinstance(weight, Imagined) for weight in weights.values())
-    for resumed in others:
+    for resumed in resumed_trainers:
         assert all(torch.equal(p.inner, weights[name].inner) for name, p in resumed.model.named_parameters())
     assert len(losses) >= 4
     for (waits, attention), (more, _) in zip(*losses_and_backwards, strict=True):

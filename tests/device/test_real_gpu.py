@@ -23,8 +23,8 @@ def test_a_run_logs_what_a_cpu_logs_and_resumes_bit_for_bit(make_trainer, case):
     gpu, resumed = (make_trainer(**options | greedy | GPU) for _ in range(2))
     gpu.train()
     resumed.train(resume_from_checkpoint=f"{gpu.args.output_dir}/checkpoint-1")
-    for found, plain in zip(logged(gpu), logged(cpu), strict=True):
-        assert found == pytest.approx(plain, rel=1e-3, abs=1e-4)
+    for logged_row, plain in zip(logged(gpu), logged(cpu), strict=True):
+        assert logged_row == pytest.approx(plain, rel=1e-3, abs=1e-4)
     weights = dict(gpu.model.named_parameters())
     assert all(weight.is_cuda for weight in weights.values())
     assert all(torch.equal(weight, weights[name]) for name, weight in resumed.model.named_parameters())
@@ -46,8 +46,10 @@ def test_few_waits_in_a_micro_batch(make_trainer, monkeypatch, case):  # noqa: F
                     return work(*args, **kwargs)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-                found = [f"{one.filename}:{one.lineno}" for one in seen if "synchroniz" in str(one.message)]
-                waits.append(found)
+                places = [
+                    f"{warning.filename}:{warning.lineno}" for warning in seen if "synchroniz" in str(warning.message)
+                ]
+                waits.append(places)
 
         monkeypatch.setattr(owner, method, run)
 

@@ -10,15 +10,15 @@ from distributed.launching import finished, launch
 @pytest.fixture(scope="session")
 def one_process(tmp_path_factory):
     """Options -> (folder, facts) of a run in one process without a wrapper; each is made once."""
-    known: dict[str, tuple[Path, dict]] = {}
+    cached: dict[str, tuple[Path, dict]] = {}
 
     def get(**options):
         key = repr(sorted(options.items()))
-        if key not in known:
+        if key not in cached:
             folder = tmp_path_factory.mktemp("one")
             (facts,) = finished(launch(folder, 1, **options))
             assert facts["distributed_type"] == "NO"
-            known[key] = folder, facts
-        return known[key]
+            cached[key] = folder, facts
+        return cached[key]
 
     return get

@@ -28,8 +28,10 @@ def run(folder: str, rank: int, processes: int, port: int, limit: float, options
     samples = range(rank * share, (rank + 1) * share)
     problem = step_problem(tiny.build_tokenizer(), config, samples=samples, processes=processes, reduce=summed)
     loss = problem.step.loss(problem.policy, problem.tensors).terms.loss
-    found = gradients(loss, problem.policy)
-    found = {name: summed(gradient) / processes for name, gradient in found.items()}
-    torch.save({"loss": summed(loss.detach()) / processes, "gradients": found}, out / f"gradients_{rank}.pt")
+    policy_gradients = gradients(loss, problem.policy)
+    policy_gradients = {name: summed(gradient) / processes for name, gradient in policy_gradients.items()}
+    torch.save(
+        {"loss": summed(loss.detach()) / processes, "gradients": policy_gradients}, out / f"gradients_{rank}.pt"
+    )
     (out / f"facts_{rank}.json").write_text('{"num_processes": ' + str(processes) + "}")
     dist.destroy_process_group()

@@ -52,11 +52,11 @@ ZERO = {"zero_allow_untested_optimizer": True} | dict.fromkeys(AUTOMATIC, "auto"
 def deterministic_rollouts(prompts, trainer):
     """Completions of 1 to 9 bytes that depend only on the prompt and the index in its group."""
     tokenizer = trainer.processing_class
-    first = trainer.accelerator.process_index * len(prompts)
+    start = trainer.accelerator.process_index * len(prompts)
     prompt_ids = [tokenizer.apply_chat_template(p, add_generation_prompt=True, return_dict=False) for p in prompts]
     completion_ids = []
     for i, prompt in enumerate(prompts):
-        digest = hashlib.sha256(f"{prompt}{(first + i) % GROUP}".encode()).hexdigest()
+        digest = hashlib.sha256(f"{prompt}{(start + i) % GROUP}".encode()).hexdigest()
         text = digest[: int(digest[0], 16) % 9 + 1]
         completion_ids.append(tokenizer(text)["input_ids"] + [tokenizer.eos_token_id])
     return {"prompt_ids": prompt_ids, "completion_ids": completion_ids, "logprobs": None}
@@ -125,10 +125,10 @@ def kept_draws() -> list[tuple[int, list[str]]]:
     draws, draw = [], gather.draw_contrasts
 
     def record(source, batch, sample, seed):
-        drawn = []
-        draws.append((sample, drawn))
+        keys = []
+        draws.append((sample, keys))
         for contrast in draw(source, batch, sample, seed):
-            drawn.append(prompt_key(contrast.prompt))
+            keys.append(prompt_key(contrast.prompt))
             yield contrast
 
     gather.draw_contrasts = record
@@ -137,14 +137,14 @@ def kept_draws() -> list[tuple[int, list[str]]]:
 
 def share_held(parameters) -> float:
     """Share of the parameters' elements on this process; 0 without parameters."""
-    held = total = 0
+    local_numel = total = 0
     for parameter in parameters:
         if hasattr(parameter, "ds_tensor"):
-            held, total = held + parameter.ds_tensor.numel(), total + parameter.ds_numel
+            local_numel, total = local_numel + parameter.ds_tensor.numel(), total + parameter.ds_numel
         else:
             local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            held, total = held + local.numel(), total + parameter.numel()
-    return held / max(total, 1)
+            local_numel, total = local_numel + local.numel(), total + parameter.numel()
+    return local_numel / max(total, 1)
 
 
 class LocalLosses(CreditTrainer):
@@ -191,7 +191,7 @@ class LocalLosses(CreditTrainer):
 
 def gradients(model: torch.nn.Module, reduced: list[str]) -> dict[str, Any]:
     """Gradients after a micro-batch: dtypes, share of them on this process, and dtypes of the reductions."""
-    held = [p.grad for p in model.parameters() if p.grad is not None]
+    present = [p.grad for p in model.parameters() if p.grad is not None]
     unsharded = [
         parameter.unsharded_accumulated_grad
         for module in model.modules()
@@ -199,8 +199,8 @@ def gradients(model: torch.nn.Module, reduced: list[str]) -> dict[str, Any]:
         for parameter in module._get_fsdp_state()._fsdp_param_group.fsdp_params
         if parameter.unsharded_accumulated_grad is not None
     ]
-    dtypes = sorted({str(one.dtype) for one in held})
-    return {"dtypes": dtypes, "share": share_held(held), "unsharded": len(unsharded), "reduced": reduced}
+    dtypes = sorted({str(gradient.dtype) for gradient in present})
+    return {"dtypes": dtypes, "share": share_held(present), "unsharded": len(unsharded), "reduced": reduced}
 
 
 class StopAt(TrainerCallback):
@@ -266,30 +266,30 @@ def run(folder: str, rank: int, processes: int, port: int, limit: float, options
     if options.pop("padded", False):
         padding_kept()
     evaluate, unequal, maps = (options.pop(name, False) for name in ("evaluate", "unequal", "maps"))
-    made = make_trainer(out, processes, options)
+    trainer = make_trainer(out, processes, options)
     if evaluate:
-        made.add_callback(EvaluationCallback(made, TASK, k=3, eval_steps=2, temperature=1.0, top_p=1.0))
+        trainer.add_callback(EvaluationCallback(trainer, TASK, k=3, eval_steps=2, temperature=1.0, top_p=1.0))
     if stop_at:
-        made.add_callback(StopAt(stop_at))
+        trainer.add_callback(StopAt(stop_at))
     for kind in (CreditMapCallback, ReportCallback):
-        made.remove_callback(kind)
+        trainer.remove_callback(kind)
     if maps:
-        made.add_callback(CreditMapCallback(made, every=2, rollouts=16))
+        trainer.add_callback(CreditMapCallback(trainer, every=2, rollouts=16))
     if unequal:
-        made.add_callback(OneCollectiveMore())
+        trainer.add_callback(OneCollectiveMore())
     draws = kept_draws()
-    gathered = largest_gather(made.teacher) if wrapper == "zero3" else []
-    made.train(resume_from_checkpoint=get_last_checkpoint(str(out / "run")) if resume else None)
+    gathered = largest_gather(trainer.teacher) if wrapper == "zero3" else []
+    trainer.train(resume_from_checkpoint=get_last_checkpoint(str(out / "run")) if resume else None)
     if rank == 0 and wrapper in ("", "ddp"):
-        made.save_model(str(out / "final"))  # by one process alone, as scripts do
-    weights = {name: whole(p) for name, p in made.accelerator.unwrap_model(made.model).named_parameters()}
-    teacher = named_weights(made.teacher)
+        trainer.save_model(str(out / "final"))  # by one process alone, as scripts do
+    weights = {name: whole(p) for name, p in trainer.accelerator.unwrap_model(trainer.model).named_parameters()}
+    teacher = named_weights(trainer.teacher)
     saved = {"weights": weights, "teacher": {n: whole(p) for n, p in teacher.items()}, "engine": {}}
-    if made.use_vllm:
-        saved["engine"] = made.vllm_generation.llm.weights
+    if trainer.use_vllm:
+        saved["engine"] = trainer.vllm_generation.llm.weights
     torch.save(saved, out / f"weights_{rank}.pt")
-    held = {"teacher_held": share_held(teacher.values()), "gathered": max(gathered, default=0)}
-    (out / f"facts_{rank}.json").write_text(json.dumps(facts(made) | held | {"draws": draws}))
+    teacher_facts = {"teacher_held": share_held(teacher.values()), "gathered": max(gathered, default=0)}
+    (out / f"facts_{rank}.json").write_text(json.dumps(facts(trainer) | teacher_facts | {"draws": draws}))
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
@@ -317,39 +317,41 @@ def make_trainer(out: Path, processes: int, options: dict[str, Any]) -> LocalLos
     optimizer = {"learning_rate": 1e-3, "lr_scheduler_type": "constant", "ddp_find_unused_parameters": False}
     method = {"contrastive_count": 2, "contrastive_coef": 0.3, "teacher_update_rate": 0.2}
     several_passes = {"scoring_batch_tokens": 512, "packed": False}
-    given = tiny.QUIET | sizes | optimizer | method | several_passes | {"max_steps": 2, "logging_steps": 1, "seed": 3}
-    config = CreditConfig(str(out / "run"), **given | options)
+    defaults = (
+        tiny.QUIET | sizes | optimizer | method | several_passes | {"max_steps": 2, "logging_steps": 1, "seed": 3}
+    )
+    config = CreditConfig(str(out / "run"), **defaults | options)
     torch.manual_seed(0)
     adapter = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False) if lora else None
     parts = {"processing_class": tokenizer, "rollout_func": ROLLOUTS.get(completions), "peft_config": adapter}
     return LocalLosses(model, verdicts, config, Dataset.from_list(QUESTIONS), **parts)
 
 
-def facts(made: LocalLosses) -> dict[str, Any]:
+def facts(trainer: LocalLosses) -> dict[str, Any]:
     """Facts of one process that the tests check."""
-    accelerator = made.accelerator
+    accelerator = trainer.accelerator
     group = dist.distributed_c10d._get_default_group() if dist.is_initialized() else None
     return {
         "num_processes": accelerator.num_processes,
         "distributed_type": accelerator.distributed_type.value,
-        "dtype": str(made.accelerator.unwrap_model(made.model).dtype),
+        "dtype": str(trainer.accelerator.unwrap_model(trainer.model).dtype),
         "zero_stage": getattr(accelerator.state.deepspeed_plugin, "zero_stage", None),
-        "sharded": any(isinstance(p, DTensor) or hasattr(p, "ds_tensor") for p in made.model.parameters()),
-        "parameters": sum(full_shape(p).numel() for p in made.model.parameters()),
-        "groups": fsdp_groups(made.model),
-        "teacher_groups": fsdp_groups(getattr(made.teacher, "model", made.model)),
-        "teacher_computes_in": computing_dtype(made.teacher),
-        "buffers_differ": differing_buffers(made),
+        "sharded": any(isinstance(p, DTensor) or hasattr(p, "ds_tensor") for p in trainer.model.parameters()),
+        "parameters": sum(full_shape(p).numel() for p in trainer.model.parameters()),
+        "groups": fsdp_groups(trainer.model),
+        "teacher_groups": fsdp_groups(getattr(trainer.teacher, "model", trainer.model)),
+        "teacher_computes_in": computing_dtype(trainer.teacher),
+        "buffers_differ": differing_buffers(trainer),
         "collectives": group._get_sequence_number_for_group() if group else 0,
-        "losses": made.losses,
-        "longest": made.longest,
-        "dtypes": sorted(made.dtypes),
-        "gradients": made.gradients,
-        "alarms": sorted(made.alarms.raised),
-        "synchronised": made.vllm_generation.llm.times if made.use_vllm else 0,
-        "step": made.state.global_step,
-        "log": [entry for entry in made.state.log_history if "loss" in entry],
-        "evaluations": [entry for entry in made.state.log_history if "eval_avg@3" in entry],
+        "losses": trainer.losses,
+        "longest": trainer.longest,
+        "dtypes": sorted(trainer.dtypes),
+        "gradients": trainer.gradients,
+        "alarms": sorted(trainer.alarms.raised),
+        "synchronised": trainer.vllm_generation.llm.times if trainer.use_vllm else 0,
+        "step": trainer.state.global_step,
+        "log": [entry for entry in trainer.state.log_history if "loss" in entry],
+        "evaluations": [entry for entry in trainer.state.log_history if "eval_avg@3" in entry],
     }
 
 
@@ -365,11 +367,11 @@ def computing_dtype(teacher: Teacher) -> str:
         return str((weight @ weight).dtype)
 
 
-def differing_buffers(made: LocalLosses) -> list[str]:
+def differing_buffers(trainer: LocalLosses) -> list[str]:
     """Names of the teacher's buffers that differ from the student's."""
-    own = dict(made.accelerator.unwrap_model(made.model).named_buffers())
-    copied = made.accelerator.unwrap_model(getattr(made.teacher, "model", made.model)).named_buffers()
-    return [name for name, buffer in copied if not torch.equal(buffer.float(), own[name].float())]
+    policy_buffers = dict(trainer.accelerator.unwrap_model(trainer.model).named_buffers())
+    copied = trainer.accelerator.unwrap_model(getattr(trainer.teacher, "model", trainer.model)).named_buffers()
+    return [name for name, buffer in copied if not torch.equal(buffer.float(), policy_buffers[name].float())]
 
 
 def routed_model(tokenizer: Any) -> PreTrainedModel:

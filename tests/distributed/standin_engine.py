@@ -19,8 +19,8 @@ class StandIn:
         self.weights: dict[str, torch.Tensor] = {}
         self.times = 0
 
-    def load_weights(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
-        self.weights.update((name, weight.detach().clone()) for name, weight in named)
+    def load_weights(self, named_weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self.weights.update((name, weight.detach().clone()) for name, weight in named_weights)
 
     def reset_prefix_cache(self) -> None:
         """Count the weight syncs; this is the last call of each."""

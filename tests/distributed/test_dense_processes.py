@@ -17,8 +17,8 @@ def test_two_processes_equal_algorithm_1(tmp_path, make_config, tokenizer, topk,
     expected = naive_loss(problem, scoring_model(problem), over_tokens=loss_type == "dapo")
     weights = gradients(expected, problem.policy)
     for rank in range(2):
-        found = torch.load(tmp_path / f"gradients_{rank}.pt", weights_only=True)
-        torch.testing.assert_close(found["loss"], expected.detach(), rtol=1e-12, atol=1e-12)
-        assert found["gradients"].keys() == weights.keys()
+        stored = torch.load(tmp_path / f"gradients_{rank}.pt", weights_only=True)
+        torch.testing.assert_close(stored["loss"], expected.detach(), rtol=1e-12, atol=1e-12)
+        assert stored["gradients"].keys() == weights.keys()
         for name, gradient in weights.items():
-            torch.testing.assert_close(found["gradients"][name], gradient, rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(stored["gradients"][name], gradient, rtol=1e-12, atol=1e-12)

@@ -74,12 +74,14 @@ def test_processes_match_single_process(tmp_path, one_process, teacher, wrapper,
     torch.testing.assert_close(losses(facts), losses([alone]), rtol=1e-4, atol=1e-5)
     expected = weights(folder)
     for rank in range(processes):
-        found = weights(tmp_path, rank)
+        process_weights = weights(tmp_path, rank)
         for part in ("weights", "teacher", "engine"):
-            assert found[part].keys() == expected[part].keys()
+            assert process_weights[part].keys() == expected[part].keys()
             for key, value in expected[part].items():
-                torch.testing.assert_close(found[part][key], value, rtol=1e-4, atol=2e-5, msg=f"{part} {key}")
-                assert part == "weights" or kind != "model" or torch.equal(found[part][key], value)
+                torch.testing.assert_close(
+                    process_weights[part][key], value, rtol=1e-4, atol=2e-5, msg=f"{part} {key}"
+                )
+                assert part == "weights" or kind != "model" or torch.equal(process_weights[part][key], value)
     for ours, theirs in zip(facts[0]["log"], alone["log"], strict=True):
         for name in METRICS if wrapper.startswith("zero") else theirs:
             if name in METRICS or (name.startswith("credit/") and not any(word in name for word in LOCAL)):

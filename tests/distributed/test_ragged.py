@@ -36,15 +36,15 @@ def test_all_processes_reach_all_collectives(tmp_path, wrapper, ragged, support)
     options = {"wrapper": wrapper, "max_steps": 2, **SUPPORTS[support], **RAGGED[ragged]}
     facts = finished(launch(tmp_path, 2, **options))
     assert_reached_together(facts, wrapper, steps=2)
-    first, second = ([abs(loss) for loss in f["losses"]] for f in facts)
+    first_losses, second = ([abs(loss) for loss in f["losses"]] for f in facts)
     if ragged == "a process without a teacher":  # the batch is uneven as intended
-        assert max(first) > 0.0
+        assert max(first_losses) > 0.0
         assert max(second) == 0.0
         assert facts[0]["log"][0]["credit/frac_without_teacher"] >= 0.5
     elif ragged == "completions of one token":
         assert {f["log"][0]["completions/max_length"] for f in facts[:1]} == {1.0}
     else:
-        assert max(first + second) == 0.0
+        assert max(first_losses + second) == 0.0
         assert facts[0]["log"][0]["completions/clipped_ratio"] == 1.0
 
 
@@ -62,8 +62,8 @@ def test_generation_with_uneven_lengths_does_not_hang(tmp_path, wrapper):
 
 def test_unread_feedback_of_any_process_raises_warning(tmp_path):
     options = {"verdicts": "feedback on the second process", "include_environment_feedback": False, "max_steps": 1}
-    first, second = finished(launch(tmp_path, 2, wrapper="ddp", **options))
-    assert {"feedback_off", "lost_turns"} <= set(first["alarms"])  # only the main process warns
+    first_facts, second = finished(launch(tmp_path, 2, wrapper="ddp", **options))
+    assert {"feedback_off", "lost_turns"} <= set(first_facts["alarms"])  # only the main process warns
     assert second["alarms"] == []
 
 
@@ -83,13 +83,13 @@ def test_processes_without_padding_equal_processes_with_it(tmp_path, name):
     steps = 3 if name == "fsdp2-packed" else 8
     common = {"wrapper": wrapper, "optim": "sgd", "learning_rate": 0.02, "max_steps": steps, "batch": 4}
     common |= {"gradient_accumulation_steps": 4, "verdicts": "first process only"}
-    kept = {name: value for name, value in options.items() if name != "packed"}
-    padded = finished(launch(tmp_path / "padded", 2, padded=True, **common, **kept))
+    common_options = {name: value for name, value in options.items() if name != "packed"}
+    padded = finished(launch(tmp_path / "padded", 2, padded=True, **common, **common_options))
     facts = finished(launch(tmp_path / "unpadded", 2, **common, **options))
     assert facts[0]["collectives"] == facts[1]["collectives"]
     for ours, theirs in zip(facts[0]["log"], padded[0]["log"], strict=True):
         assert (ours["loss"], ours["grad_norm"]) == pytest.approx((theirs["loss"], theirs["grad_norm"]), abs=1e-6)
-    found, expected = (weights(tmp_path / folder)["weights"] for folder in ("unpadded", "padded"))
-    assert max((found[n] - expected[n]).abs().max() for n in expected) <= 1e-6
+    unpadded, expected = (weights(tmp_path / folder)["weights"] for folder in ("unpadded", "padded"))
+    assert max((unpadded[n] - expected[n]).abs().max() for n in expected) <= 1e-6
     factors = [row["credit/padding_factor"] for row in facts[0]["log"]]
     assert max(factors) <= 1.0 if "packed" in options else min(factors) >= 1.0  # prompts are read once

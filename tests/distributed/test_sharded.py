@@ -12,8 +12,8 @@ def test_fsdp2_in_bf16_keeps_targets_and_loss_in_fp32(tmp_path):
     facts = finished(launch(tmp_path, 2, wrapper="fsdp2", bf16=True, max_steps=1))
     assert_wrapped(facts, "fsdp2")
     assert [f["dtypes"] for f in facts] == [["torch.float32"]] * 2
-    found = torch.tensor([f["losses"] for f in facts])
-    assert not torch.equal(found, found.bfloat16().float())
+    losses_of = torch.tensor([f["losses"] for f in facts])
+    assert not torch.equal(losses_of, losses_of.bfloat16().float())
     assert facts[0]["log"][0]["grad_norm"] > 0.0
     for f in facts:  # the teacher is not gathered at once
         assert f["teacher_groups"] == f["groups"]
@@ -32,12 +32,12 @@ def test_fsdp2_gradients_are_reduced_in_fp32(tmp_path, sync_each_batch):
         assert len(fact["gradients"]) == 4
         reductions = fact["gradients"][-1]["reduced"]
         assert len(reductions) >= 4
-        for number, found in enumerate(fact["gradients"]):
+        for number, gradient_facts in enumerate(fact["gradients"]):
             is_reduced = sync_each_batch or number == 3
-            assert found["reduced"] == ["torch.float32"] * len(reductions) * is_reduced
-            assert found["dtypes"] == ["torch.float32"] * is_reduced
-            assert found["share"] == pytest.approx(0.5 * is_reduced, abs=0.05)
-            assert (found["unsharded"] == 0) == is_reduced
+            assert gradient_facts["reduced"] == ["torch.float32"] * len(reductions) * is_reduced
+            assert gradient_facts["dtypes"] == ["torch.float32"] * is_reduced
+            assert gradient_facts["share"] == pytest.approx(0.5 * is_reduced, abs=0.05)
+            assert (gradient_facts["unsharded"] == 0) == is_reduced
 
 
 @pytest.mark.slow
@@ -86,15 +86,15 @@ def test_teacher_copy_routes_to_same_experts_as_student(tmp_path, wrapper):
 def test_resumed_run_equals_uninterrupted_run(tmp_path, wrapper, lora):
     needs(wrapper)
     options = {"lora": lora, "wrapper": wrapper, "max_steps": 4, "num_iterations": 2}
-    whole = finished(launch(tmp_path / "whole", 2, **options))
+    uninterrupted = finished(launch(tmp_path / "whole", 2, **options))
     finished(launch(tmp_path / "parts", 2, **options, stop_at=3, save_strategy="steps", save_steps=3))
     assert (tmp_path / "parts" / "run" / "checkpoint-3" / "rollouts_1.pt").is_file()
     resumed = finished(launch(tmp_path / "parts", 2, **options, resume=True))
     assert [f["step"] for f in resumed] == [4, 4]
-    assert [f["losses"] for f in resumed] == [f["losses"][3:] for f in whole]
+    assert [f["losses"] for f in resumed] == [f["losses"][3:] for f in uninterrupted]
     for kind in ("weights", "teacher"):
-        one, two = weights(tmp_path / "whole")[kind], weights(tmp_path / "parts")[kind]
-        assert all(torch.equal(two[key], value) for key, value in one.items())
+        expected, two = weights(tmp_path / "whole")[kind], weights(tmp_path / "parts")[kind]
+        assert all(torch.equal(two[key], value) for key, value in expected.items())
 
 
 # Two iterations over each generation batch, so that the checkpoint of step 5 lies inside one. Two steps per batch are
@@ -116,14 +116,14 @@ def test_resumed_fsdp2_lora_loss_curve_equals_one_process(tmp_path, one_process)
     for ours, theirs in zip(begun[0]["log"] + continued[0]["log"][5:], alone["log"], strict=True):
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3)
     for kind in ("weights", "teacher"):
-        one, two = weights(folder)[kind], weights(tmp_path)[kind]
-        assert one.keys() == two.keys()
-        for name, value in one.items():
+        expected_weights, two = weights(folder)[kind], weights(tmp_path)[kind]
+        assert expected_weights.keys() == two.keys()
+        for name, value in expected_weights.items():
             torch.testing.assert_close(two[name], value, rtol=1e-3, atol=1e-4, msg=name)
     # Control: the loss changes at each step, and another λ gives another curve.
     assert (expected[1:] - expected[:-1]).abs().min() > 1e-4
-    _, other = one_process(**{**CURVE, "contrastive_coef": 0.0})
-    assert (losses([other]) - expected).abs().min() > 1e-4
+    _, changed = one_process(**{**CURVE, "contrastive_coef": 0.0})
+    assert (losses([changed]) - expected).abs().min() > 1e-4
 
 
 EVALUATED = {"evaluate": True, "max_steps": 2, "completions": "hashed"}
@@ -140,9 +140,9 @@ def test_fsdp2_evaluation_equals_single_process(tmp_path, lora):
         assert [row["step"] for row in fact["evaluations"]] == [0, 2]
         assert [r["eval_avg@3"] for r in fact["evaluations"]] == [r["eval_avg@3"] for r in alone["evaluations"]]
     for step in ("000000", "000002"):
-        one, two = (samples(tmp_path / runs / "run" / "evaluations" / f"step-{step}") for runs in ("one", "two"))
-        assert len(one) == 9
-        assert two == one
+        expected, two = (samples(tmp_path / runs / "run" / "evaluations" / f"step-{step}") for runs in ("one", "two"))
+        assert len(expected) == 9
+        assert two == expected
     # Evaluation has its own random streams: a run without it ends with the same weights.
     plain = finished(launch(tmp_path / "plain", 2, wrapper="fsdp2", lora=lora, **{**EVALUATED, "evaluate": False}))
     assert plain[0]["evaluations"] == []

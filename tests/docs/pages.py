@@ -37,12 +37,12 @@ def blocks_of(page: Path, *languages: str) -> list[Example]:
 
 def commands_of(page: Path) -> list[list[str]]:
     """Words of the command lines of a page, with continuations joined, without comments and variables."""
-    found = []
+    commands = []
     for block in blocks_of(page, "bash"):
         for line in re.sub(r"\\\n\s*", " ", block.parsed).splitlines():
             words = shlex.split(re.sub(r"^for .*; do$|^done.*|\$\w+", "1", line), comments=True)
             while words and re.fullmatch(r"[A-Z_][A-Z0-9_]*=.*", words[0]):
                 words.pop(0)
             if words and words != ["1"]:
-                found.append(words)
-    return found
+                commands.append(words)
+    return commands

@@ -75,9 +75,9 @@ def test_no_link_between_pages_is_dead(pages, site):
 
 
 def test_files_of_the_repository_are_pages(site):
-    shown = [*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+    checked_pages = [*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
     link = re.compile(r"\]\((?:\.\./)?((?:examples|notebooks)/[^)#]+)")
-    linked = {path for page in shown for path in link.findall(page.read_text("utf-8"))}
+    linked = {path for page in checked_pages for path in link.findall(page.read_text("utf-8"))}
     assert len(linked) > 10
     assert [path for path in linked if not (site / "source" / f"{path}.html").is_file()] == []
     notebook = (site / "source" / "notebooks" / "03_see_the_credit.ipynb.html").read_text("utf-8")
@@ -103,9 +103,9 @@ def address(site) -> Iterator[str]:
 def test_search_for_the_name_of_a_symbol_finds_the_options_first(browser, address, words):
     page = browser.new_page()
     page.goto(f"{address}/index.html?q={words}")
-    first = page.locator(".md-search-result__link").first
-    first.wait_for(state="attached")
-    assert first.get_attribute("href").partition("?")[0].endswith("options.html")
+    top_result = page.locator(".md-search-result__link").first
+    top_result.wait_for(state="attached")
+    assert top_result.get_attribute("href").partition("?")[0].endswith("options.html")
     page.close()
 
 
@@ -130,14 +130,14 @@ def test_which_setting_fits_one_screen(browser, address):
 def test_figures_have_a_dark_twin_that_a_page_shows(name):
     images = ROOT / "docs" / "images"
     assert (images / f"{name}-light.png").read_bytes() != (images / f"{name}-dark.png").read_bytes()
-    shown = [page for page in PAGES if f"images/{name}-light.png" in page.read_text("utf-8")]
-    assert shown
-    assert all("(prefers-color-scheme: dark)" in page.read_text("utf-8") for page in shown)
+    pages_with_figure = [page for page in PAGES if f"images/{name}-light.png" in page.read_text("utf-8")]
+    assert pages_with_figure
+    assert all("(prefers-color-scheme: dark)" in page.read_text("utf-8") for page in pages_with_figure)
 
 
 def test_every_own_option_has_a_row(site):
     rows = set(re.findall(r"<td><code>(\w+)</code></td>", (site / "options.html").read_text("utf-8")))
-    assert {one.name for one in fields(CreditConfig)} - {one.name for one in fields(GRPOConfig)} <= rows
+    assert {field.name for field in fields(CreditConfig)} - {field.name for field in fields(GRPOConfig)} <= rows
 
 
 def test_api_page_has_every_module_that_is_not_internal(pages):

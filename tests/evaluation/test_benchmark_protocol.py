@@ -78,8 +78,8 @@ def test_a_folder_is_evaluated_by_one_process_at_a_time(tmp_path):
         with pytest.raises(RunLockedError, match="is used by another"):
             evaluate(FakeEngine(), TASK, k=1, output_dir=tmp_path, progress=False)
 
-    first = evaluate(FakeEngine(on_generate=evaluate_again), TASK, k=1, output_dir=tmp_path, progress=False)
-    assert evaluate(FakeEngine(), TASK, k=1, output_dir=tmp_path, progress=False) == first
+    result = evaluate(FakeEngine(on_generate=evaluate_again), TASK, k=1, output_dir=tmp_path, progress=False)
+    assert evaluate(FakeEngine(), TASK, k=1, output_dir=tmp_path, progress=False) == result
 
 
 def test_scores_follow_from_the_samples(tmp_path):
@@ -90,7 +90,7 @@ def test_scores_follow_from_the_samples(tmp_path):
     rewards = [float(f"<answer>{golds[s['prompt']]}</answer>" in s["text"]) for s in samples]
     assert [s["reward"] for s in samples] == rewards
     by_prompt = [rewards[i : i + 5] for i in range(0, 30, 5)]
-    assert [one.score for one in result.prompts] == pytest.approx([sum(r) / 5 for r in by_prompt])
+    assert [prompt.score for prompt in result.prompts] == pytest.approx([sum(r) / 5 for r in by_prompt])
     assert result.score == pytest.approx(sum(rewards) / 30)
     assert result.pass_at[5] == pytest.approx(sum(any(r) for r in by_prompt) / 6)
     assert result.pass_at[1] == pytest.approx(result.score)
@@ -106,10 +106,10 @@ def test_scores_follow_from_the_samples(tmp_path):
 
 
 def test_a_single_prompt_has_no_interval(tmp_path):
-    one = evaluate(FakeEngine(), TASK, 2, max_prompts=1, output_dir=tmp_path, progress=False)
-    assert "%  95 % CI needs at least two prompts\n" in str(one)
-    assert "nan" not in str(one)
-    assert not [name for name in one.log_metrics() if name.endswith(("low", "high"))]
+    result = evaluate(FakeEngine(), TASK, 2, max_prompts=1, output_dir=tmp_path, progress=False)
+    assert "%  95 % CI needs at least two prompts\n" in str(result)
+    assert "nan" not in str(result)
+    assert not [name for name in result.log_metrics() if name.endswith(("low", "high"))]
     assert json.loads((tmp_path / "result.json").read_text())["low"] is None
 
 
@@ -126,7 +126,7 @@ def test_columns_named_as_arguments_raise_before_sampling(name):
 
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.3, 0.5, 0.77, 0.999, 1.0])
 def test_samples_that_are_missing_in_the_file_are_generated(tmp_path, share):
-    first, engine = run(tmp_path / "whole")
+    complete, engine = run(tmp_path / "whole")
     assert len(set(engine.seeds)) == len(engine.seeds) == 30
     expected = files(tmp_path / "whole")
     torn = tmp_path / "torn"
@@ -135,7 +135,7 @@ def test_samples_that_are_missing_in_the_file_are_generated(tmp_path, share):
     (torn / "samples.jsonl").write_bytes(content)
     (torn / "settings.json").write_bytes(expected["settings.json"])
     again, engine = run(torn)
-    assert again == first
+    assert again == complete
     assert files(torn) == expected
     assert len(engine.seeds) == 30 - content.count(b"\n")
 
@@ -212,10 +212,10 @@ def test_sample_seeds_are_unique():
 
 def test_task_rows_get_stable_unique_ids():
     rows = [{"prompt": "a", "answer": "A"}, {"prompt": "b", "answer": "B"}, {"prompt": "a", "answer": "A"}]
-    named = task_rows(TASK, EvaluationConfig(dataset=rows))
-    assert named[0]["id"] != named[1]["id"]
-    assert named[2]["id"] == f"{named[0]['id']}#2"
-    assert task_rows(TASK, EvaluationConfig(dataset=rows[1:]))[0]["id"] == named[1]["id"]
+    rows_with_ids = task_rows(TASK, EvaluationConfig(dataset=rows))
+    assert rows_with_ids[0]["id"] != rows_with_ids[1]["id"]
+    assert rows_with_ids[2]["id"] == f"{rows_with_ids[0]['id']}#2"
+    assert task_rows(TASK, EvaluationConfig(dataset=rows[1:]))[0]["id"] == rows_with_ids[1]["id"]
     assert len(task_rows(TASK, EvaluationConfig(max_prompts=2))) == 2
     assert distinct_names(["a", "a", "a#2", "a"]) == ["a", "a#3", "a#2", "a#4"]
 
@@ -241,7 +241,7 @@ def test_undecided_samples_are_graded_twice_then_count_as_zero(tmp_path, tries, 
     result = evaluate(FakeEngine(batch_size=30), rewarded(slow), 5, output_dir=tmp_path, progress=False)
     plain = evaluate(FakeEngine(batch_size=30), TASK, 5, progress=False)
     assert graded_ids[1:] == ([] if tries == 1 else [["q2"] * 5])
-    scores, expected = ({p.id: p.score for p in one.prompts} for one in (result, plain))
+    scores, expected = ({p.id: p.score for p in outcome.prompts} for outcome in (result, plain))
     assert scores == expected | ({"q2": 0.0} if tries == 3 else {})
     assert result.metrics.get("undecided") == (1.0 if tries == 3 else None)
     assert ("count as 0" in caplog.text) == (tries == 3)
@@ -255,10 +255,10 @@ def test_evaluation_with_nan_metrics_and_surrogates_resumes(tmp_path):
         if count > 8:
             raise KeyboardInterrupt
 
-    whole = evaluate(FakeEngine(), rewarded(odd), 3, output_dir=tmp_path / "whole", progress=False)
+    uninterrupted = evaluate(FakeEngine(), rewarded(odd), 3, output_dir=tmp_path / "whole", progress=False)
     engine = FakeEngine(on_generate=interrupted)
     with pytest.raises(KeyboardInterrupt):
         evaluate(engine, rewarded(odd), 3, output_dir=tmp_path / "part", progress=False)
-    assert evaluate(FakeEngine(), rewarded(odd), 3, output_dir=tmp_path / "part", progress=False) == whole
+    assert evaluate(FakeEngine(), rewarded(odd), 3, output_dir=tmp_path / "part", progress=False) == uninterrupted
     assert files(tmp_path / "part") == files(tmp_path / "whole")
-    assert whole.metrics == {"n": 2.0}
+    assert uninterrupted.metrics == {"n": 2.0}

@@ -81,8 +81,8 @@ def test_run_directory_holds_evaluations_log_and_settings(train, tmp_path):
     for name in ("reward", "credit/s_mean"):
         assert [entry[name] for entry in trained] == [entry[name] for entry in logged]
     assert [entry["eval_avg@3"] for entry in log if "eval_avg@3" in entry] == [row["score"] for row in history]
-    shown = [entry for entry in trainer.state.log_history if "eval_avg@3" in entry]
-    assert [entry["step"] for entry in shown] == [0, 2, 4]
+    evaluations = [entry for entry in trainer.state.log_history if "eval_avg@3" in entry]
+    assert [entry["step"] for entry in evaluations] == [0, 2, 4]
     run = json.loads((tmp_path / "run.json").read_text())
     assert (run["task"], run["seed"], run["config"]["contrastive_coef"]) == ("odd", 1, 0.1)
 
@@ -91,10 +91,10 @@ def test_best_model_is_kept(train, tmp_path):
     (tmp_path / "best-step-2-copy").mkdir()
     trainer = train(tmp_path, scores={0: 0.25, 2: 0.75, 4: 0.5})
     assert {path.name for path in tmp_path.glob("best-step-*")} == {"best-step-2", "best-step-2-copy"}
-    kept = type(trainer.model).from_pretrained(tmp_path / "best-step-2")
+    best_model = type(trainer.model).from_pretrained(tmp_path / "best-step-2")
     evaluated = json.loads((tmp_path / "evaluations" / "step-000002" / "settings.json").read_text())["weights"]
     assert evaluated != weight_fingerprint(trainer.model)
-    assert weight_fingerprint(kept) != weight_fingerprint(trainer.model)
+    assert weight_fingerprint(best_model) != weight_fingerprint(trainer.model)
 
 
 def results(folder):
@@ -171,10 +171,10 @@ def test_failing_verifier_skips_the_evaluation_only(make_trainer, tmp_path, fail
 
 def test_evaluation_of_other_weights_is_replaced(train, tmp_path):
     train(tmp_path)
-    first = (tmp_path / "evaluations" / "step-000004" / "samples.jsonl").read_bytes()
+    samples_before = (tmp_path / "evaluations" / "step-000004" / "samples.jsonl").read_bytes()
     train(tmp_path, learning_rate=5e-2)
     again = tmp_path / "evaluations" / "step-000004"
-    assert (again / "samples.jsonl").read_bytes() != first
+    assert (again / "samples.jsonl").read_bytes() != samples_before
     assert [row["step"] for row in read_lines(tmp_path / "evaluations.jsonl")] == [0, 2, 4]
     assert len([row for row in read_lines(tmp_path / "log.jsonl") if "loss" in row]) == 4
 
@@ -197,10 +197,10 @@ def test_training_and_evaluation_grade_the_same_messages(make_trainer, parsing, 
     monkeypatch.setattr(engines, "generate_ids", lambda model, prompts, *a, **k: [ids] * len(prompts))
     rollout = {"temperature": 2.0, "top_p": 0.5, "top_k": 3, "min_p": 0.1, "repetition_penalty": 1.5}
     rollout |= {"max_completion_length": 99, "generation_kwargs": {"stop": "x"}}
-    given = []
+    settings_of_calls = []
 
     def generate(prompts, **options):
-        given.append({name: getattr(generation, name) for name in rollout})
+        settings_of_calls.append({name: getattr(generation, name) for name in rollout})
         return None, [ids] * len(prompts)
 
     generation = SimpleNamespace(mode="server", sync_weights=lambda: None, generate=generate, **rollout)
@@ -209,8 +209,8 @@ def test_training_and_evaluation_grade_the_same_messages(make_trainer, parsing, 
     sampling = {"temperature": 0.7, "top_p": 0.8, "max_completion_length": 5}
     result = evaluate(trainer, Task("spy", questions, odd_length, spy), 2, **sampling, progress=False)
     settings = {**sampling, "top_k": 0, "min_p": None, "repetition_penalty": 1.0, "generation_kwargs": {}}
-    assert all(one == settings for one in given)
-    assert bool(given) == use_vllm
+    assert all(call_settings == settings for call_settings in settings_of_calls)
+    assert bool(settings_of_calls) == use_vllm
     assert {name: getattr(generation, name) for name in rollout} == rollout  # restored
     assert seen == trained
     assert seen[0][0]["content"] == "weather(Oslo)"

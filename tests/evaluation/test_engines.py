@@ -28,19 +28,21 @@ def make(model, **options):
 
 
 def draw(engine, sampling, count=12, prompts=("2+2=", "what is this?"), batch=None):
-    given = [[{"role": "user", "content": prompts[i % len(prompts)]}] for i in range(count)]
+    conversations = [[{"role": "user", "content": prompts[i % len(prompts)]}] for i in range(count)]
     seeds = list(range(count))
     batch = batch or count
     with engine.session(sampling):
         starts = range(0, count, batch)
-        return [r for i in starts for r in engine.generate(given[i : i + batch], seeds[i : i + batch], sampling)]
+        return [
+            r for i in starts for r in engine.generate(conversations[i : i + batch], seeds[i : i + batch], sampling)
+        ]
 
 
 def test_sample_does_not_depend_on_its_batch(engine):
     sampling = SamplingConfig(1.0, 0.9, max_completion_length=8)
-    whole = draw(engine, sampling)
-    assert draw(engine, sampling, batch=5) == whole == draw(engine, sampling, batch=1)
-    assert len({response.text for response in whole}) > 6
+    in_one_batch = draw(engine, sampling)
+    assert draw(engine, sampling, batch=5) == in_one_batch == draw(engine, sampling, batch=1)
+    assert len({response.text for response in in_one_batch}) > 6
 
 
 @pytest.mark.parametrize("filters", [(1.3, 1.0, 0), (0.6, 0.95, 0), (1.5, 0.7, 0), (1.0, 1.0, 5)])
@@ -58,8 +60,8 @@ def test_generate_ids_inverts_the_filtered_distribution(engine, filters):
                 logits = engine.model(torch.tensor([ids])).logits[0, -1].double() / temperature
             p = torch.softmax(logits, -1).numpy()
             order = np.argsort(-p)
-            kept = order[np.cumsum(p[order]) - p[order] < top_p][: top_k or None]
-            p[np.setdiff1d(order, kept)] = 0.0
+            nucleus = order[np.cumsum(p[order]) - p[order] < top_p][: top_k or None]
+            p[np.setdiff1d(order, nucleus)] = 0.0
             ids.append(int(np.searchsorted(np.cumsum(p / p.sum()), uniform, side="right")))
             if ids[-1] in engine.eos_token_ids:
                 break
@@ -110,11 +112,11 @@ def test_texts_and_other_tokenizers_are_not_parsed(parsing, tokenizer):
 
 def test_fingerprint_changes_with_the_weights(make_model):
     model = make_model()
-    before = weight_fingerprint(model)
-    assert weight_fingerprint(make_model()) == before != weight_fingerprint(make_model(seed=1))
+    fingerprint = weight_fingerprint(model)
+    assert weight_fingerprint(make_model()) == fingerprint != weight_fingerprint(make_model(seed=1))
     with torch.no_grad():
         model.model.norm.weight[3] += 1e-6
-    assert weight_fingerprint(model) != before
+    assert weight_fingerprint(model) != fingerprint
 
 
 class FakeLLM:

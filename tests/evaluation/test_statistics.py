@@ -70,8 +70,8 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_success(samples, data):
 
 def rejections(make_pair, simulations: int, **options) -> float:
     rng = np.random.default_rng(2)
-    found = [paired_bootstrap(*make_pair(rng), seed=i, **options).p_value <= ALPHA for i in range(simulations)]
-    return float(np.mean(found))
+    is_rejected = [paired_bootstrap(*make_pair(rng), seed=i, **options).p_value <= ALPHA for i in range(simulations)]
+    return float(np.mean(is_rejected))
 
 
 def is_at_most_level(rate: float, simulations: int) -> bool:

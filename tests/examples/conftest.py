@@ -21,10 +21,10 @@ def smollm() -> Iterator:
 
 def _imports(folder: Path) -> Iterator:
     """A function that imports a module of a folder by name. They are unloaded after the tests of a file."""
-    before = set(sys.modules)
+    modules_before = set(sys.modules)
     sys.path.insert(0, str(folder))
     yield lambda name: __import__(name, fromlist=["_"])
     sys.path.remove(str(folder))
-    for name in set(sys.modules) - before:
+    for name in set(sys.modules) - modules_before:
         if str(folder) in str(getattr(sys.modules[name], "__file__", "")):
             del sys.modules[name]

@@ -47,20 +47,20 @@ def credits(draw):
 @settings(max_examples=40, deadline=None)
 def test_rlsd_is_the_clipped_ratio(credit):
     weights = method("rlsd", "ratio_weight")(credit)["grpo"].numpy()
-    for own, advantage, delta_v in zip(weights, credit.advantages.numpy(), credit.delta_v.numpy(), strict=True):
+    for weight, advantage, delta_v in zip(weights, credit.advantages.numpy(), credit.delta_v.numpy(), strict=True):
         ratio = np.exp(delta_v) ** np.sign(advantage)  # (P_T / P_S) ** sign(A)
-        np.testing.assert_allclose(own, 0.5 + 0.5 * np.clip(ratio, 0.8, 1.2), rtol=1e-12)
+        np.testing.assert_allclose(weight, 0.5 + 0.5 * np.clip(ratio, 0.8, 1.2), rtol=1e-12)
 
 
 @given(credits())
 @settings(max_examples=40, deadline=None)
 def test_rlcsd_is_the_anchored_residual(credit):
     weights = method("rlcsd", "residual_weight")(credit)["grpo"].numpy()
-    for own, advantage, specific in zip(weights, credit.advantages.numpy(), credit.specific.numpy(), strict=True):
+    for weight, advantage, specific in zip(weights, credit.advantages.numpy(), credit.specific.numpy(), strict=True):
         moved = advantage + 0.1 * np.tanh(specific / 0.03)
         anchored = {1.0: np.maximum(moved, 0.0), -1.0: np.minimum(moved, 0.0), 0.0: 0.0 * moved}[np.sign(advantage)]
         if advantage == 0.0 or abs(advantage) >= 1e-3:
-            np.testing.assert_allclose(advantage * own, anchored, rtol=1e-9, atol=1e-12)
+            np.testing.assert_allclose(advantage * weight, anchored, rtol=1e-9, atol=1e-12)
 
 
 def test_residual_weights_of_equal_rewards_are_one():
@@ -110,22 +110,22 @@ def make_trainer(make_model, make_trainer):
     return make
 
 
-def naive_sample(name, advantage, is_success, p, own, g, tokens):
+def naive_sample(name, advantage, is_success, p, teacher_logps, g, tokens):
     """(t,) losses of one sample before the average over the tokens of the batch."""
     at = torch.arange(len(tokens)), tokens
     surrogate = (p[at] - p[at].detach()).exp()  # GRPO's ratio on-policy
     if name == "rlsd":
-        ratio = (own - p)[at].detach().exp() ** torch.sign(advantage)
+        ratio = (teacher_logps - p)[at].detach().exp() ** torch.sign(advantage)
         return -advantage * (0.5 + 0.5 * ratio.clamp(0.8, 1.2)) * surrogate
     if name == "rlcsd":
         if not g:  # no wrong context
             return -advantage * surrogate
-        moved = advantage + 0.1 * torch.tanh((own - sum(g) / len(g))[at] / 0.03)
+        moved = advantage + 0.1 * torch.tanh((teacher_logps - sum(g) / len(g))[at] / 0.03)
         moved = moved.clamp(min=0) if advantage > 0 else moved.clamp(max=0) if advantage < 0 else 0 * moved
         return -moved * surrogate
     if is_success:
         return -0.7 * advantage * surrogate
-    return 0.3 * (p.exp() * (p - own)).sum(-1)
+    return 0.3 * (p.exp() * (p - teacher_logps)).sum(-1)
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -133,7 +133,7 @@ def test_first_step_loss_is_the_formula(make_trainer, name):
     file, function, options = METHODS[name]
     trainer = make_trainer(method(file, function), **options)
     inputs = prepared(trainer)
-    loss, found = loss_and_gradients(trainer, inputs)
+    loss, trainer_gradients = loss_and_gradients(trainer, inputs)
     teacher, model = trainer.teacher.model, trainer.model
     rewards = torch.tensor(trainer._generation_batch.rewards, dtype=torch.float64).view(-1, 4)
     advantages = ((rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)).flatten()
@@ -153,13 +153,13 @@ def test_first_step_loss_is_the_formula(make_trainer, name):
         for i, entropy in entropies.items():
             losses[i] = losses[i] * (-entropy).exp() / mean
     if name == "rlcsd":
-        assert any(own.contrasts for own in trainer.contexts)
+        assert any(contexts.contrasts for contexts in trainer.contexts)
     model.zero_grad()
     expected = torch.cat(losses).mean()
     expected.backward()
     assert loss.item() == pytest.approx(expected.item(), abs=1e-6)
     for parameter_name, parameter in model.named_parameters():
-        torch.testing.assert_close(found[parameter_name], parameter.grad, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(trainer_gradients[parameter_name], parameter.grad, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("loss_type", ["dapo", pytest.param("grpo", marks=pytest.mark.slow)])
@@ -184,16 +184,16 @@ def test_wrong_contexts_are_of_failed_siblings_with_the_parts_of_z(make_trainer,
     trainer = make_trainer(None, verdicts, contrastive_source=WRONG, contrastive_count=2)
     inputs = prepared(trainer)
     texts = tokenizer.batch_decode(inputs["completion_ids"], skip_special_tokens=True)
-    for i, own in enumerate(trainer.contexts):
+    for i, sample_contexts in enumerate(trainer.contexts):
         siblings = {j for j in range(i // 4 * 4, i // 4 * 4 + 4) if j % 4 and j != i}
-        found = set()
-        for ids in own.contrasts:
+        read_siblings = set()
+        for ids in sample_contexts.contrasts:
             text = tokenizer.decode(ids)
             (sibling,) = (j for j in range(8) if f"wrong number {j}" in text)
-            assert f"Correct solution:\n{texts[sibling]}" in text or own.privileged.demonstration is None
-            found.add(sibling)
-        assert found <= siblings
-        assert len(found) == 2
+            assert f"Correct solution:\n{texts[sibling]}" in text or sample_contexts.privileged.demonstration is None
+            read_siblings.add(sibling)
+        assert read_siblings <= siblings
+        assert len(read_siblings) == 2
 
 
 def test_groups_without_another_failure_have_no_wrong_context(make_trainer):

@@ -71,7 +71,7 @@ def test_rows_of_a_study_name_the_options_that_are_set(first_word, monkeypatch, 
 
 def test_study_is_shown_by_means_over_seeds_and_paired_differences(first_word):
     values = {("SDPO", 0): (0.1, 0.1, 0.1), ("SDPO", 20): (0.1, 0.3, 0.5), ("GRPO", 20): (0.2, 0.5, 0.8)}
-    rows = [(arm, step, seed, p) for (arm, step), own in values.items() for seed, p in enumerate(own)]
+    rows = [(arm, step, seed, p) for (arm, step), seed_values in values.items() for seed, p in enumerate(seed_values)]
     frame = pd.DataFrame(rows, columns=["arm", "step", "seed", "probability"]).reindex(columns=first_word.COLUMNS)
     frame = frame.assign(accuracy=0.0, transfer=0.0, length=5.0, kl=0.0)
     *_, base, sdpo, grpo = first_word.study_table(frame, 20).splitlines()
@@ -91,17 +91,17 @@ def test_predictions_name_every_arm_with_a_teacher(first_word, monkeypatch, tmp_
 @pytest.mark.parametrize("is_in_support", [True, False])
 def test_predicted_probability_is_that_of_the_target(first_word, is_in_support):
     """Guide, λ = 1: f² / g over the teacher's 20 likeliest tokens and the rest."""
-    drawn = np.random.default_rng(0).dirichlet(np.ones(30), size=5)  # the policy, the teacher, three contrasts
-    policy, teacher = drawn[:2]
-    support, rest = np.split(np.argsort(-teacher), [20])
-    target = teacher[support] ** 2 / gmean(drawn[2:, support])
-    target_of_rest = teacher[rest].sum() ** 2 / gmean(drawn[2:, rest].sum(-1))
+    distributions = np.random.default_rng(0).dirichlet(np.ones(30), size=5)  # the policy, the teacher, three contrasts
+    policy, teacher = distributions[:2]
+    support, outside = np.split(np.argsort(-teacher), [20])
+    target = teacher[support] ** 2 / gmean(distributions[2:, support])
+    target_of_rest = teacher[outside].sum() ** 2 / gmean(distributions[2:, outside].sum(-1))
     total = target.sum() + target_of_rest
-    word = support[3] if is_in_support else rest[3]
-    expected = target[3] / total if is_in_support else target_of_rest / total * policy[word] / policy[rest].sum()
-    logps = torch.tensor(drawn).log()
-    own = first_word.CreditLogps(logps[:1], logps[1:2], logps[2:, None])
-    assert first_word.target_probability(own, int(word), "CREDIT form=guide λ=1") == pytest.approx(expected)
+    word = support[3] if is_in_support else outside[3]
+    expected = target[3] / total if is_in_support else target_of_rest / total * policy[word] / policy[outside].sum()
+    logps = torch.tensor(distributions).log()
+    context_logps = first_word.CreditLogps(logps[:1], logps[1:2], logps[2:, None])
+    assert first_word.target_probability(context_logps, int(word), "CREDIT form=guide λ=1") == pytest.approx(expected)
     tempered = teacher**0.9 / (teacher**0.9).sum()
-    expected = tempered[word] if is_in_support else tempered[rest].sum() * policy[word] / policy[rest].sum()
-    assert first_word.target_probability(own, int(word), "temper-only λ=0.1") == pytest.approx(expected)
+    expected = tempered[word] if is_in_support else tempered[outside].sum() * policy[word] / policy[outside].sum()
+    assert first_word.target_probability(context_logps, int(word), "temper-only λ=0.1") == pytest.approx(expected)

@@ -81,8 +81,11 @@ def test_table_has_the_rows_of_the_paper(compatibility):
     students[5] = [0.01, 0.01, 0.01, 0.97]
     probabilities = 0.5 * np.concatenate([students[:, None], teachers], axis=1)
     questions = [ChoiceQuestion("Which?", tuple("ABCD"), "ABCD"[n % 4]) for n in range(12)]
-    records = [Record.fit(one, own) for one, own in zip(questions, probabilities, strict=True)]
-    found = compatibility.compatibility_metrics(records)
+    records = [
+        Record.fit(question, letter_probabilities)
+        for question, letter_probabilities in zip(questions, probabilities, strict=True)
+    ]
+    metrics = compatibility.compatibility_metrics(records)
     fidelity = np.median(np.diagonal(teachers, axis1=1, axis2=2), axis=0)
     expected = {
         "# records": 12,
@@ -94,8 +97,8 @@ def test_table_has_the_rows_of_the_paper(compatibility):
         "Uniform-P L1 baseline (median)": np.median(np.abs(students - teachers.mean(1)).sum(-1)),
         "Self-consistency argmax P̂ = argmax s": np.mean([r.posterior.argmax() == r.student.argmax() for r in records]),
     }
-    assert {name: found[name] for name in expected} == pytest.approx(expected, abs=1e-12)
-    assert found["Gold balance (A / B / C / D)"] == "3 / 3 / 3 / 3"
+    assert {name: metrics[name] for name in expected} == pytest.approx(expected, abs=1e-12)
+    assert metrics["Gold balance (A / B / C / D)"] == "3 / 3 / 3 / 3"
     assert "| Fraction residual < 0.001 | 0.917 | 0.917 |" in compatibility.format_compatibility(
         {"a": records, "b": records}
     )

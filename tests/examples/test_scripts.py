@@ -20,8 +20,8 @@ def run(monkeypatch, tmp_path):
     """Run a script like `python examples/NAME.py --option value …` and return its output directory."""
 
     def call(name: str, **options) -> Path:
-        given = {"output_dir": tmp_path / "run", **SMALL, **options}
-        line = [text for option, value in given.items() for text in (f"--{option}", str(value))]
+        options_of_call = {"output_dir": tmp_path / "run", **SMALL, **options}
+        line = [text for option, value in options_of_call.items() for text in (f"--{option}", str(value))]
         monkeypatch.setattr(sys, "argv", [f"{name}.py", *line])
         monkeypatch.chdir(tmp_path)
         runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")

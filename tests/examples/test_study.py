@@ -90,8 +90,8 @@ def test_measured_rows_are_predicted_before_training(study, tmp_path, monkeypatc
     assert run.run_arm(world, 300, "SDPO", {"max_steps": 60}, tmp_path, tmp_path, measure_only=True)
     law = study("law")
     seen = law.read_rows([RESULTS / "weak.csv"])
-    found = law.predictions(seen + law.read_rows([tmp_path / "weak.csv"]), {"weak": [60]})
-    start, middle, end = found[found["base"].isin([0, 300]) & (found["arm"] == "SDPO")].itertuples()
+    predicted = law.predictions(seen + law.read_rows([tmp_path / "weak.csv"]), {"weak": [60]})
+    start, middle, end = predicted[predicted["base"].isin([0, 300]) & (predicted["arm"] == "SDPO")].itertuples()
     assert start.seen
     assert [middle.step, end.step, middle.seen, end.in_band] == [30, 60, False, None]
     assert math.isnan(end.measured)

@@ -13,14 +13,14 @@ def context():
 @pytest.fixture(scope="session")
 def uninterrupted(context, tmp_path_factory):
     """(variant, processes) -> result of an uninterrupted run."""
-    known = {}
+    results = {}
 
     def get(variant, processes):
-        if (variant, processes) not in known:
+        if (variant, processes) not in results:
             folder = tmp_path_factory.mktemp("uninterrupted")
             codes = launching.launch(context, folder, variant, processes=processes)
             assert codes == [0] * processes, launching.log(folder)
-            known[variant, processes] = launching.result(folder)
-        return known[variant, processes]
+            results[variant, processes] = launching.result(folder)
+        return results[variant, processes]
 
     return get

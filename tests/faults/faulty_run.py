@@ -91,7 +91,7 @@ def verdicts(completions, answer, **kwargs):
     return [Verdict(grade(c[-1]["content"]), f"The answer is {a}.") for c, a in zip(completions, answer, strict=True)]
 
 
-def schedule(fault: Fault, made: CreditTrainer) -> None:
+def schedule(fault: Fault, trainer: CreditTrainer) -> None:
     """Patch the function at the fault's point so that the fault of a run happens there."""
     path, name, when, count = FAULTS["points"][fault.point]
     owner = resolve_name(path)
@@ -99,22 +99,22 @@ def schedule(fault: Fault, made: CreditTrainer) -> None:
 
     @functools.wraps(original)
     def call(*args, **kwargs):
-        if made.state.global_step != fault.step:
+        if trainer.state.global_step != fault.step:
             return original(*args, **kwargs)
         calls.append(None)
         if len(calls) == count and when == "half":
             halve(original, *args, **kwargs)
         if len(calls) == count and when in ("before", "half"):
-            happen(fault.kind, made)
+            happen(fault.kind, trainer)
         result = original(*args, **kwargs)
         if len(calls) == count and when == "after":
-            happen(fault.kind, made)
+            happen(fault.kind, trainer)
         return result
 
     setattr(owner, name, call)
 
 
-def happen(kind: str, made: CreditTrainer) -> None:
+def happen(kind: str, trainer: CreditTrainer) -> None:
     if kind in SIGNALS:
         os.kill(os.getpid(), SIGNALS[kind])
     elif kind == "disk":
@@ -125,18 +125,18 @@ def happen(kind: str, made: CreditTrainer) -> None:
     elif kind == "engine":
         wait_for_silent_engine()
     elif kind == "second":
-        out = Path(made.args.output_dir)
+        out = Path(trainer.args.output_dir)
         (out / "waits").touch()
         while not (out / "continues").exists():
             time.sleep(0.02)
     elif kind == "nan teacher":
-        next(iter(made.teacher.named_weights().values())).data.view(-1)[0] = math.nan
+        next(iter(trainer.teacher.named_weights().values())).data.view(-1)[0] = math.nan
     elif kind == "nan gradient":
-        weight = next(p for p in made.model.parameters() if p.requires_grad)
+        weight = next(p for p in trainer.model.parameters() if p.requires_grad)
         weight.register_hook(lambda grad: grad * math.nan)
     elif kind == "nan loss":
-        compute = made._distillation_loss
-        made._distillation_loss = lambda *args: compute(*args) * math.nan
+        compute = trainer._distillation_loss
+        trainer._distillation_loss = lambda *args: compute(*args) * math.nan
 
 
 def wait_for_silent_engine() -> None:
@@ -176,13 +176,13 @@ def run(folder: str, variant: str, fault: Fault | None, rank: int, processes: in
     if "service" in variant:
         start_service()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
-    made = make_trainer(out, variant, processes)
-    made.add_callback(SaveOnSigterm())
-    assert made.accelerator.num_processes == processes
+    trainer = make_trainer(out, variant, processes)
+    trainer.add_callback(SaveOnSigterm())
+    assert trainer.accelerator.num_processes == processes
     if fault is not None and fault.rank == rank:
-        schedule(fault, made)
-    made.train(resume_from_checkpoint="latest")
-    finals = digests(made)
+        schedule(fault, trainer)
+    trainer.train(resume_from_checkpoint="latest")
+    finals = digests(trainer)
     if rank == 0:
         (out / FINAL).write_text(json.dumps(finals))
     if dist.is_initialized():
@@ -199,27 +199,27 @@ def make_trainer(out: Path, variant: str, processes: int) -> CreditTrainer:
     config = CreditConfig(str(out), **sizes, **saving, **FAULTS["options"])
     adapter = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     torch.manual_seed(0)
-    given = {"processing_class": tokenizer, "peft_config": adapter if "lora" in variant else None}
-    return CreditTrainer(tiny.build_model(tokenizer), verdicts, config, Dataset.from_list(rows), **given)
+    trainer_options = {"processing_class": tokenizer, "peft_config": adapter if "lora" in variant else None}
+    return CreditTrainer(tiny.build_model(tokenizer), verdicts, config, Dataset.from_list(rows), **trainer_options)
 
 
-def digests(made: CreditTrainer) -> dict[str, Any]:
+def digests(trainer: CreditTrainer) -> dict[str, Any]:
     """Digests of the final state of a run, and its logged losses and rewards."""
-    optimizer = made.optimizer.optimizer if hasattr(made.optimizer, "optimizer") else made.optimizer
+    optimizer = trainer.optimizer.optimizer if hasattr(trainer.optimizer, "optimizer") else trainer.optimizer
     moments = [s[key] for s in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
     return {
-        "weights": digest(p for _, p in sorted(made.accelerator.unwrap_model(made.model).named_parameters())),
-        "teacher": digest(p for _, p in sorted(made.teacher.named_weights().items())),
+        "weights": digest(p for _, p in sorted(trainer.accelerator.unwrap_model(trainer.model).named_parameters())),
+        "teacher": digest(p for _, p in sorted(trainer.teacher.named_weights().items())),
         "optimizer": digest(moments),
-        "losses": [row["loss"] for row in made.state.log_history if "loss" in row],
-        "rewards": [row.get("reward") for row in made.state.log_history if "loss" in row],
-        "step": made.state.global_step,
+        "losses": [row["loss"] for row in trainer.state.log_history if "loss" in row],
+        "rewards": [row.get("reward") for row in trainer.state.log_history if "loss" in row],
+        "step": trainer.state.global_step,
     }
 
 
 def digest(tensors) -> str:
-    found = hashlib.sha256()
+    hasher = hashlib.sha256()
     for tensor in tensors:
-        whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-        found.update(whole.detach().contiguous().view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
+        gathered = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+        hasher.update(gathered.detach().contiguous().view(torch.uint8).numpy().tobytes())
+    return hasher.hexdigest()

@@ -16,8 +16,8 @@ GRACE = 5.0
 def server() -> multiprocessing.context.ForkServerContext:
     """Return a fork server that has imported the modules of a run."""
     paths = [str(HERE.parents[1] / "src"), str(HERE.parent)]
-    known = os.environ.get("PYTHONPATH", "")
-    os.environ["PYTHONPATH"] = os.pathsep.join([*paths, known])
+    python_path = os.environ.get("PYTHONPATH", "")
+    os.environ["PYTHONPATH"] = os.pathsep.join([*paths, python_path])
     os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["faults.faulty_run"])
@@ -35,11 +35,11 @@ def launch(context, folder: Path, variant: str = "", fault=None, processes: int 
     ]
     for process in started:
         process.start()
-    first = started if fault is None else [started[fault.rank]]
+    awaited = started if fault is None else [started[fault.rank]]
     try:
-        for process in first:
+        for process in awaited:
             process.join(LIMIT)
-        codes = [process.exitcode for process in first]
+        codes = [process.exitcode for process in awaited]
         for process in started:
             process.join(GRACE)
     finally:

@@ -19,11 +19,11 @@ from faults.faulty_run import FAULTS, STEPS, Fault
 def cases(table: dict, kind: str) -> list:
     """Parameters (variant, processes, fault) of the rows of a table of `faults.toml`."""
     rows = [(row, ()) for row in table["fast"]] + [(row, pytest.mark.slow) for row in table["slow"]]
-    found = []
+    parameters = []
     for (variant, processes, point, step, rank), marks in rows:
         name = f"{variant or 'full'}-{processes}-{point}-step{step}-rank{rank}"
-        found.append(pytest.param(variant, processes, Fault(point, step, rank, kind), id=name, marks=marks))
-    return found
+        parameters.append(pytest.param(variant, processes, Fault(point, step, rank, kind), id=name, marks=marks))
+    return parameters
 
 
 @pytest.mark.parametrize(("variant", "processes", "fault"), cases(FAULTS["kills"], "kill"))
@@ -79,7 +79,7 @@ def test_error_of_one_process_ends_all(context, tmp_path):
 
 def check_last_checkpoint(folder: Path, fault: Fault) -> None:
     """The newest checkpoint is the last complete one."""
-    found = get_last_checkpoint(str(folder))
+    checkpoint = get_last_checkpoint(str(folder))
     finished = fault.step
     if fault.point.startswith("checkpoint"):
         is_named = fault.point.rpartition(", ")[2] in ("after its name", "before the old ones go", "after") or (
@@ -89,12 +89,12 @@ def check_last_checkpoint(folder: Path, fault: Fault) -> None:
     elif fault.point.startswith("teacher"):  # the step counts before its checkpoint is written
         finished = fault.step - 1
     if finished == 0:
-        assert found is None
+        assert checkpoint is None
         return
-    assert Path(found).name == f"checkpoint-{finished}"
-    state = json.loads((Path(found) / "trainer_state.json").read_text())
+    assert Path(checkpoint).name == f"checkpoint-{finished}"
+    state = json.loads((Path(checkpoint) / "trainer_state.json").read_text())
     assert state["global_step"] == finished
-    assert (Path(found) / "credit_state.json").is_file()
+    assert (Path(checkpoint) / "credit_state.json").is_file()
 
 
 def test_fault_points_cover_each_phase():

@@ -50,16 +50,16 @@ class FaultyRun:
     def launch(self, fault: Fault | None, variant: str = "") -> tuple[int, str]:
         """Run to the end or the fault; return the exit code and what was logged meanwhile."""
         log = self.folder / "log_0.txt"
-        before = log.stat().st_size if log.exists() else 0
+        size_before = log.stat().st_size if log.exists() else 0
         [code] = launching.launch(self.context, self.folder, variant + ("-keeps" if self.keeps else ""), fault)
         self.history.append((fault, code))
-        return code, log.read_bytes()[before:].decode(errors="replace")
+        return code, log.read_bytes()[size_before:].decode(errors="replace")
 
     def checkpoints(self) -> dict[int, bool]:
         """Step of each checkpoint, from the oldest to the newest, and whether it is damaged."""
         damaged = {f.parent for f, changed in self.changed.items() if f.exists() and f.stat().st_mtime_ns == changed}
-        found = {int(path.name.rpartition("-")[2]): path in damaged for path in self.folder.glob("checkpoint-*")}
-        return dict(sorted(found.items()))
+        is_damaged = {int(path.name.rpartition("-")[2]): path in damaged for path in self.folder.glob("checkpoint-*")}
+        return dict(sorted(is_damaged.items()))
 
     @property
     def step(self) -> int:
@@ -123,7 +123,10 @@ class FaultyRun:
             threading.Thread(target=self.start_second, daemon=True).start()
         code, said = self.resume(fault, "service" if kind == "service" else "")
         codes, reason = KINDS[kind]
-        assert code in (REQUEUE if known == "requeue" else known for known in codes), (self.history, said[-3000:])
+        assert code in (REQUEUE if valid_code == "requeue" else valid_code for valid_code in codes), (
+            self.history,
+            said[-3000:],
+        )
         if code or kind == "second":
             assert re.search(reason, said, re.DOTALL), (self.history, said[-3000:])
         assert code == -9 or not (self.folder / "unfinished").exists(), self.history

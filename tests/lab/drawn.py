@@ -51,14 +51,14 @@ def drawn_map(
             "formula": formula,
         }
 
-    own = scored(torch.arange(len(tokens)))
-    others = ScoredTokens(**scored(torch.arange(len(alternatives)).expand(len(tokens), -1).contiguous()))
+    sampled = scored(torch.arange(len(tokens)))
+    candidates = ScoredTokens(**scored(torch.arange(len(alternatives)).expand(len(tokens), -1).contiguous()))
     return TokenMap(
         drawn_rollout(len(tokens), contrasts, **rollout),
         checkpoint,
         [TokenText(visible(text).replace("\n", "↵\n")) for text in tokens],
         ["other word"] * len(tokens),
-        ScoredTokens(**own, alternatives=others),
+        ScoredTokens(**sampled, alternatives=candidates),
         [[visible(text) for text in alternatives]] * len(tokens),
     )
 

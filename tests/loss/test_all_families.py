@@ -101,9 +101,9 @@ def unless_refused(step, reason: str, **options) -> list[float] | None:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - NOT_TRAINED))
 def test_family_trains_alike_in_each_layout_or_is_refused(step, family):
-    whole = unless_refused(step, "The logits of")  # of an encoder, or with absolute positions
-    if whole is None:
+    expected = unless_refused(step, "The logits of")  # of an encoder, or with absolute positions
+    if expected is None:
         return
-    close = pytest.approx(whole, rel=1e-3, abs=1e-3)
+    close = pytest.approx(expected, rel=1e-3, abs=1e-3)
     assert step(per_device_train_batch_size=4, gradient_accumulation_steps=2) == close
     assert unless_refused(step, "cannot be packed", packed=True) in (None, close)

@@ -68,11 +68,11 @@ class Branch:
         changes = []
         for _ in range(steps):
             p = self.logits.detach().softmax(-1)
-            before = self.log_odds
+            log_odds_before = self.log_odds
             (gradient,) = torch.autograd.grad(self.loss(form, weights=1 / (2 * p[:, A] * p[:, B])), self.logits)
             with torch.no_grad():
                 self.logits -= rate * gradient
-            changes.append((self.log_odds - before) / rate)
+            changes.append((self.log_odds - log_odds_before) / rate)
         return changes
 
 
@@ -90,9 +90,9 @@ def grid() -> tuple[Tensor, Tensor, Tensor]:
 def test_subtract_has_the_fixed_point_of_the_theory(alpha, size):
     delta, s, coef = grid()
     assert len(delta) > 30
-    found = Branch(delta, s, coef, start=2.0, size=size).train("subtract", alpha)
-    torch.testing.assert_close(found, delta * (1 - coef) / coef - s, rtol=0.05, atol=0.01)
-    assert torch.equal(found < 0, coef > delta / (delta + s))
+    log_odds = Branch(delta, s, coef, start=2.0, size=size).train("subtract", alpha)
+    torch.testing.assert_close(log_odds, delta * (1 - coef) / coef - s, rtol=0.05, atol=0.01)
+    assert torch.equal(log_odds < 0, coef > delta / (delta + s))
 
 
 @pytest.mark.parametrize("start", [-3.0, 2.0])
@@ -103,7 +103,7 @@ def test_odds_of_generic_tokens_add_up_at_the_fixed_point(start):
     branch.train("subtract")
     logits = branch.logits.detach()
     odds = logits[:, [A, 2]].logsumexp(-1) - logits[:, B]
-    expected = torch.stack([own * (1 - coef) / coef - s for own in (delta, delta / 2)]).logsumexp(0)
+    expected = torch.stack([token_delta * (1 - coef) / coef - s for token_delta in (delta, delta / 2)]).logsumexp(0)
     torch.testing.assert_close(odds, expected, rtol=0.05, atol=0.01)
 
 

@@ -107,15 +107,15 @@ def test_small_tail_keeps_its_digits():
     case.reference_weight = case.weight.detach().clone()
     exact = case.copy(torch.float64)
     logps = dense_logps(exact.hidden, exact.weight, None, exact)
-    left = 1 - logps.topk(20).values.exp().sum(-1)
-    kept = (left > 1e-6) & (left < 1e-5)
-    assert kept.sum() >= 3
+    tail_mass = 1 - logps.topk(20).values.exp().sum(-1)
+    is_small = (tail_mass > 1e-6) & (tail_mass < 1e-5)
+    assert is_small.sum() >= 3
     for problem in (case, exact):
-        problem.weights *= kept
+        problem.weights *= is_small
     ours(case, "teacher_topk", "bucket", 0.0, 20).loss.backward()
     dense(exact, "teacher_topk", "bucket", 0.0, 20).loss.backward()
-    for leaf, other in zip(case.leaves(), exact.leaves(), strict=True):
-        assert (leaf.grad.double() - other.grad).abs().max() <= 1e-4 * other.grad.abs().max()
+    for leaf, exact_leaf in zip(case.leaves(), exact.leaves(), strict=True):
+        assert (leaf.grad.double() - exact_leaf.grad).abs().max() <= 1e-4 * exact_leaf.grad.abs().max()
 
 
 @pytest.mark.parametrize(("dtype", "precision"), [(torch.bfloat16, 2**-7), (torch.float16, 2**-10)])
@@ -168,13 +168,13 @@ class Allocations(TorchDispatchMode):
         self.products: list[int] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        given = [*args, *(kwargs or {}).values()]
-        before = {x.untyped_storage().data_ptr() for x in given if isinstance(x, Tensor)}
+        arguments = [*args, *(kwargs or {}).values()]
+        input_pointers = {x.untyped_storage().data_ptr() for x in arguments if isinstance(x, Tensor)}
         result = func(*args, **(kwargs or {}))
         if "mm" in func.__name__:
             self.products += [x.numel() for x in args if isinstance(x, Tensor)]
         for x in result if isinstance(result, tuple | list) else [result]:
-            if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in before:
+            if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in input_pointers:
                 self.sizes.append(x.untyped_storage().nbytes() // x.element_size())
         return result
 

@@ -9,13 +9,13 @@ from families import FAMILIES
 @pytest.mark.parametrize("family", FAMILIES)
 def test_family_trains_and_logs(make_family, make_trainer, family):
     trainer = make_trainer(model=make_family(family), max_steps=1)
-    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    initial = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
     trainer.train()
     logged = trainer.state.log_history[0]
     assert logged["credit/frac_without_teacher"] == 0.0
     assert abs(logged["credit/s_mean"]) > 0.0
     assert ("aux_loss" in logged) == (family == "Qwen3Moe")
-    assert any(not torch.equal(p, before[name]) for name, p in trainer.model.named_parameters())
+    assert any(not torch.equal(p, initial[name]) for name, p in trainer.model.named_parameters())
     assert all(torch.isfinite(p).all() for p in trainer.model.parameters())
 
 

@@ -23,10 +23,10 @@ def ragged_rollouts(prompts, trainer):
 def trainer(request, make_family, make_trainer, dataset):
     family, packed = request.param
     options = {"packed": packed, "num_iterations": 2, "temperature": 0.7, "max_completion_length": 12}
-    made = make_trainer(model=make_family(family), rollout_func=ragged_rollouts, **options)
-    made.current_gradient_accumulation_steps = 1
-    made.inputs = made._prepare_inputs([row for row in dataset.select(range(4)) for _ in range(2)])
-    return made
+    built = make_trainer(model=make_family(family), rollout_func=ragged_rollouts, **options)
+    built.current_gradient_accumulation_steps = 1
+    built.inputs = built._prepare_inputs([row for row in dataset.select(range(4)) for _ in range(2)])
+    return built
 
 
 def test_log_probabilities_at_rollout_time_are_trls(trainer):
@@ -38,11 +38,11 @@ def test_log_probabilities_at_rollout_time_are_trls(trainer):
     arguments = (trainer.model, ids, mask, width)
     with torch.no_grad():
         expected = GRPOTrainer._get_per_token_logps_and_entropies(trainer, *arguments)[0]
-        found = [trainer._get_per_token_logps_and_entropies(*arguments, batch_size=size)[0] for size in (None, 3)]
-    kept = trainer.inputs["completion_mask"].bool()
-    assert 0 < kept.sum() < kept.numel()
-    for logps in (*found, trainer.inputs["old_per_token_logps"]):
-        torch.testing.assert_close(logps[kept], expected[kept], rtol=1e-4, atol=1e-5)
+        measured = [trainer._get_per_token_logps_and_entropies(*arguments, batch_size=size)[0] for size in (None, 3)]
+    is_valid = trainer.inputs["completion_mask"].bool()
+    assert 0 < is_valid.sum() < is_valid.numel()
+    for logps in (*measured, trainer.inputs["old_per_token_logps"]):
+        torch.testing.assert_close(logps[is_valid], expected[is_valid], rtol=1e-4, atol=1e-5)
 
 
 def test_values_under_padding_reach_neither_loss_nor_gradient(trainer):

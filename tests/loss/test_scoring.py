@@ -68,8 +68,8 @@ def naive_scores(model, batch, tail):
     contexts, completions = batch
     ids, mask, loss_mask = completions.ids, completions.mask, completions.loss_mask
     head, scores = lm_head(model, 0.8), {}
-    for sample, own in enumerate(contexts):
-        prompts = context_ids(own)
+    for sample, sample_contexts in enumerate(contexts):
+        prompts = context_ids(sample_contexts)
         if prompts is None:
             continue
         length = int(mask[sample].sum())
@@ -96,11 +96,11 @@ def test_scores_do_not_depend_on_how_sequences_are_batched(make_model, batch, ta
     expected = naive_scores(model, batch, tail)
     for sample in range(len(contexts)):
         for name, values in scores.items():
-            wanted = loss_mask[sample] if sample in expected else torch.zeros(12, dtype=torch.bool)
-            assert not values[sample][~wanted].any()
+            is_scored = loss_mask[sample] if sample in expected else torch.zeros(12, dtype=torch.bool)
+            assert not values[sample][~is_scored].any()
             if sample in expected:
                 reference = getattr(expected[sample], name)
-                assert_close(values[sample][wanted], reference, rtol=1e-4, atol=1e-5, check_dtype=False)
+                assert_close(values[sample][is_scored], reference, rtol=1e-4, atol=1e-5, check_dtype=False)
 
 
 def test_every_prompt_is_read_once_within_the_budget(make_model, batch):
@@ -134,19 +134,19 @@ tokens_of_two = st.lists(st.integers(0, 1), max_size=20).map(lambda ids: torch.t
 
 @given(
     st.lists(st.tuples(st.integers(0, 40), tokens_of_two), min_size=1, max_size=8).map(
-        lambda drawn: [torch.cat([torch.zeros(1 + zeros, dtype=torch.long), ids]) for zeros, ids in drawn]
+        lambda draws: [torch.cat([torch.zeros(1 + zeros, dtype=torch.long), ids]) for zeros, ids in draws]
     )
 )
 def test_shared_row_holds_every_sequence(sequences):
     row, positions, layout, indices = packed_row([ids.tolist() for ids in sequences])
     places = indices.split(list(map(len, sequences)))
     piece_of = torch.repeat_interleave(torch.arange(len(layout.lengths)), torch.tensor(layout.lengths))
-    for ids, own in zip(sequences, places, strict=True):
-        assert row[own].tolist() == ids.tolist()
-        assert positions[own].tolist() == list(range(len(ids)))
-        first, *rest = piece_of[own].unique_consecutive().tolist()
-        assert layout.parents[first] is None
-        assert [layout.parents[piece] for piece in rest] == [first][: len(rest)]
+    for ids, columns in zip(sequences, places, strict=True):
+        assert row[columns].tolist() == ids.tolist()
+        assert positions[columns].tolist() == list(range(len(ids)))
+        first_piece, *later_pieces = piece_of[columns].unique_consecutive().tolist()
+        assert layout.parents[first_piece] is None
+        assert [layout.parents[piece] for piece in later_pieces] == [first_piece][: len(later_pieces)]
     assert len(row) <= sum(map(len, sequences))
     assert sorted(set(indices.tolist())) == list(range(len(row)))
 
@@ -184,9 +184,9 @@ def test_packing_is_refused_before_generation(make_trainer, tokenizer, family, i
     model.config._attn_implementation = implementation
     if layers is not None:
         model.config.layer_types = layers
-    for one in (model, sharded):
+    for candidate in (model, sharded):
         with pytest.raises(ValueError, match=message):
-            enable_packing(one)
+            enable_packing(candidate)
     assert model.config._attn_implementation == implementation
     if implementation == "eager":
         with pytest.raises(ValueError, match=message):

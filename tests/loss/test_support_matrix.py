@@ -50,18 +50,18 @@ def weights(trainer: CreditTrainer) -> dict[str, torch.Tensor]:
 def test_adapter_trains_on_an_unchanged_base(make_family, make_trainer, family, adapter):
     options = {"max_steps": 2, "teacher_update_rate": 0.5, "teacher_sync_steps": 1, "learning_rate": 1e-2}
     trainer = make_trainer(model=make_family(family), peft_config=copy.deepcopy(ADAPTERS[adapter]), **options)
-    before = weights(trainer)
+    initial = weights(trainer)
     trainer.train()
     assert_distilled(trainer)
-    after = weights(trainer)
-    changed = {name for name, value in after.items() if not torch.equal(value, before[name])}
+    final = weights(trainer)
+    changed = {name for name, value in final.items() if not torch.equal(value, initial[name])}
     assert changed
     assert all("lora_" in name for name in changed)
     assert any(".default" in name for name in changed)
     assert any(".teacher" in name for name in changed)
     assert any("lora_magnitude" in name for name in changed) == (adapter == "DoRA")
-    moved = max((after[n] - after[n.replace(".default", ".teacher")]).abs().max() for n in after if ".default" in n)
-    start = max((after[n] - before[n]).abs().max() for n in after if ".default" in n)
+    moved = max((final[n] - final[n.replace(".default", ".teacher")]).abs().max() for n in final if ".default" in n)
+    start = max((final[n] - initial[n]).abs().max() for n in final if ".default" in n)
     assert 0 < moved < start  # between where the student began and where it is
 
 
@@ -71,11 +71,11 @@ def test_recomputed_activations_give_the_same_weights(make_family, make_trainer,
     for recompute in (False, True):
         options = {"max_steps": 1, "optim": "sgd", "gradient_checkpointing": recompute}
         trainer = make_trainer(model=make_family(family), **options)
-        before = weights(trainer)
+        initial = weights(trainer)
         trainer.train()
         assert_distilled(trainer)
         ends.append(weights(trainer))
-    assert any(not torch.equal(ends[0][name], value) for name, value in before.items())
+    assert any(not torch.equal(ends[0][name], value) for name, value in initial.items())
     for name, value in ends[0].items():
         torch.testing.assert_close(ends[1][name], value, rtol=1e-5, atol=1e-7, msg=name)
 
@@ -134,10 +134,10 @@ THINKING = CHAT_TEMPLATE.replace(
 
 @pytest.mark.parametrize("thinks", [True, False], ids=["thinking", "not thinking"])
 def test_contexts_open_the_answer_like_the_student(make_trainer, tokenizer, thinks):
-    own = copy.deepcopy(tokenizer)
-    own.chat_template = THINKING
+    thinking_tokenizer = copy.deepcopy(tokenizer)
+    thinking_tokenizer.chat_template = THINKING
     options = {"max_steps": 1, "contrastive_count": 2, "chat_template_kwargs": {"enable_thinking": thinks}}
-    trainer = make_trainer(processing_class=own, **options)
+    trainer = make_trainer(processing_class=thinking_tokenizer, **options)
     seen, build = [], trainer._build_contexts
 
     def recording(batch):
@@ -150,26 +150,26 @@ def test_contexts_open_the_answer_like_the_student(make_trainer, tokenizer, thin
     assert_distilled(trainer)
     opening = "<|im_start|>assistant\n" + ("" if thinks else "<think>\n\n</think>\n\n")
     assert len(seen) == 8 * 3
-    assert all(own.decode(ids).endswith(opening) for ids in seen)
+    assert all(thinking_tokenizer.decode(ids).endswith(opening) for ids in seen)
 
 
 @pytest.mark.parametrize("adds_bos", [False, True])
 def test_a_vision_language_model_trains_on_prompts_of_text(make_trainer, dataset, adds_bos):
     """The teacher's prompt without z is the student's, also where the tokenizer adds BOS, which processors keep."""
     model, processor = build_vlm("LlavaNext", torch.float32)
-    own = processor.tokenizer
-    own.bos_token = "<boi>"
+    text_tokenizer = processor.tokenizer
+    text_tokenizer.bos_token = "<boi>"
     if adds_bos:
-        pieces = [("<boi>", own.bos_token_id)]
-        own.backend_tokenizer.post_processor = TemplateProcessing(single="<boi> $A", special_tokens=pieces)
+        pieces = [("<boi>", text_tokenizer.bos_token_id)]
+        text_tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<boi> $A", special_tokens=pieces)
     trainer = make_trainer(model=model, processing_class=processor, max_steps=1)
     prompt = dataset[0]["prompt"]
     (student,) = trainer._tokenize_prompts([prompt])[0]
     assert trainer.context_builder.encode(prompt, PrivilegedContext()) == list(student)
-    assert (student[0] == own.bos_token_id) == adds_bos
-    before = weights(trainer)
+    assert (student[0] == text_tokenizer.bos_token_id) == adds_bos
+    initial = weights(trainer)
     trainer.train()
     assert_distilled(trainer)
-    changed = {name for name, value in weights(trainer).items() if not torch.equal(value, before[name])}
+    changed = {name for name, value in weights(trainer).items() if not torch.equal(value, initial[name])}
     assert any("language_model" in name for name in changed)
     assert not any("vision" in name for name in changed)  # no image, no gradient

@@ -103,10 +103,10 @@ def rows(section: str) -> pytest.MarkDecorator:
 @pytest.fixture
 def build(make_config, tokenizer):
     def make(row) -> CreditTrainer:
-        given = {name: made(name, value) for name, value in row.get("arguments", {}).items()}
-        own = {"args": make_config(**row.get("options", {})), "reward_funcs": length_verdicts}
-        own |= {"train_dataset": questions(), "processing_class": tokenizer}
-        return CreditTrainer(**{"model": build_model(tokenizer), **own, **given})
+        row_arguments = {name: made(name, value) for name, value in row.get("arguments", {}).items()}
+        arguments = {"args": make_config(**row.get("options", {})), "reward_funcs": length_verdicts}
+        arguments |= {"train_dataset": questions(), "processing_class": tokenizer}
+        return CreditTrainer(**{"model": build_model(tokenizer), **arguments, **row_arguments})
 
     return make
 
@@ -149,5 +149,5 @@ def test_first_step_warns(build, row):
         trainer = build({**row, "options": {"max_steps": 1}})
         if row.get("trains", True):
             trainer.train()
-    texts = [str(one.message) for one in caught if one.category is CreditWarning]
+    texts = [str(warning.message) for warning in caught if warning.category is CreditWarning]
     assert any(all(part in text for part in row["says"]) for text in texts), texts

@@ -63,8 +63,8 @@ def test_one_marked_cell_switches_to_a_gpu_model(name):
 
 
 def test_first_cells_install_with_one_line():
-    first = {code_of(read(name))[0].source for name in NAMES}
-    assert first == {"%pip install -q credit-trl matplotlib --find-links ."}
+    first_cells = {code_of(read(name))[0].source for name in NAMES}
+    assert first_cells == {"%pip install -q credit-trl matplotlib --find-links ."}
     for text in (cell.source for name in NAMES for cell in read(name).cells):
         assert not re.search(r"colab|git clone|badge", text)  # the repository has no address
 
@@ -74,9 +74,9 @@ def test_notebook_opens_with_what_is_seen_and_ends_with_the_trained_model(name):
     notebook = read(name)
     assert re.search(r"you\s+will\s+see", notebook.cells[0].source, re.IGNORECASE)
     assert shown(notebook, "text/html") + shown(notebook, "image/png") >= 1
-    last = "\n".join(cell.source for cell in code_of(notebook)[-2:])
+    ending = "\n".join(cell.source for cell in code_of(notebook)[-2:])
     for step in ("trainer.save_model(", "pipeline(", 'chat(row["prompt"]', "max_steps", "CreditTrainer("):
-        assert step in last
+        assert step in ending
     assert re.search(r"^  before +'", printed(notebook), re.M)
     assert re.search(r"^  after +'", printed(notebook), re.M)
 

@@ -30,10 +30,10 @@ def imported(path: Path) -> set[str]:
 
 
 def test_imports_are_declared():
-    there = {re.match(r"[\w-]+", text)[0].lower() for text in DECLARED} | BROUGHT
+    declared = {re.match(r"[\w-]+", text)[0].lower() for text in DECLARED} | BROUGHT
     distributions = packages_distributions()
     for path in PACKAGE.rglob("*.py"):
         part = path.relative_to(PACKAGE).parts[0]
         for name in imported(path):
             owners = {owner.lower() for owner in distributions.get(name, [name])}
-            assert owners & there or part in OPTIONAL.get(name, ()), f"{path} needs {name}"
+            assert owners & declared or part in OPTIONAL.get(name, ()), f"{path} needs {name}"

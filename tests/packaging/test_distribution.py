@@ -30,8 +30,8 @@ nbformat = pytest.importorskip("nbformat", reason="needs nbclient: pip install '
 def built(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("dist")
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder)]
-    made = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
-    assert made.returncode == 0, made.stdout + made.stderr
+    build = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
+    assert build.returncode == 0, build.stdout + build.stderr
     return folder
 
 
@@ -66,10 +66,10 @@ def tracked(*folders: str) -> set[str]:
 
 
 def test_wheel_contains_the_package_and_its_recipes(in_wheel):
-    own = {name.removeprefix("src/") for name in tracked("src/credit_trl")}
+    expected = {name.removeprefix("src/") for name in tracked("src/credit_trl")}
     shipped = tracked("examples/recipes", "examples/accelerate")
-    own |= {name.replace("examples/", "credit_trl/", 1) for name in shipped}
-    assert {name for name in in_wheel if ".dist-info/" not in name} == own
+    expected |= {name.replace("examples/", "credit_trl/", 1) for name in shipped}
+    assert {name for name in in_wheel if ".dist-info/" not in name} == expected
     recipe = "livecodebench_qwen3_8b.yaml"
     assert in_wheel[f"credit_trl/recipes/{recipe}"] == (ROOT / "examples" / "recipes" / recipe).read_bytes()
     for name in tracked("src/credit_trl"):
@@ -102,8 +102,8 @@ def clean(wheel, tmp_path_factory) -> Path:
     install = [sys.executable, "-m", "pip", "--python", str(folder / "bin" / "python"), "install", "-q"]
     install += ["--no-deps", "--no-index", "--no-compile", str(wheel)]
     subprocess.run(install, check=True, timeout=120, capture_output=True)
-    (own,) = (folder / "lib").glob("python3.*/site-packages")
-    (own / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    (site_packages,) = (folder / "lib").glob("python3.*/site-packages")
+    (site_packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     return folder / "bin"
 
 

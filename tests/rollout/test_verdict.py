@@ -48,8 +48,8 @@ def test_wrap_returns_floats_and_keeps_feedback_in_order():
 
 def test_feedback_on_turns_is_joined_by_turn():
     log = VerdictLog()
-    for position, own in enumerate([{0: "a", 2: "c"}, {0: "b"}, {0: "a"}]):
-        verdicts = [Verdict(0.0, turn_feedback=own), Verdict(0.0, turn_feedback={1: " "})]
+    for position, texts in enumerate([{0: "a", 2: "c"}, {0: "b"}, {0: "a"}]):
+        verdicts = [Verdict(0.0, turn_feedback=texts), Verdict(0.0, turn_feedback={1: " "})]
         log.wrap(lambda verdicts=verdicts, **_: verdicts, position)()
     assert log.turn_feedback(2) == [{0: "a\n\nb", 2: "c"}, {}]
 

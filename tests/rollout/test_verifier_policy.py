@@ -114,7 +114,10 @@ def test_logs_of_a_failed_or_late_call_are_dropped():
     log = VerdictLog(VerifierPolicy("skip", 0.3))
     graded = log.wrap(verifier, 0)
     for completion in ("late", "fails", "fine"):
-        loggers = {"log_extra": lambda **own: logged.append(own), "log_metric": lambda *own: logged.append(own)}
+        loggers = {
+            "log_extra": lambda **arguments: logged.append(arguments),
+            "log_metric": lambda *arguments: logged.append(arguments),
+        }
         graded(completions=[completion], **loggers)
     may_continue.set()
     assert is_over.wait(30)
@@ -126,8 +129,8 @@ def test_deadline_follows_verifier_timeout():
         return await asyncio.to_thread(remaining_seconds, 900.0)
 
     policy = VerifierPolicy(timeout=30.0)
-    left = [call(policy, remaining_seconds, limit=900.0), call(policy, remaining_seconds), call(policy, later)]
-    assert all(25.0 < seconds <= 31.0 for seconds in left)  # one second after the timeout
+    seconds_left = [call(policy, remaining_seconds, limit=900.0), call(policy, remaining_seconds), call(policy, later)]
+    assert all(25.0 < seconds <= 31.0 for seconds in seconds_left)  # one second after the timeout
     assert call(policy, lambda: remaining_seconds(2.0)) == 2.0
     assert call(VerifierPolicy(), lambda: remaining_seconds(None)) is None
     assert remaining_seconds(900.0) == 900.0

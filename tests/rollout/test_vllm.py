@@ -45,10 +45,10 @@ def adapted(make_model, kind, dtype):
 @pytest.mark.parametrize("kind", TABLES["adapters"])
 def test_engine_gets_merged_adapter_and_model_is_unchanged(make_model, kind, dtype):
     model = adapted(make_model, kind, dtype)
-    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    state_before = {name: weight.clone() for name, weight in model.state_dict().items()}
     sent = {name: weight.clone() for name, weight in merged_weights(model)}
-    after = model.state_dict()
-    assert all(torch.equal(after[name], weight) for name, weight in before.items())
+    state_after = model.state_dict()
+    assert all(torch.equal(state_after[name], weight) for name, weight in state_before.items())
 
     plain = copy.deepcopy(model)
     plain.delete_adapter("teacher")
@@ -67,14 +67,14 @@ def test_each_adapted_parameter_of_a_module_is_sent_merged():
     )
     plain = transformers.AutoModelForCausalLM.from_config(config)
     model = get_peft_model(copy.deepcopy(plain), LoraConfig(r=2, init_lora_weights=False, **TABLES["experts"]))
-    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    state_before = {name: weight.clone() for name, weight in model.state_dict().items()}
     sent = {name: weight.clone() for name, weight in merged_weights(model)}
-    assert all(torch.equal(model.state_dict()[name], weight) for name, weight in before.items())
-    expected, own = dict(model.merge_and_unload().named_parameters()), dict(plain.named_parameters())
-    assert sent.keys() == own.keys()
+    assert all(torch.equal(model.state_dict()[name], weight) for name, weight in state_before.items())
+    expected, plain_parameters = dict(model.merge_and_unload().named_parameters()), dict(plain.named_parameters())
+    assert sent.keys() == plain_parameters.keys()
     for name, weight in sent.items():
         torch.testing.assert_close(weight, expected[name].detach(), rtol=0, atol=1e-7)
-        assert torch.equal(weight, own[name]) == (not any(part in name for part in ("q_proj", "experts")))
+        assert torch.equal(weight, plain_parameters[name]) == (not any(part in name for part in ("q_proj", "experts")))
 
 
 @pytest.mark.parametrize(("process", "seed"), [(0, 11), (1, 11), (2, 12), (3, 12)])
@@ -227,9 +227,11 @@ def noisy_rollouts(prompts, trainer, spread=NOISE):
     completions = torch.randint(97, 122, (len(prompts), LENGTH), generator=generator).tolist()
     ids = [trainer.processing_class(prompt[-1]["content"])["input_ids"] for prompt in prompts]
     logprobs = []
-    for own, completion in zip(ids, completions, strict=True):
+    for prompt_ids, completion in zip(ids, completions, strict=True):
         noise = spread * torch.randn(LENGTH, generator=generator) + spread**2 / 2
-        logprobs.append((logps(trainer.model.eval(), own, completion)[range(LENGTH), completion] + noise).tolist())
+        logprobs.append(
+            (logps(trainer.model.eval(), prompt_ids, completion)[range(LENGTH), completion] + noise).tolist()
+        )
     trainer.model.train(is_training)
     return {"prompt_ids": ids, "completion_ids": completions, "logprobs": logprobs}
 

@@ -124,13 +124,15 @@ class Bait:
 
 def judge(sandbox: PoolSandbox, bait: Bait, escape: Escape) -> tuple[str, list[str]]:
     """Run one escape. Returns its status and the list of faults, empty if it failed to escape."""
-    before, server = bait.state(), sandbox.server_pid
+    state_before, server = bait.state(), sandbox.server_pid
     started = time.monotonic()
-    given = {"stdin": escape.stdin, "fn_name": escape.call, "limits": escape.limits}
-    attempt = Program(escape.source, prelude=bait.prelude(sandbox), **given)
-    outcome, *others = sandbox.run([attempt, attempt, DEMANDING] if escape.beside else [attempt], deadline=60)
+    program_options = {"stdin": escape.stdin, "fn_name": escape.call, "limits": escape.limits}
+    attempt = Program(escape.source, prelude=bait.prelude(sandbox), **program_options)
+    outcome, *neighbours = sandbox.run([attempt, attempt, DEMANDING] if escape.beside else [attempt], deadline=60)
     took = outcome.seconds if escape.beside else time.monotonic() - started
-    faults = [f"changed the outcome beside it: {other}" for other in others[1:] if other.stdout != "42\n"]
+    faults = [
+        f"changed the outcome beside it: {neighbour}" for neighbour in neighbours[1:] if neighbour.stdout != "42\n"
+    ]
     if outcome.status not in escape.statuses:
         faults.append(f"ended as {outcome.status} ({outcome.error[-300:]})")
     said = outcome.stdout + (outcome.value or "") + outcome.error
@@ -139,7 +141,7 @@ def judge(sandbox: PoolSandbox, bait: Bait, escape: Escape) -> tuple[str, list[s
         faults.append("read a secret")
     if outcome.value is not None and outcome.value.replace(" ", "") != escape.value:
         faults.append(f"returned {outcome.value[:100]}")
-    if bait.state() != before:
+    if bait.state() != state_before:
         faults.append("changed files")
     faults += [f"reached {name}" for name in bait.reached()]
     if bait.victim.poll() is not None:
@@ -167,9 +169,9 @@ def next_verdicts(sandbox: PoolSandbox) -> list[str]:
 def _left_behind(sandbox: PoolSandbox) -> list[str]:
     give_up = time.monotonic() + 3
     while True:
-        left = [pid for pid in descendants(sandbox.server_pid) if pid != sandbox.server_pid]
-        if not left:
+        remaining = [pid for pid in descendants(sandbox.server_pid) if pid != sandbox.server_pid]
+        if not remaining:
             return []
         if time.monotonic() > give_up:
-            return [f"left processes {left} behind"]
+            return [f"left processes {remaining} behind"]
         time.sleep(0.01)

@@ -78,7 +78,7 @@ def any_sandbox(request: pytest.FixtureRequest) -> Iterator[object]:
 
 
 @pytest.fixture(scope="module", params=TIERS)
-def held(request: pytest.FixtureRequest) -> Iterator[tuple[object, object]]:
+def opened_tier(request: pytest.FixtureRequest) -> Iterator[tuple[object, object]]:
     """A sandbox of each tier, also as started by an ordinary user, and its bait."""
     from bait import Bait
 

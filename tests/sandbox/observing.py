@@ -30,11 +30,11 @@ def parametrize(names: str, table: str) -> pytest.MarkDecorator:
 
 def check_outcome(sandbox: Sandbox, row: dict) -> None:
     """Run a program of the table `programs.toml` and compare the fields that the row has."""
-    given = {key: row[key] for key in ("source", "stdin", "fn_name", "arguments", "prelude") if key in row}
-    outcome = run_one(sandbox, **given, limits=Limits(**row.get("limits", {})))
-    found = vars(outcome) | {"printed": len(outcome.stdout)}
-    expected = {"status": "ok"} | {key: value for key, value in row.items() if key in found}
-    assert {key: found[key] for key in expected} == expected, row["name"]
+    program_fields = {key: row[key] for key in ("source", "stdin", "fn_name", "arguments", "prelude") if key in row}
+    outcome = run_one(sandbox, **program_fields, limits=Limits(**row.get("limits", {})))
+    observed = vars(outcome) | {"printed": len(outcome.stdout)}
+    expected = {"status": "ok"} | {key: value for key, value in row.items() if key in observed}
+    assert {key: observed[key] for key in expected} == expected, row["name"]
 
 
 def gone(pid: int, within: float = 5.0) -> bool:

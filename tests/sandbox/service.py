@@ -51,8 +51,8 @@ def run_code(body: dict) -> dict:
     started = time.monotonic()
     command = [sys.executable, "-I", "-S", "-X", "utf8", "-c", body["code"]]
     try:
-        given = {"input": body["stdin"].encode(), "timeout": body["run_timeout"]}
-        run = subprocess.run(command, capture_output=True, check=False, **given)
+        run_options = {"input": body["stdin"].encode(), "timeout": body["run_timeout"]}
+        run = subprocess.run(command, capture_output=True, check=False, **run_options)
     except subprocess.TimeoutExpired:
         result = {"status": "TimeLimitExceeded", "execution_time": body["run_timeout"], "return_code": None}
         return {"status": "Failed", "message": "", "run_result": {**result, "stdout": "", "stderr": ""}}

@@ -20,10 +20,10 @@ def twelve_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
 
 
-def put(folder: Path, files: dict[str, str], own: str, monkeypatch: pytest.MonkeyPatch) -> Path:
+def put(folder: Path, files: dict[str, str], own_group: str, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Pretend a file system of control groups with these files, and this process in the group `own`."""
     (folder / "groups").mkdir()
-    (folder / "own").write_text(own + "\n")
+    (folder / "own").write_text(own_group + "\n")
     for name, text in files.items():
         (folder / "groups" / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / "groups" / name).write_text(text + "\n")
@@ -32,9 +32,11 @@ def put(folder: Path, files: dict[str, str], own: str, monkeypatch: pytest.Monke
     return folder / "groups"
 
 
-@parametrize("own files expected", "quotas")
-def test_available_cores_respects_container_quota(twelve_cores, tmp_path, monkeypatch, own, files, expected) -> None:
-    put(tmp_path, files, own, monkeypatch)
+@parametrize("own_group files expected", "quotas")
+def test_available_cores_respects_container_quota(
+    twelve_cores, tmp_path, monkeypatch, own_group, files, expected
+) -> None:
+    put(tmp_path, files, own_group, monkeypatch)
     assert cgroups.available_cores() == expected
 
 
@@ -51,9 +53,11 @@ def test_worker_count_divides_cores_by_local_world_size(twelve_cores, monkeypatc
     assert cgroups.worker_count() == 1
 
 
-@parametrize("own files expected", "delegations")
-def test_group_is_delegated_where_it_limits_memory_and_can_be_written(tmp_path, monkeypatch, own, files, expected):
-    groups = put(tmp_path, files, own, monkeypatch)
+@parametrize("own_group files expected", "delegations")
+def test_group_is_delegated_where_it_limits_memory_and_can_be_written(
+    tmp_path, monkeypatch, own_group, files, expected
+):
+    groups = put(tmp_path, files, own_group, monkeypatch)
     assert cgroups.delegated_group() == (groups / expected if expected else None)
 
 
@@ -83,9 +87,9 @@ def test_each_program_has_a_group_that_limits_its_memory(delegated: Path) -> Non
 
 def test_program_that_the_kernel_ended_for_its_memory_has_that_status(delegated: Path) -> None:
     def kill() -> None:
-        while not (found := list(delegated.glob("credit-trl-*/cgroup.procs"))):
+        while not (actual := list(delegated.glob("credit-trl-*/cgroup.procs"))):
             time.sleep(0.01)
-        (found[0].parent / "memory.events").write_text("low 0\nmax 9\noom 1\noom_kill 2\noom_group_kill 1\n")
+        (actual[0].parent / "memory.events").write_text("low 0\nmax 9\noom 1\noom_kill 2\noom_group_kill 1\n")
 
     with PoolSandbox("unprotected", 1) as opened:
         kernel = threading.Thread(target=kill)

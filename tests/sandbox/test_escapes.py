@@ -15,8 +15,8 @@ CHANNEL = {fields["name"] for fields in DATA["group"]["channel"]}
 
 
 @pytest.mark.parametrize("escape", ESCAPES, ids=lambda escape: escape.name.replace(" ", "_"))
-def test_escape_fails_and_later_outcomes_are_right(held, escape: Escape) -> None:
-    sandbox, bait = held
+def test_escape_fails_and_later_outcomes_are_right(opened_tier, escape: Escape) -> None:
+    sandbox, bait = opened_tier
     if "syscall(" in escape.source and platform.machine() != "x86_64":
         pytest.skip("raw system call numbers of x86_64")
     status, faults = judge(sandbox, bait, escape)

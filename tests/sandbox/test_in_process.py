@@ -88,12 +88,12 @@ def test_errors_and_deaths_are_errors_of_the_call(deed):
 
 
 def test_call_after_an_interrupt_gets_its_own_answer():
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     timer = threading.Timer(0.7, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
     timer.start()
     with pytest.raises(KeyboardInterrupt):
         stubborn.does(["slow"])
-    signal.signal(signal.SIGINT, before)
+    signal.signal(signal.SIGINT, handler)
     assert stubborn.does(["fine"]) == [1.0]
 
 

@@ -191,7 +191,7 @@ def test_open_sandbox_rejects_leaky_isolation(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize(
-    ("isolation", "place", "found", "message"),
+    ("isolation", "place", "replacement", "message"),
     [
         (bubblewrap.Bubblewrap, "bubblewrap.shutil.which", None, "apt-get install bubblewrap"),
         (bubblewrap.Bubblewrap, "bubblewrap._version", (0, 4, 1), r"version 0\.4\.1"),
@@ -199,12 +199,12 @@ def test_open_sandbox_rejects_leaky_isolation(monkeypatch: pytest.MonkeyPatch) -
     ],
     ids=["no bubblewrap", "old bubblewrap", "no Landlock"],
 )
-def test_machine_without_what_a_tier_needs_raises(monkeypatch, isolation, place, found, message) -> None:
-    own = interpreter.find_interpreter()
+def test_machine_without_what_a_tier_needs_raises(monkeypatch, isolation, place, replacement, message) -> None:
+    own_interpreter = interpreter.find_interpreter()
     monkeypatch.setattr(bubblewrap.shutil, "which", lambda name, path: "/usr/bin/bwrap")
-    monkeypatch.setattr(f"credit_trl.sandbox.{place}", lambda *arguments, **options: found)
+    monkeypatch.setattr(f"credit_trl.sandbox.{place}", lambda *arguments, **options: replacement)
     with pytest.raises(SandboxError, match=message):
-        isolation(own)
+        isolation(own_interpreter)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives programs another user")
@@ -222,18 +222,18 @@ def test_private_interpreter_is_copied(monkeypatch, tmp_path: Path, system_pytho
     closed.mkdir(mode=0o700)
     executable = shutil.copy(os.path.realpath(system_python), closed / "python")
     monkeypatch.setattr(sys, "executable", str(executable))
-    found = interpreter.find_interpreter()
+    own_interpreter = interpreter.find_interpreter()
     monkeypatch.setattr(interpreter, "COPIES", str(tmp_path / "copies"))
-    copied = interpreter.public_copy(found)
+    copied = interpreter.public_copy(own_interpreter)
     [home] = (tmp_path / "copies").iterdir()
     assert copied.executable.startswith(str(home))
     assert stat.S_IMODE(home.stat().st_mode) == 0o755
     assert os.path.isfile(os.path.join(copied.stdlib[0], "os.py"))
     assert not os.path.exists(os.path.join(copied.stdlib[0], "test"))
-    assert interpreter.public_copy(found) == copied
+    assert interpreter.public_copy(own_interpreter) == copied
     monkeypatch.setattr(interpreter, "COPIES", "/proc/copies")
     with pytest.raises(SandboxError, match="Use an interpreter that every user can read"):
-        interpreter.public_copy(found)
+        interpreter.public_copy(own_interpreter)
 
 
 @pytest.fixture
@@ -244,8 +244,8 @@ def relocated(monkeypatch: pytest.MonkeyPatch, system_python: str) -> Iterator[P
         home = Path(directory) / "python"
         monkeypatch.setattr(interpreter, "COPIES", directory)
         monkeypatch.setattr(sys, "executable", system_python)
-        found = interpreter.find_interpreter()
-        interpreter._copy(found, [], str(home), os.path.basename(found.stdlib[0]))
+        own_interpreter = interpreter.find_interpreter()
+        interpreter._copy(own_interpreter, [], str(home), os.path.basename(own_interpreter.stdlib[0]))
         [stdlib] = (home / "lib").glob("python*")
         for kind in ("site-packages", "dist-packages"):
             package = stdlib / kind / "planted"
@@ -261,9 +261,9 @@ def test_installed_packages_are_inaccessible(tier: str, relocated: Path, monkeyp
     monkeypatch.setattr(sys, "executable", str(executable))
     with PoolSandbox(tier, 1) as opened:
         [outcome] = opened.run([Program(SOURCES["installed_packages"])])
-    home, read, written = outcome.stdout.splitlines()
+    home, read_attempts, written = outcome.stdout.splitlines()
     assert home.startswith(str(relocated))
-    assert read == written == "['refused', 'refused']"
+    assert read_attempts == written == "['refused', 'refused']"
 
 
 def test_package_directories_resolves_links(tmp_path: Path) -> None:

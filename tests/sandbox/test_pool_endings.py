@@ -88,8 +88,8 @@ def test_malformed_arguments_raise(any_sandbox) -> None:
 def test_long_integers_are_arguments(any_sandbox) -> None:
     long = f"[{'9' * 5_000}]"  # more digits than Python converts by default
     assert run_one(any_sandbox, "def f(a): return a % 10", fn_name="f", arguments=long).value == "9"
-    kept = "import sys\ndef f(a): return sys.get_int_max_str_digits()"
-    assert run_one(any_sandbox, kept, fn_name="f", arguments=long).value == str(sys.get_int_max_str_digits())
+    source = "import sys\ndef f(a): return sys.get_int_max_str_digits()"
+    assert run_one(any_sandbox, source, fn_name="f", arguments=long).value == str(sys.get_int_max_str_digits())
 
 
 def test_waiting_for_another_batch_counts_toward_deadline(sandbox) -> None:
@@ -129,9 +129,9 @@ def test_close_ends_batch_of_another_thread(sandbox) -> None:
 @pytest.fixture
 def interruptible():
     """Let SIGINT raise, also if the shell started the tests in the background and ignores it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
-    signal.signal(signal.SIGINT, before)
+    signal.signal(signal.SIGINT, handler)
 
 
 def test_interrupt_kills_programs(sandbox, interruptible) -> None:

@@ -39,8 +39,8 @@ def decide(program: bytes, machine: str, number: int, *arguments: int, architect
         elif code == 0x06:  # return
             return value
         else:
-            taken = {0x15: accumulator == value, 0x25: accumulator > value, 0x45: bool(accumulator & value)}[code]
-            position += jump_true if taken else jump_false
+            is_taken = {0x15: accumulator == value, 0x25: accumulator > value, 0x45: bool(accumulator & value)}[code]
+            position += jump_true if is_taken else jump_false
 
 
 def filter_of(machine: str, **options: bool) -> bytes:
@@ -84,8 +84,11 @@ def test_filter_checks_arguments(machine: str) -> None:
     answers = {"allowed": ALLOW, "refused": EPERM, "unknown": ENOSYS}
     for answer, rows in CALLS.items():
         for name, *arguments in rows:
-            given = [values.get(argument, argument) for argument in arguments]
-            assert decide(filter_of(machine), machine, call[name], *given) == answers[answer], (name, arguments)
+            values_of_arguments = [values.get(argument, argument) for argument in arguments]
+            assert decide(filter_of(machine), machine, call[name], *values_of_arguments) == answers[answer], (
+                name,
+                arguments,
+            )
 
 
 @pytest.mark.parametrize("mediated", [True, False])

@@ -96,9 +96,9 @@ def test_tests_of_sixty_mebibytes_are_read():
     assert decode_cases(packed(pickle.dumps(json.dumps(cases)))) == cases
 
 
-@pytest.mark.parametrize(("answer", "named"), TABLES["malformed"])
-def test_malformed_answer_raises(answer, named):
-    with pytest.raises(ValueError, match=named):
+@pytest.mark.parametrize(("answer", "message"), TABLES["malformed"])
+def test_malformed_answer_raises(answer, message):
+    with pytest.raises(ValueError, match=message):
         parse_answer(answer)
 
 
@@ -126,9 +126,9 @@ def test_same_output_matches_reference_implementation(printed, expected):
     ours = [line.strip() for line in printed.strip().split("\n")]
     theirs = [line.strip() for line in expected.strip().split("\n")]
     same = len(ours) == len(theirs)
-    for one, other in zip(ours, theirs, strict=False):
-        values = [[number(token) for token in line.split()] for line in (one, other)]
-        same = same and (one == other or (None not in values[0] + values[1] and values[0] == values[1]))
+    for our_line, their_line in zip(ours, theirs, strict=False):
+        values = [[number(token) for token in line.split()] for line in (our_line, their_line)]
+        same = same and (our_line == their_line or (None not in values[0] + values[1] and values[0] == values[1]))
     assert same_output(printed, expected) == same
 
 
@@ -155,7 +155,7 @@ JSON = st.recursive(
 )
 
 
-@given(one=JSON, other=JSON)
-def test_same_value_matches_python_equality(one, other):
-    assert same_return_value(json.dumps(one), json.dumps(one, ensure_ascii=False))
-    assert same_return_value(json.dumps(one), json.dumps(other)) == (one == other)
+@given(value=JSON, expected=JSON)
+def test_same_value_matches_python_equality(value, expected):
+    assert same_return_value(json.dumps(value), json.dumps(value, ensure_ascii=False))
+    assert same_return_value(json.dumps(value), json.dumps(expected)) == (value == expected)

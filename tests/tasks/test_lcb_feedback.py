@@ -28,14 +28,14 @@ def form(failure: str) -> str:
     return FORMS[kind].format(number=int(place) + 1, place=place, short=SHORT)
 
 
-@pytest.mark.parametrize(("statuses", "shown"), TABLES["shown"].values(), ids=TABLES["shown"])
-def test_two_kinds_of_failure_are_shown(statuses, shown):
-    shown = [form(failure) for failure in shown]
+@pytest.mark.parametrize(("statuses", "expected"), TABLES["shown"].values(), ids=TABLES["shown"])
+def test_two_kinds_of_failure_are_shown(statuses, expected):
+    expected = [form(failure) for failure in expected]
     cases = cases_of(len(statuses.split()))
     results = [result_of(cases, place, status, "x", TRACEBACK) for place, status in enumerate(statuses.split())]
-    assert feedback(results) == ("\n\n".join(shown) or None)
+    assert feedback(results) == ("\n\n".join(expected) or None)
     cut_off = feedback(results, truncated=True)
-    assert cut_off == ("\n\n".join([CUT_OFF, *shown]) if shown else None)
+    assert cut_off == ("\n\n".join([CUT_OFF, *expected]) if expected else None)
 
 
 @pytest.mark.parametrize(

@@ -52,20 +52,20 @@ def test_train_split_has_half_of_the_private_tests(write_jsonl):
     path = write_jsonl([hub_row(count, private=count) for count in counts])
     train, test = livecodebench.build("train", path), livecodebench.build("test", path)
     assert train["prompt"][:] == test["prompt"][:]
-    for count, half, whole in zip(counts, train, test, strict=True):
-        assert (len(inputs_of(half)), len(inputs_of(whole))) == (max(1, int(count / 2)), count)
-        assert [given for given in inputs_of(whole) if given in inputs_of(half)] == inputs_of(half)
+    for count, half, full in zip(counts, train, test, strict=True):
+        assert (len(inputs_of(half)), len(inputs_of(full))) == (max(1, int(count / 2)), count)
+        assert [test_input for test_input in inputs_of(full) if test_input in inputs_of(half)] == inputs_of(half)
 
 
 def test_draw_depends_on_seed_and_problem_only(write_jsonl):
     rows = [hub_row(number, private=20) for number in range(8)]
     path, turned = write_jsonl(rows), write_jsonl(rows[::-1][:5], "turned.jsonl")
-    first = {row["id"]: row["answer"] for row in livecodebench.build("train", path)}
+    drawn_answers = {row["id"]: row["answer"] for row in livecodebench.build("train", path)}
     again = {row["id"]: row["answer"] for row in livecodebench.build("train", turned)}
-    other = {row["id"]: row["answer"] for row in livecodebench.build("train", path, seed=1)}
-    assert again.items() <= first.items()
-    assert len(set(first.values())) > 1
-    assert sum(first[name] != other[name] for name in first) >= 7
+    with_other_seed = {row["id"]: row["answer"] for row in livecodebench.build("train", path, seed=1)}
+    assert again.items() <= drawn_answers.items()
+    assert len(set(drawn_answers.values())) > 1
+    assert sum(drawn_answers[name] != with_other_seed[name] for name in drawn_answers) >= 7
 
 
 def test_contest_dates_are_filtered(write_jsonl):
@@ -122,8 +122,8 @@ def test_malformed_row_raises_with_file_row_and_field(write_jsonl, row, field):
 def test_oversized_row_is_named_by_its_question(write_jsonl, monkeypatch):
     monkeypatch.setattr(livecodebench.lcb_cases, "LARGEST", 1_000)
     path = write_jsonl([hub_row(0, private=2), hub_row(1, private=200)])
-    named = "row 2, field 'private_test_cases': of question 'q1', .* more than 1000 bytes"
-    with pytest.raises(ValueError, match=named):
+    message = "row 2, field 'private_test_cases': of question 'q1', .* more than 1000 bytes"
+    with pytest.raises(ValueError, match=message):
         livecodebench.build("test", path)
 
 
@@ -294,8 +294,8 @@ def test_expected_outputs_never_reach_the_sandbox(answer):
     box = RecordingSandbox(*[Outcome("ok", stdout="1", value="1")] * 2)
     livecodebench.verify(fenced("print(1)"), answer(("3\n2", secret), ("10\n4", secret)), sandbox=box)
     assert secret not in repr(box.programs)
-    given = [program.stdin or json.loads(program.arguments) for program in box.programs]
-    assert given == (["3\n2", "10\n4"] if answer is stdin_answer else [[3, 2], [10, 4]])
+    inputs = [program.stdin or json.loads(program.arguments) for program in box.programs]
+    assert inputs == (["3\n2", "10\n4"] if answer is stdin_answer else [[3, 2], [10, 4]])
 
 
 def test_wrong_answers_are_rejected_in_the_batch():

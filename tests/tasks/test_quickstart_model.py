@@ -34,8 +34,8 @@ def test_prompt_is_a_prefix_of_its_conversation_in_chatml(tokenizer):
     messages = [{"role": "system", "content": "S"}, {"role": "user", "content": "U"}]
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     assert prompt == "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nU<|im_end|>\n<|im_start|>assistant\n"
-    whole = tokenizer.apply_chat_template([*messages, {"role": "assistant", "content": "A"}], tokenize=False)
-    assert whole == f"{prompt}A<|im_end|>\n"
+    conversation = tokenizer.apply_chat_template([*messages, {"role": "assistant", "content": "A"}], tokenize=False)
+    assert conversation == f"{prompt}A<|im_end|>\n"
     assert (tokenizer.eos_token, tokenizer.padding_side) == ("<|im_end|>", "left")
 
 
@@ -63,5 +63,5 @@ def test_shipped_base_is_small_tied_and_in_fp32(base):
 
 def test_model_path_resolves_only_the_embedded_model(tmp_path):
     assert model_path("quickstart") == str(SHIPPED)
-    others = ["Qwen/Qwen3-0.6B", str(tmp_path)]
-    assert [model_path(name) for name in others] == others
+    other_names = ["Qwen/Qwen3-0.6B", str(tmp_path)]
+    assert [model_path(name) for name in other_names] == other_names

@@ -59,21 +59,21 @@ def test_published_files_give_their_rows_in_order(shared_data, domain):
         assert built["id"][:] == [f"{domain}-{row['idx']}" for row in published]
         assert [turns[1]["content"] for turns in built["prompt"]] == [row["prompt"] for row in published]
         assert {turns[0]["content"] for turns in built["prompt"]} == {sciknoweval.SYSTEM_PROMPT}
-        other = {"train": "test", "test": "train"}[split]
-        with pytest.raises(ValueError, match=f"nor its {other} part"):
-            load_task(f"sciknoweval:{domain}").build(other, file)
+        other_split = {"train": "test", "test": "train"}[split]
+        with pytest.raises(ValueError, match=f"nor its {other_split} part"):
+            load_task(f"sciknoweval:{domain}").build(other_split, file)
 
 
 def test_hub_rows_become_the_published_questions(write_jsonl):
     rows = [hub_row(place, kind=2 + 2 * (place % 2)) for place in range(30)]
-    other = [hub_row(30, level="L2"), hub_row(31, domain="Physics"), hub_row(32, type="true_or_false")]
-    path = write_jsonl([*rows, *other])
+    other_rows = [hub_row(30, level="L2"), hub_row(31, domain="Physics"), hub_row(32, type="true_or_false")]
+    path = write_jsonl([*rows, *other_rows])
     task = load_task("sciknoweval:biology")
     train, test = task.build("train", path), task.build("test", path)
     assert [len(train), len(test)] == [27, 3]
     assert sorted([*train["id"], *test["id"]]) == sorted(f"biology-{place}" for place in range(30))
-    first = next(row for row in [*train, *test] if row["id"] == "biology-0")
-    assert first["prompt"] == [
+    row_of_first_id = next(row for row in [*train, *test] if row["id"] == "biology-0")
+    assert row_of_first_id["prompt"] == [
         {"role": "system", "content": sciknoweval.SYSTEM_PROMPT},
         {"role": "user", "content": "Question 0?\n\nA: text A\nB: text B\nPlease reason step by step."},
     ]

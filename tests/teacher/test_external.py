@@ -47,17 +47,17 @@ def test_the_students_prompt_is_read_token_for_token(make_trainer, dataset, save
     )
     inputs = prepared(trainer)
     assert inputs["teacher_mask"].all()
-    for i, own in enumerate(trainer.contexts):
-        assert own.teacher == inputs["prompt_ids"][i][inputs["prompt_mask"][i].bool()].tolist()
+    for i, contexts in enumerate(trainer.contexts):
+        assert contexts.teacher == inputs["prompt_ids"][i][inputs["prompt_mask"][i].bool()].tolist()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [PLAIN, {}, {"distillation_weight": 0.5}])
 def test_training_leaves_the_teacher_as_it_was(make_trainer, save_teacher, options):
     trainer = make_trainer(save_teacher(dtype=torch.bfloat16), **options)
-    before = {name: p.clone() for name, p in trainer.teacher.model.named_parameters()}
+    initial = {name: p.clone() for name, p in trainer.teacher.model.named_parameters()}
     trainer.train()
-    assert all(torch.equal(p, before[n]) for n, p in trainer.teacher.model.named_parameters())
+    assert all(torch.equal(p, initial[n]) for n, p in trainer.teacher.model.named_parameters())
     assert {p.dtype for p in trainer.teacher.model.parameters()} == {torch.bfloat16}
     assert not any("credit/teacher_drift" in row for row in trainer.state.log_history)
 
@@ -90,16 +90,18 @@ def test_a_teacher_of_four_bits_scores_as_its_dequantized_weights(make_trainer, 
 
 
 @pytest.mark.parametrize("topk", [20, None])
-@pytest.mark.parametrize(("own", "teachers"), [(3, 0), (0, 3)])
+@pytest.mark.parametrize(("padding", "teachers"), [(3, 0), (0, 3)])
 def test_padded_vocabulary_beside_an_unpadded_one_trains(
-    make_trainer, make_model, save_teacher, tokenizer, own, teachers, topk
+    make_trainer, make_model, save_teacher, tokenizer, padding, teachers, topk
 ):
     path = save_teacher(vocab_size=len(tokenizer) + teachers)
-    trainer = make_trainer(path, model=make_model(vocab_size=len(tokenizer) + own), distillation_topk=topk, **PLAIN)
+    trainer = make_trainer(
+        path, model=make_model(vocab_size=len(tokenizer) + padding), distillation_topk=topk, **PLAIN
+    )
     weight = trainer.teacher.model.get_output_embeddings().weight
-    assert len(weight) == len(tokenizer) + max(own, teachers)
-    if own:  # the logit of an average token
-        torch.testing.assert_close(weight[-1], weight[:-own].mean(dim=0))
+    assert len(weight) == len(tokenizer) + max(padding, teachers)
+    if padding:  # the logit of an average token
+        torch.testing.assert_close(weight[-1], weight[:-padding].mean(dim=0))
     trainer.train()
     assert math.isfinite(trainer.state.log_history[0]["loss"])
 
@@ -110,8 +112,10 @@ def test_another_vocabulary_is_an_error_with_the_first_differing_id(make_trainer
     vocab = saved["model"]["vocab"]
     vocab["B"], vocab["C"] = vocab["C"], vocab["B"]
     path.write_text(json.dumps(saved))
-    first = min(vocab["B"], vocab["C"])
-    with pytest.raises(ValueError, match=rf"first differing id is {first}, 'B' for the policy and 'C'.*2 of .*GOLD"):
+    first_id = min(vocab["B"], vocab["C"])
+    with pytest.raises(
+        ValueError, match=rf"first differing id is {first_id}, 'B' for the policy and 'C'.*2 of .*GOLD"
+    ):
         make_trainer(str(path.parent), **PLAIN)
 
 
@@ -119,19 +123,21 @@ def test_another_vocabulary_is_an_error_with_the_first_differing_id(make_trainer
 def test_resuming_checks_the_name_and_stores_no_weights(make_trainer, save_teacher, tmp_path):
     path = save_teacher()
     options = {"save_strategy": "steps", "save_steps": 1, "max_steps": 2, **PLAIN}
-    whole = make_trainer(path, **options)
-    whole.train()
+    uninterrupted = make_trainer(path, **options)
+    uninterrupted.train()
     checkpoint = tmp_path / "run" / "checkpoint-1"
     assert (checkpoint / "teacher.json").is_file()
     assert not (checkpoint / "teacher.safetensors").exists()
     resumed = make_trainer(path, **options)
     resumed.train(resume_from_checkpoint=str(checkpoint))
-    assert all(torch.equal(a, b) for a, b in zip(whole.model.parameters(), resumed.model.parameters(), strict=True))
-    other = make_trainer(save_teacher("other", seed=6), **options)
+    assert all(
+        torch.equal(a, b) for a, b in zip(uninterrupted.model.parameters(), resumed.model.parameters(), strict=True)
+    )
+    with_other_teacher = make_trainer(save_teacher("other", seed=6), **options)
     with pytest.raises(ValueError, match=r"other options .*`teacher_model_name_or_path`: .*`resume_changes='allow'`"):
-        other.train(resume_from_checkpoint=str(checkpoint))
-    other.train(resume_from_checkpoint=str(checkpoint), resume_changes="allow")
-    assert other.state.global_step == 2
+        with_other_teacher.train(resume_from_checkpoint=str(checkpoint))
+    with_other_teacher.train(resume_from_checkpoint=str(checkpoint), resume_changes="allow")
+    assert with_other_teacher.state.global_step == 2
 
 
 def test_another_commit_or_revision_of_the_same_teacher_is_refused(make_trainer, save_teacher, tmp_path):

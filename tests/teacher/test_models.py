@@ -67,12 +67,12 @@ def test_base_teacher_is_constant_and_live_is_policy(make_trainer, lora):
     def trained(kind):
         trainer = make_trainer(peft_config=adapters() if lora else None, teacher_model_kind=kind)
         weights = {} if kind == "live" else trainer.teacher.named_weights()
-        before = {name: weight.clone() for name, weight in weights.items()}
+        initial = {name: weight.clone() for name, weight in weights.items()}
         trainer.train()
-        return trainer, before
+        return trainer, initial
 
-    base, before = trained("base")
-    assert all(torch.equal(weight, before[name]) for name, weight in base.teacher.named_weights().items())
+    base, initial = trained("base")
+    assert all(torch.equal(weight, initial[name]) for name, weight in base.teacher.named_weights().items())
     assert base.teacher.drift() > 0.0
     live, _ = trained("live")
     assert type(live.teacher) is Teacher
@@ -94,12 +94,12 @@ def test_frozen_tied_embeddings_are_shared_by_both_names(make_model, kind):
 def test_ema_of_bf16_policy_is_fp32_and_keeps_small_steps(make_model):
     student = make_model(dtype=torch.bfloat16)
     teacher = make_teacher("ema", student, Accelerator(cpu=True))
-    before = {name: weight.clone() for name, weight in teacher.named_weights().items()}
+    initial = {name: weight.clone() for name, weight in teacher.named_weights().items()}
     with torch.no_grad():
         for parameter in student.parameters():
             parameter += 0.01
     teacher.update(0.01)
-    moved = [not torch.equal(weight, before[name]) for name, weight in teacher.named_weights().items()]
+    moved = [not torch.equal(weight, initial[name]) for name, weight in teacher.named_weights().items()]
     assert all(moved)
     assert all(weight.dtype is torch.float32 for weight in teacher.named_weights().values())
 
@@ -135,22 +135,22 @@ def test_adapter_init_changes_base_once(make_model, start):
     model = get_peft_model(make_model(), LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=start)).eval()
     ids = torch.tensor([[1, 2, 3]])
     with torch.no_grad():
-        before = model(input_ids=ids).logits
+        initial = model(input_ids=ids).logits
         teacher = make_teacher("ema", model, Accelerator(cpu=True))
-        assert torch.equal(model(input_ids=ids).logits, before)
+        assert torch.equal(model(input_ids=ids).logits, initial)
         with teacher.active() as scoring:
-            assert torch.equal(scoring(input_ids=ids).logits, before)
+            assert torch.equal(scoring(input_ids=ids).logits, initial)
     assert model.peft_config["default"].init_lora_weights == start
 
 
 def test_teacher_round_trips_and_mismatch_is_refused(make_model, tmp_path):
     accelerator = Accelerator(cpu=True)
-    first = make_teacher("ema", make_model(seed=1), accelerator)
+    saved = make_teacher("ema", make_model(seed=1), accelerator)
     second = make_teacher("ema", make_model(seed=2), accelerator)
-    first.save(tmp_path, True)
+    saved.save(tmp_path, True)
     second.load(tmp_path)
     for name, weight in second.named_weights().items():
-        assert torch.equal(weight, first.named_weights()[name])
+        assert torch.equal(weight, saved.named_weights()[name])
     foreign = make_teacher("ema", get_peft_model(make_model(), adapters()), accelerator)
     with pytest.raises(ValueError, match=r"different parameters .*same fine-tuning method"):
         foreign.load(tmp_path)
@@ -162,7 +162,7 @@ def test_later_activation_checkpointing_keeps_names(make_model, tmp_path, lora):
     model = get_peft_model(make_model(), adapters()) if lora else make_model()
     teacher = make_teacher("ema", model, Accelerator(cpu=True))
     names = teacher.named_weights().keys()
-    before = {name: weight.clone() for name, weight in teacher.named_weights().items()}
+    initial = {name: weight.clone() for name, weight in teacher.named_weights().items()}
     apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, Qwen3DecoderLayer))
     assert any("_checkpoint_wrapped_module" in name for name, _ in model.named_parameters())
     with torch.no_grad():
@@ -172,7 +172,7 @@ def test_later_activation_checkpointing_keeps_names(make_model, tmp_path, lora):
     teacher.update(0.5)
     assert teacher.named_weights().keys() == names
     for name, weight in teacher.named_weights().items():
-        torch.testing.assert_close(weight, before[name] + 0.5)
+        torch.testing.assert_close(weight, initial[name] + 0.5)
     teacher.save(tmp_path, True)
     assert load_file(tmp_path / TEACHER_FILE).keys() == names
 
@@ -183,7 +183,7 @@ def test_saving_and_loading_gather_one_tensor_at_a_time(make_model, tmp_path, mo
     tensors, alive = [], []
 
     def track(tensor):
-        alive.append(sum(one() is not None for one in tensors))
+        alive.append(sum(reference() is not None for reference in tensors))
         tensors.append(weakref.ref(tensor))
         return tensor
 

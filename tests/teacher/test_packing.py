@@ -33,8 +33,8 @@ def naive_varlen(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, 
     """What torch's kernel computes: the last query of each sequence sees its last key and those before it."""
     bounds = [pairwise(cu.tolist()) for cu in (cu_seq_q, cu_seq_k)]
     outputs = []
-    for (start, end), (first, last) in zip(*bounds, strict=True):
-        states = [query[start:end], key[first:last], value[first:last]]
+    for (start, end), (key_start, key_end) in zip(*bounds, strict=True):
+        states = [query[start:end], key[key_start:key_end], value[key_start:key_end]]
         outputs.append(dense(*(x.transpose(0, 1)[None] for x in states), window_size[0] + 1)[0].float())
     assert (max_q, max_k) == (cu_seq_q.diff().max(), cu_seq_k.diff().max())
     assert (scale, enable_gqa) == (0.3, True)
@@ -49,19 +49,19 @@ def make_states(heads, width, dtype=torch.float32, device="cpu"):
     return SimpleNamespace(is_causal=True, num_key_value_groups=heads[0] // heads[1], training=False), states
 
 
-def assert_that_of_the_sequences(found, states, window, atol):
+def assert_that_of_the_sequences(actual, states, window, atol):
     """The output of attention and its gradients are those of dense attention over each sequence."""
     pieces = torch.arange(sum(LENGTHS)).split(LENGTHS)
     expected = []
-    for own, parent in zip(pieces, PARENTS, strict=True):
-        whole = own if parent is None else torch.cat([pieces[parent], own])
-        expected.append(dense(*(x[:, :, whole] for x in states), window)[:, -len(own) :])
+    for piece, parent in zip(pieces, PARENTS, strict=True):
+        columns = piece if parent is None else torch.cat([pieces[parent], piece])
+        expected.append(dense(*(x[:, :, columns] for x in states), window)[:, -len(piece) :])
     expected = torch.cat(expected, dim=1)
-    torch.testing.assert_close(found.double(), expected, rtol=0, atol=atol)
-    weights = torch.randn(found.shape, generator=torch.Generator().manual_seed(1)).to(found.device)
-    gradients = (torch.autograd.grad((of * weights).sum(), states) for of in (found, expected))
-    for own, other in zip(*gradients, strict=True):
-        torch.testing.assert_close(own, other, rtol=10 * atol, atol=10 * atol)
+    torch.testing.assert_close(actual.double(), expected, rtol=0, atol=atol)
+    weights = torch.randn(actual.shape, generator=torch.Generator().manual_seed(1)).to(actual.device)
+    gradients = (torch.autograd.grad((of * weights).sum(), states) for of in (actual, expected))
+    for piece, expected_gradient in zip(*gradients, strict=True):
+        torch.testing.assert_close(piece, expected_gradient, rtol=10 * atol, atol=10 * atol)
 
 
 @pytest.mark.parametrize("window", WINDOWS)
@@ -77,13 +77,16 @@ def test_attention_is_that_of_the_sequences_with_small_masks(monkeypatch, heads,
 
     monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", counted)
     module, states = make_states(heads, 8)
-    found, _ = packed_sdpa(module, *states, None, RowLayout(LENGTHS, PARENTS), sliding_window=window, scaling=0.3)
-    assert_that_of_the_sequences(found, states, window, 1e-6)
+    actual, _ = packed_sdpa(module, *states, None, RowLayout(LENGTHS, PARENTS), sliding_window=window, scaling=0.3)
+    assert_that_of_the_sequences(actual, states, window, 1e-6)
     assert len(masks) == len(LENGTHS)
-    whole = [own if parent is None else LENGTHS[parent] + own for own, parent in zip(LENGTHS, PARENTS, strict=True)]
-    for mask, own, length in zip(masks, LENGTHS, whole, strict=True):
-        is_masked = 2 * own < length or (window is not None and length > window)
-        assert (None if mask is None else mask.shape[2:]) == ((own, length) if is_masked else None)
+    full_lengths = [
+        length_of_piece if parent is None else LENGTHS[parent] + length_of_piece
+        for length_of_piece, parent in zip(LENGTHS, PARENTS, strict=True)
+    ]
+    for mask, length_of_piece, length in zip(masks, LENGTHS, full_lengths, strict=True):
+        is_masked = 2 * length_of_piece < length or (window is not None and length > window)
+        assert (None if mask is None else mask.shape[2:]) == ((length_of_piece, length) if is_masked else None)
 
 
 @pytest.mark.parametrize("window", WINDOWS)
@@ -102,8 +105,8 @@ def test_one_call_with_variable_lengths_is_that_of_the_sequences(monkeypatch, wi
     layout = RowLayout(LENGTHS, PARENTS)
     formed = []
     for _ in range(2):  # layers
-        found, _ = packed_sdpa(module, *states, None, layout, sliding_window=window, scaling=0.3)
-        assert_that_of_the_sequences(found, states, window, 2e-2 if on_gpu else 1e-6)
+        actual, _ = packed_sdpa(module, *states, None, layout, sliding_window=window, scaling=0.3)
+        assert_that_of_the_sequences(actual, states, window, 2e-2 if on_gpu else 1e-6)
         formed.append(layout._varlen)
     assert formed[0] is formed[1] is not None
 
@@ -116,6 +119,6 @@ def test_states_that_the_kernel_does_not_read_take_a_call_for_each_piece(monkeyp
     monkeypatch.setattr(packing, "has_varlen_kernel", lambda device: True)
     module, states = make_states((2, 2), width)
     layout = RowLayout(LENGTHS, PARENTS)
-    found, _ = packed_sdpa(module, *states, None, layout, scaling=0.3)
-    assert_that_of_the_sequences(found, states, None, 1e-6)
+    actual, _ = packed_sdpa(module, *states, None, layout, scaling=0.3)
+    assert_that_of_the_sequences(actual, states, None, 1e-6)
     assert layout._varlen is None

@@ -36,8 +36,8 @@ def test_success_weights_give_the_mean_gap_of_mixed_groups(rewards, size, data):
     is_scored = [has and tokens for has, tokens in zip(has_teacher, has_tokens, strict=True)]
     values = [data.draw(st.floats(-5, 5)) for _ in rewards]
     gaps = []
-    for first in range(0, len(rewards), size):
-        group = range(first, first + size)
+    for start in range(0, len(rewards), size):
+        group = range(start, start + size)
         won = [values[i] for i in group if is_scored[i] and rewards[i] == 1.0]
         lost = [values[i] for i in group if is_scored[i] and rewards[i] == 0.0]
         if won and lost:
@@ -66,10 +66,10 @@ def observe(*, frozen_teacher=False, **series):
     return {cause.removeprefix("drift_") for cause in alarms.raised}
 
 
-@pytest.mark.parametrize(("name", "first", "last", "cause"), TABLES["windows"])
-def test_alarm_compares_the_latest_with_the_first_window(name, first, last, cause):
-    assert observe(**{name: [first] * WINDOW + [last] * WINDOW}) == ({cause} if cause else set())
-    assert observe(**{name: [first] * WINDOW + [last] * (WINDOW - 1)}) == set()
+@pytest.mark.parametrize(("name", "first_value", "last_value", "cause"), TABLES["windows"])
+def test_alarm_compares_the_latest_with_the_first_window(name, first_value, last_value, cause):
+    assert observe(**{name: [first_value] * WINDOW + [last_value] * WINDOW}) == ({cause} if cause else set())
+    assert observe(**{name: [first_value] * WINDOW + [last_value] * (WINDOW - 1)}) == set()
 
 
 def test_noise_without_a_trend_raises_no_alarm():

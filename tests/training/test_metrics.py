@@ -36,29 +36,29 @@ def token_metrics(*losses, is_sampled=False, reduce=lambda local: local):
     for loss in losses:
         metrics.add("train", loss)
     assert metrics.read("eval") == {}
-    found = metrics.read("train")
+    values = metrics.read("train")
     assert metrics.read("train") == {}
-    return found
+    return values
 
 
 def test_token_metrics_are_moments_at_the_sampled_tokens():
-    given, contrasted = terms(50), torch.tensor([True, False]).repeat(25)
-    metrics = token_metrics(micro_batch(given, contrasted))
-    f, g, p = given.teacher_token_logps, given.generic_token_logps, given.token_logps
+    token_terms, contrasted = terms(50), torch.tensor([True, False]).repeat(25)
+    metrics = token_metrics(micro_batch(token_terms, contrasted))
+    f, g, p = token_terms.teacher_token_logps, token_terms.generic_token_logps, token_terms.token_logps
     specific = (f - g)[::2]
     expected = {
-        "credit/advantage_mean": given.advantages.mean(),
-        "credit/advantage_std": given.advantages.std(correction=0),
-        "credit/kl_to_teacher": given.kl_to_teacher[::2].mean(),
+        "credit/advantage_mean": token_terms.advantages.mean(),
+        "credit/advantage_std": token_terms.advantages.std(correction=0),
+        "credit/kl_to_teacher": token_terms.kl_to_teacher[::2].mean(),
         "credit/s_mean": specific.mean(),
         "credit/s_std": specific.std(correction=0),
         "credit/generic_mean": g[::2].mean(),
         "credit/delta_v_mean": (f - p).mean(),
         "credit/delta_v_std": (f - p).std(correction=0),
         "credit/s_accepted": specific[f[::2] > math.log(0.5)].square().mean().sqrt(),
-        "credit/kl_to_target": given.kl_to_target.mean(),
-        "credit/support_mass_student": given.student_mass.mean(),
-        "credit/support_mass_teacher": given.teacher_mass.mean(),
+        "credit/kl_to_target": token_terms.kl_to_target.mean(),
+        "credit/support_mass_student": token_terms.student_mass.mean(),
+        "credit/support_mass_teacher": token_terms.teacher_mass.mean(),
     }
     for name, value in expected.items():
         assert metrics[name] == pytest.approx(value.item(), rel=1e-5, abs=1e-6), name
@@ -71,10 +71,10 @@ def test_sums_over_processes_give_global_metrics():
     token_metrics(losses[0], reduce=lambda local: gathered.append(local) or local)
     apart = token_metrics(losses[1], reduce=lambda local: gathered[0] + local)
     joined = CreditLoss(*map(torch.hstack, zip(*parts, strict=True)))
-    whole = micro_batch(joined, torch.cat(masks), torch.tensor(0.25), torch.cat(engines))
-    together = token_metrics(whole)
+    joined_batch = micro_batch(joined, torch.cat(masks), torch.tensor(0.25), torch.cat(engines))
+    together = token_metrics(joined_batch)
     assert "sampling/importance_sampling_ratio/mean" in together
-    medians = [part.ratio.median().item() for part in (*parts, whole.terms)]  # that of a log is their mean
+    medians = [part.ratio.median().item() for part in (*parts, joined_batch.terms)]  # that of a log is their mean
     name = "sampling/importance_sampling_ratio/median"
     assert [apart.pop(name), together.pop(name)] == pytest.approx([sum(medians[:2]) / 2, medians[2]])
     assert apart == pytest.approx(together)
@@ -141,8 +141,8 @@ def test_every_metric_is_logged_at_every_step(run, weight):
     for entry in evaluation:
         assert all(math.isfinite(entry[f"eval_{name}"]) for name in TABLES["every_step"])
     table = (Path(__file__).parents[2] / "docs" / "options.md").read_text()
-    named = {name for name in train[0] if name.startswith("credit/") and "seconds" not in name}
-    assert not {name for name in named if f"| `{name}`" not in table and f", `{name}`" not in table}
+    names = {name for name in train[0] if name.startswith("credit/") and "seconds" not in name}
+    assert not {name for name in names if f"| `{name}`" not in table and f", `{name}`" not in table}
     for name in {**train[0], **evaluation[0]}:
         with pytest.raises(ValueError, match="a name that the trainer"):
             Verdict(0.0, None, {name: 1.0})
@@ -233,9 +233,9 @@ def test_undefined_metrics_of_a_batch_without_contrast_prompts_reach_no_logger(r
 
 @pytest.mark.parametrize(("kind", "value"), [("missing", math.nan), ("infinite", -math.inf)])
 def test_engine_without_log_probabilities_is_no_engine_without_differences(kind, value):
-    given = terms(10)
-    engine = given.token_logps.clone()
-    loss = micro_batch(given, torch.ones(10, dtype=torch.bool), engine=engine)
+    token_terms = terms(10)
+    engine = token_terms.token_logps.clone()
+    loss = micro_batch(token_terms, torch.ones(10, dtype=torch.bool), engine=engine)
     assert token_metrics(loss)[f"sampling/frac_{kind}_logps"] == 0.0
     engine[:4] = value
     metrics = token_metrics(loss)

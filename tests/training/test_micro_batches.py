@@ -45,14 +45,14 @@ def ragged_rollouts(prompts, trainer):
 @pytest.fixture
 def make_trainer(make_trainer, dataset, no_engine):
     def make(lora=False, vllm=False, **options):
-        given = {"max_completion_length": 48, "max_steps": 8, "rollout_func": ragged_rollouts}
+        defaults = {"max_completion_length": 48, "max_steps": 8, "rollout_func": ragged_rollouts}
         if vllm:
-            given |= {"use_vllm": True, "vllm_mode": "colocate"}
+            defaults |= {"use_vllm": True, "vllm_mode": "colocate"}
         if lora:
-            given["peft_config"] = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+            defaults["peft_config"] = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
         if "eval_strategy" in options:
-            given["eval_rows"] = dataset.select(range(2))
-        trainer = make_trainer(**given | options)
+            defaults["eval_rows"] = dataset.select(range(2))
+        trainer = make_trainer(**defaults | options)
         if vllm:
             trainer.vllm_generation.sync_weights = lambda: None
         return trainer
@@ -68,9 +68,9 @@ def count_reads(trainer):
         reads[torch.is_grad_enabled()] += args[0].numel()
 
     def uncounted(*args):
-        before = reads[False]
+        initial = reads[False]
         generated = generate(*args)
-        reads[False] = before
+        reads[False] = initial
         return generated
 
     trainer.model.get_input_embeddings().register_forward_hook(count)
@@ -86,11 +86,11 @@ def trained(trainer, **arguments):
     return [(row["loss"], row["grad_norm"]) for row in log], weights, log
 
 
-def assert_equal_runs(first, second, rtol=1e-6):
+def assert_equal_runs(expected, second, rtol=1e-6):
     """To 1e-6 in fp32: sums are ordered otherwise where rows are shorter or share another micro-batch."""
-    torch.testing.assert_close(torch.tensor(first[0]), torch.tensor(second[0]), rtol=rtol, atol=1e-6)
-    assert first[1].keys() == second[1].keys()
-    for name, weight in first[1].items():
+    torch.testing.assert_close(torch.tensor(expected[0]), torch.tensor(second[0]), rtol=rtol, atol=1e-6)
+    assert expected[1].keys() == second[1].keys()
+    for name, weight in expected[1].items():
         assert (weight - second[1][name]).abs().max() <= 1e-6, name
 
 

@@ -36,8 +36,8 @@ def weights(trainer):
     return student | {f"teacher.{n}": p for n, p in stored.items()}
 
 
-def assert_same_weights(trainer, other):
-    expected = weights(other)
+def assert_same_weights(trainer, expected_trainer):
+    expected = weights(expected_trainer)
     for name, value in weights(trainer).items():
         assert torch.equal(value, expected[name]), name
 
@@ -58,18 +58,18 @@ def train(make_trainer, tmp_path):
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
-@pytest.mark.parametrize(("stop", "last", "options"), TABLES["stops"].values(), ids=TABLES["stops"])
-def test_resumed_run_equals_uninterrupted_run_bitwise(train, tmp_path, lora, stop, last, options):
-    options = {"max_steps": last, "save_steps": stop, **options}
-    whole = train(tmp_path / "whole", lora=lora, **options)
+@pytest.mark.parametrize(("stop", "last_step", "options"), TABLES["stops"].values(), ids=TABLES["stops"])
+def test_resumed_run_equals_uninterrupted_run_bitwise(train, tmp_path, lora, stop, last_step, options):
+    options = {"max_steps": last_step, "save_steps": stop, **options}
+    uninterrupted = train(tmp_path / "whole", lora=lora, **options)
     checkpoint = tmp_path / "whole" / f"checkpoint-{stop}"
     shutil.copytree(checkpoint, tmp_path / "resumed" / checkpoint.name)
     resumed = train(tmp_path / "resumed", resume=str(tmp_path / "resumed" / checkpoint.name), lora=lora, **options)
-    assert resumed.state.global_step == whole.state.global_step == last
-    assert_same_weights(resumed, whole)
-    losses = [[entry["loss"] for entry in t.state.log_history if "loss" in entry] for t in (whole, resumed)]
+    assert resumed.state.global_step == uninterrupted.state.global_step == last_step
+    assert_same_weights(resumed, uninterrupted)
+    losses = [[entry["loss"] for entry in t.state.log_history if "loss" in entry] for t in (uninterrupted, resumed)]
     assert losses[0] == losses[1]
-    assert any(not torch.equal(value, resumed.begun[name]) for name, value in weights(whole).items())
+    assert any(not torch.equal(value, resumed.begun[name]) for name, value in weights(uninterrupted).items())
 
 
 @pytest.mark.parametrize(  # 11: an epoch leaves a row unread
@@ -78,30 +78,32 @@ def test_resumed_run_equals_uninterrupted_run_bitwise(train, tmp_path, lora, sto
 def test_resumed_run_goes_on_at_its_place_in_a_stream(train, dataset, tmp_path, rows, accumulation):
     stream = dataset.select(range(rows)).to_iterable_dataset()
     options = TABLES["stream"] | {"gradient_accumulation_steps": accumulation}
-    whole = train(rows=stream, **options)
-    assert whole.state.epoch > 1
+    uninterrupted = train(rows=stream, **options)
+    assert uninterrupted.state.epoch > 1
     for stop in (8, 6, 4):  # in the second epoch, at the end of the first, inside it
-        assert_same_weights(train(rows=stream, resume=str(tmp_path / f"checkpoint-{stop}"), **options), whole)
+        assert_same_weights(train(rows=stream, resume=str(tmp_path / f"checkpoint-{stop}"), **options), uninterrupted)
 
 
 @pytest.mark.parametrize("stop", [1, 2])
 def test_resumed_run_with_more_steps_goes_on_at_its_place_in_a_stream(train, dataset, tmp_path, stop):
     options = {"rows": dataset.to_iterable_dataset(), "lr_scheduler_type": "constant", "save_steps": 1}
-    whole = train(tmp_path / "whole", max_steps=4, **options)
+    uninterrupted = train(tmp_path / "whole", max_steps=4, **options)
     train(max_steps=2, **options)
     resumed = train(resume=str(tmp_path / f"checkpoint-{stop}"), max_steps=4, **options)
-    assert_same_weights(resumed, whole)
+    assert_same_weights(resumed, uninterrupted)
 
 
-@pytest.mark.parametrize("last", [2, 6])  # inside an epoch and at its end
-def test_resuming_from_last_step_takes_no_step(train, tmp_path, last):
-    options = {"max_steps": last, "save_steps": last, "lr_scheduler_type": "constant"}
-    whole = train(**options)
-    with pytest.warns(CreditWarning, match=f"of step {last}, and this run ends after step {last}.* Raise `max_steps`"):
-        resumed = train(resume=str(tmp_path / f"checkpoint-{last}"), **options)
-    assert resumed.state.global_step == last
-    assert [path.name for path in tmp_path.glob("checkpoint-*")] == [f"checkpoint-{last}"]
-    assert_same_weights(resumed, whole)
+@pytest.mark.parametrize("last_step", [2, 6])  # inside an epoch and at its end
+def test_resuming_from_last_step_takes_no_step(train, tmp_path, last_step):
+    options = {"max_steps": last_step, "save_steps": last_step, "lr_scheduler_type": "constant"}
+    uninterrupted = train(**options)
+    with pytest.warns(
+        CreditWarning, match=f"of step {last_step}, and this run ends after step {last_step}.* Raise `max_steps`"
+    ):
+        resumed = train(resume=str(tmp_path / f"checkpoint-{last_step}"), **options)
+    assert resumed.state.global_step == last_step
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == [f"checkpoint-{last_step}"]
+    assert_same_weights(resumed, uninterrupted)
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
@@ -141,14 +143,14 @@ def test_changed_objective_is_refused_with_its_list_unless_allowed(train, tmp_pa
         assert difference in str(refused.value)
     assert train(resume="latest", changes="allow", **options).state.global_step == 2
     segments = json.loads((tmp_path / "run.json").read_text())["segments"]
-    assert [(one["step"], one["options"]["contrastive_coef"]) for one in segments] == [(0, 0.1), (1, 0.3)]
+    assert [(segment["step"], segment["options"]["contrastive_coef"]) for segment in segments] == [(0, 0.1), (1, 0.3)]
 
 
-@pytest.mark.parametrize(("saved", "own", "message"), TABLES["methods"])
-def test_another_fine_tuning_method_is_refused_with_its_fix(train, tmp_path, saved, own, message):
+@pytest.mark.parametrize(("saved", "resumed_with", "message"), TABLES["methods"])
+def test_another_fine_tuning_method_is_refused_with_its_fix(train, tmp_path, saved, resumed_with, message):
     train(lora=saved, max_steps=1, save_steps=1)
     with pytest.raises(ValueError, match=f"{message}.*Resume with those of the checkpoint"):
-        train(lora=own, resume=str(tmp_path / "checkpoint-1"), max_steps=2)
+        train(lora=resumed_with, resume=str(tmp_path / "checkpoint-1"), max_steps=2)
 
 
 @pytest.mark.parametrize("schedule", ["constant", "linear"])
@@ -173,16 +175,16 @@ def test_layout_may_change_only_at_generation_boundary(make_trainer, tmp_path, c
     """Pass 12 of a layout with four passes per batch is pass 24 of one with eight."""
     layout = {"per_device_train_batch_size": 4, "steps_per_generation": 4}
     trainer = make_trainer(**layout)
-    other = make_trainer(**layout | change)
+    resumed = make_trainer(**layout | change)
     trainer._step = 12
     trainer._save_progress(tmp_path)
-    other._load_progress(tmp_path)
-    assert (other._step, other._buffered_inputs) == (3 * other.args.steps_per_generation, None)
+    resumed._load_progress(tmp_path)
+    assert (resumed._step, resumed._buffered_inputs) == (3 * resumed.args.steps_per_generation, None)
     trainer._step = 13
     trainer._buffered_inputs = [{"ids": torch.arange(3)}]
     trainer._save_progress(tmp_path)
     with pytest.raises(ValueError, match="by 1 processes of 4 passes of 4 rollouts; this run has"):
-        other._load_progress(tmp_path)
+        resumed._load_progress(tmp_path)
 
 
 def test_each_evaluation_draws_the_same_contrasts(make_trainer, dataset, monkeypatch):
@@ -202,9 +204,9 @@ def test_each_evaluation_draws_the_same_contrasts(make_trainer, dataset, monkeyp
 def test_weights_that_are_stored_by_other_names_are_loaded(train, make_family, dataset, tmp_path):
     """`save_pretrained` stores the fused experts of Qwen3-MoE one by one."""
     options = {"max_steps": 2, "save_steps": 1}
-    whole = train(model=make_family("Qwen3Moe"), **options)
+    uninterrupted = train(model=make_family("Qwen3Moe"), **options)
     resumed = train(model=make_family("Qwen3Moe"), resume=str(tmp_path / "checkpoint-1"), **options)
-    assert_same_weights(resumed, whole)
+    assert_same_weights(resumed, uninterrupted)
     best = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "eval_strategy": "steps", "eval_steps": 1}
     for greater in (False, True):  # one of them has its best model at step 1
         best |= {"greater_is_better": greater, "eval_rows": dataset, "per_device_eval_batch_size": 8}

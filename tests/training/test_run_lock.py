@@ -72,14 +72,14 @@ def test_file_system_without_locks_is_warned_about(tmp_path, monkeypatch, caplog
 
 
 def test_of_many_that_start_at_once_one_takes_the_lock(tmp_path):
-    held, refused = [], []
+    acquired, refused = [], []
     finished, barrier = threading.Event(), threading.Barrier(8)
 
     def take():
         barrier.wait()
         try:
             with run_lock(tmp_path):
-                held.append(1)
+                acquired.append(1)
                 finished.wait(10)
         except RunLockedError:
             refused.append(1)
@@ -91,4 +91,4 @@ def test_of_many_that_start_at_once_one_takes_the_lock(tmp_path):
         thread.start()
     for thread in threads:
         thread.join()
-    assert (len(held), len(refused)) == (1, 7)
+    assert (len(acquired), len(refused)) == (1, 7)

@@ -41,7 +41,7 @@ def test_second_run_in_a_directory_replaces_the_first_with_a_warning(train, tmp_
     train(max_steps=2, contrastive_coef=0.5, log_completions=True)
     assert f"replaces the log of an earlier one in {tmp_path}" in caplog.text
     run = json.loads((tmp_path / "run.json").read_text())
-    assert (run["config"]["contrastive_coef"], [one["step"] for one in run["segments"]]) == (0.5, [0])
+    assert (run["config"]["contrastive_coef"], [segment["step"] for segment in run["segments"]]) == (0.5, [0])
     assert (steps(tmp_path), len(list(tmp_path.glob("completions/*.parquet")))) == ([1, 2], 2 + 1)
     assert not read_lines(tmp_path / "evaluations.jsonl") + list(tmp_path.glob("credit_maps/*"))
     assert checkpoint_to_resume("latest", tmp_path) == str(tmp_path / "checkpoint-2")  # 4 is of the first
@@ -86,8 +86,8 @@ def test_rows_and_tokens_are_not_pushed(make_trainer, tmp_path, monkeypatch):
     trainer.push_to_hub()
     files = [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()]
     assert (pushed["folder_path"], "_rows/train.parquet" in files) == (str(tmp_path), True)
-    kept = list(filter_repo_objects(files, ignore_patterns=pushed["ignore_patterns"]))
-    assert "model.safetensors" in kept
-    assert not [file for file in kept if file.endswith(".parquet")]
+    pushed_files = list(filter_repo_objects(files, ignore_patterns=pushed["ignore_patterns"]))
+    assert "model.safetensors" in pushed_files
+    assert not [file for file in pushed_files if file.endswith(".parquet")]
     assert "secret" not in str(trainer.args.to_dict())  # which dashboards show
     assert "secret" not in (tmp_path / "run.json").read_text()

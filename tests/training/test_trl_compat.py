@@ -79,10 +79,10 @@ def attributes_of(owner: type) -> set[str]:
 
 def test_attributes_that_the_trainer_uses_exist():
     """Each `self.name` in our trainer classes is TRL's, or is set or defined by them."""
-    known = attributes_of(GRPOTrainer) | attributes_of(CreditTrainer)
-    own = [base for base in CreditTrainer.__mro__ if base.__module__.startswith("credit_trl")]
-    known |= {name for base in own for name in inspect.get_annotations(base)}
-    for base in own:
+    attributes = attributes_of(GRPOTrainer) | attributes_of(CreditTrainer)
+    classes = [base for base in CreditTrainer.__mro__ if base.__module__.startswith("credit_trl")]
+    attributes |= {name for base in classes for name in inspect.get_annotations(base)}
+    for base in classes:
         for node in ast.walk(ast.parse(inspect.getsource(base))):
             if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self":
-                assert node.attr in known, f"{base.__name__}: self.{node.attr}"
+                assert node.attr in attributes, f"{base.__name__}: self.{node.attr}"

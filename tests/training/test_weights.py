@@ -83,30 +83,30 @@ def test_nonfinite_step_ends_the_run_before_the_optimizer(make_trainer, tmp_path
     resumed = make_trainer(max_steps=3)
     resumed.train("latest")
     if not undisturbed:
-        whole = make_trainer(max_steps=3, output_dir=str(tmp_path / "whole"), save_strategy="no")
-        whole.train()
-        undisturbed.extend(whole.model.parameters())
+        uninterrupted = make_trainer(max_steps=3, output_dir=str(tmp_path / "whole"), save_strategy="no")
+        uninterrupted.train()
+        undisturbed.extend(uninterrupted.model.parameters())
     assert all(map(torch.equal, resumed.model.parameters(), undisturbed))
 
 
 @pytest.mark.parametrize("fault", ["NaN in a gradient", "NaN loss with a finite gradient"])
 def test_skipped_step_changes_no_weight_and_is_counted(make_trainer, fault):
     trainer = make_trainer(on_nonfinite="skip", learning_rate=1e-2, save_strategy="no")
-    before = {}
+    initial = {}
     trainer.add_callback(At(2, lambda: FAULTS[fault][0](trainer)))
-    trainer.add_callback(At(2, lambda: before.update({n: p.clone() for n, p in trainer.model.named_parameters()})))
+    trainer.add_callback(At(2, lambda: initial.update({n: p.clone() for n, p in trainer.model.named_parameters()})))
 
     class Compare(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
             if state.global_step == 3:
-                assert all(torch.equal(p, before[n]) for n, p in trainer.model.named_parameters())
+                assert all(torch.equal(p, initial[n]) for n, p in trainer.model.named_parameters())
 
     trainer.add_callback(Compare())
     trainer.train()
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert [entry["credit/frac_skipped_updates"] for entry in logs] == [0.0, 0.0, 1.0, 0.0]
     assert nonfinite_weight(trainer.model, {}) is None
-    assert any(not torch.equal(p, before[n]) for n, p in trainer.model.named_parameters())
+    assert any(not torch.equal(p, initial[n]) for n, p in trainer.model.named_parameters())
 
 
 def test_a_loss_scale_is_no_reason_for_a_loss_that_is_not_finite(make_trainer):
@@ -148,10 +148,10 @@ def test_finite_loss_and_its_gradient_are_unchanged_bit_for_bit():
     (expected,) = torch.autograd.grad(value, x, retain_graph=True)
     mask = torch.tensor([1, 1, 1, 1, 0])
     padded = {"teacher_token_logps": torch.where(mask.bool(), x, torch.nan), "completion_mask": mask}
-    kept, _ = guarded(value, padded | {"generic_token_logps": None})
-    (found,) = torch.autograd.grad(kept, x)
-    assert torch.equal(kept, value)
-    assert torch.equal(found, expected)
+    guarded_loss, _ = guarded(value, padded | {"generic_token_logps": None})
+    (gradient,) = torch.autograd.grad(guarded_loss, x)
+    assert torch.equal(guarded_loss, value)
+    assert torch.equal(gradient, expected)
     assert guarded(x.sum() / 0, {})[0].isnan()
     assert guarded(x.sum(), {"teacher_token_logps": x / 0 * 0, "completion_mask": mask})[0].isnan()
 

@@ -40,13 +40,15 @@ def record(trainer: CreditTrainer) -> Recording:
         was_training = trainer.model.training
         trainer.model.eval()
         count = len(completions) // len(prompts) if len(prompts) != len(completions) else 1
-        own = [
+        policy_logps = [
             token_logps(trainer.model, list(prompts[i // count]), list(ids), trainer.temperature)
             for i, ids in enumerate(completions)
         ]
         trainer.model.train(was_training)
         theirs = [torch.tensor([position[0] for position in sample]) for sample in logps]
-        recording.differences.append(max((a - b).abs().max().item() for a, b in zip(own, theirs, strict=True)))
+        recording.differences.append(
+            max((a - b).abs().max().item() for a, b in zip(policy_logps, theirs, strict=True))
+        )
         return output
 
     trainer.vllm_generation.generate = comparing

@@ -91,29 +91,29 @@ def test_phases_keep_engine_policy_and_teacher_weights_apart(make_trainer, kind,
 
     @contextmanager
     def watched(name):
-        before = snapshot()
+        snapshot_before = snapshot()
         with stage(name):
             yield
-        phases.append((name, before, snapshot(), as_in_engine(merged(trainer.model))))
+        phases.append((name, snapshot_before, snapshot(), as_in_engine(merged(trainer.model))))
 
     trainer.clock.stage = watched
-    first = snapshot()
+    start_snapshot = snapshot()
     trainer.train()
     assert [name for name, *_ in phases].count("scores") == 4
     drifts = []
-    for name, before, after, policy in phases:
+    for name, snapshot_before, snapshot_after, policy in phases:
         # Only optimizer steps change policy and teacher.
         for part in ("policy", "teacher") if kind == "full" else ("policy", "base", "teacher"):
-            assert equal(before[part], after[part]), (name, part)
+            assert equal(snapshot_before[part], snapshot_after[part]), (name, part)
         # Only rollouts change the engine's weights, to those of the policy.
-        assert name == "rollout" or equal(before["engine"], after["engine"]), name
+        assert name == "rollout" or equal(snapshot_before["engine"], snapshot_after["engine"]), name
         for weight_name, weight in policy.items():
-            held = after["engine"][weight_name][: len(weight)]
-            torch.testing.assert_close(held, weight, rtol=0, atol=0 if kind == "full" else 1e-6)
+            engine_weight = snapshot_after["engine"][weight_name][: len(weight)]
+            torch.testing.assert_close(engine_weight, weight, rtol=0, atol=0 if kind == "full" else 1e-6)
         pairs = list(trainer.teacher.pairs()) if name == "scores" else []
         drifts.extend((teacher - student).abs().max().item() for teacher, student in pairs)
     assert max(drifts) > 1e-3  # control: teacher and policy differ
-    assert equal(first["teacher"], phases[-1][2]["teacher"]) == (teacher == "base")
+    assert equal(start_snapshot["teacher"], phases[-1][2]["teacher"]) == (teacher == "base")
 
 
 @pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
@@ -142,10 +142,12 @@ def test_importance_ratio_of_a_stale_engine_is_that_of_the_mode(make_trainer, mo
     prompts, completions, logps, _ = sampled[0]
     expected = torch.zeros_like(inputs["completion_ids"], dtype=torch.float32)
     for i, (prompt, completion, theirs) in enumerate(zip(prompts, completions, logps, strict=True)):
-        own = token_logps(trainer.model.eval(), list(prompt), list(completion))
-        log_ratio = own - torch.tensor([position[0] for position in theirs])
-        ratio = (log_ratio.sum().expand_as(own) if mode.startswith("sequence") else log_ratio).exp()
-        expected[i, : len(own)] = ratio.clamp(max=1.2) if mode.endswith("truncate") else ratio * (ratio <= 1.2)
+        policy_logps = token_logps(trainer.model.eval(), list(prompt), list(completion))
+        log_ratio = policy_logps - torch.tensor([position[0] for position in theirs])
+        ratio = (log_ratio.sum().expand_as(policy_logps) if mode.startswith("sequence") else log_ratio).exp()
+        expected[i, : len(policy_logps)] = (
+            ratio.clamp(max=1.2) if mode.endswith("truncate") else ratio * (ratio <= 1.2)
+        )
     trainer.model.train()
     mask = inputs["completion_mask"].bool()
     ratio = inputs["importance_sampling_ratio"].expand_as(expected)
@@ -219,10 +221,10 @@ def test_evaluation_uses_engine_with_current_weights(make_trainer):
     with engine.session(sampling):
         answers = engine.generate(prompts, range(6), sampling)
         again = engine.generate(prompts[3:], range(3, 6), sampling)
-        other = engine.generate(prompts, range(100, 106), sampling)
+        unsynced = engine.generate(prompts, range(100, 106), sampling)
     assert max(recording.differences) < SAME
     assert answers[3:] == again  # a sample depends on its seed, not on its batch
-    assert answers != other
+    assert answers != unsynced
     assert all(answer.length <= 8 for answer in answers)
     assert trainer.vllm_generation.max_completion_length == 12
 
@@ -254,6 +256,6 @@ def test_run_seed_determines_samples_of_colocated_engine(make_trainer):
         trainer.train()
         return recording.batches[0]["completion_ids"].tolist()
 
-    first = sampled(1)
-    assert first == sampled(1)
-    assert first != sampled(2)
+    samples = sampled(1)
+    assert samples == sampled(1)
+    assert samples != sampled(2)

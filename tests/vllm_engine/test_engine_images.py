@@ -27,7 +27,7 @@ def logps_without_placeholders(trainer: CreditTrainer, output: dict) -> torch.Te
     ids, mask = (
         torch.cat([output[f"prompt_{kind}"], output[f"completion_{kind}"]], dim=1) for kind in ("ids", "mask")
     )
-    images = [own for own in output["prompt_images"] if own is not None]
+    images = [prompt_images for prompt_images in output["prompt_images"] if prompt_images is not None]
     logits = trainer.model(input_ids=ids, attention_mask=mask, **joined_images(images, ids)).logits
     logits[..., list(trainer.context_builder.reader.placeholder_ids)] = -torch.inf
     logps = logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]

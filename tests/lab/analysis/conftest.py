@@ -20,7 +20,7 @@ def respond(tokenizer):
     """Factory of a rollout with the given text."""
 
     def make(text: str, **overrides: Any) -> Rollout:
-        given = {
+        defaults = {
             "identifier": "r0",
             "prompt": [{"role": "user", "content": "Name the capital of France."}],
             "token_ids": (*tokenizer(text)["input_ids"], tokenizer.eos_token_id),
@@ -28,7 +28,7 @@ def respond(tokenizer):
             "contrasts": tuple([{"role": "user", "content": f"Add {k} and {k}."}] for k in (1, 2)),
             "reward": 1.0,
         }
-        return Rollout(**{**given, **overrides})
+        return Rollout(**{**defaults, **overrides})
 
     return make
 

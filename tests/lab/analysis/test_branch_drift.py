@@ -45,13 +45,13 @@ def branch_map(delta: torch.Tensor, s: torch.Tensor, *, sampled: int = A, contra
         "policy_mean": torch.zeros_like(student),
     }
     alternatives = ScoredTokens(**scores, formula=FORMULA)
-    own = {name: tensor[..., sampled] for name, tensor in scores.items()}
+    sampled_scores = {name: tensor[..., sampled] for name, tensor in scores.items()}
     return TokenMap(
         drawn_rollout(len(delta), contrasts),
         "base",
         [TokenText("t")] * len(delta),
         ["word"] * len(delta),
-        ScoredTokens(**own, formula=FORMULA, alternatives=alternatives),
+        ScoredTokens(**sampled_scores, formula=FORMULA, alternatives=alternatives),
         [["x"] * 5] * len(delta),
     )
 
@@ -63,18 +63,18 @@ def values(*numbers: float) -> torch.Tensor:
 @pytest.mark.parametrize("sampled", [A, B, RARE])
 def test_delta_and_s_are_those_of_the_construction(sampled):
     delta, s = values(0.5, 2.0, 4.0, -1.0), values(3.0, 7.5, 11.4, 3.0)
-    found = find_branches(branch_map(delta, s, sampled=sampled))
-    assert found["positions"].tolist() == [0, 1, 2, 3]
-    assert found["generic_ids"].tolist() == [A] * 4
-    assert found["specific_ids"].tolist() == [B] * 4
-    torch.testing.assert_close(found["log_odds"], student_logits(4)[:, A] - student_logits(4)[:, B])
-    torch.testing.assert_close(found["delta"], delta)
-    torch.testing.assert_close(found["s"], s)
+    branches = find_branches(branch_map(delta, s, sampled=sampled))
+    assert branches["positions"].tolist() == [0, 1, 2, 3]
+    assert branches["generic_ids"].tolist() == [A] * 4
+    assert branches["specific_ids"].tolist() == [B] * 4
+    torch.testing.assert_close(branches["log_odds"], student_logits(4)[:, A] - student_logits(4)[:, B])
+    torch.testing.assert_close(branches["delta"], delta)
+    torch.testing.assert_close(branches["s"], s)
 
 
 def test_positions_without_both_tokens_are_no_branches(monkeypatch):
-    found = find_branches(branch_map(values(1.0, 1.0, 1.0), values(0.3, 6.0, 0.0)))
-    assert found["positions"].tolist() == [1]
+    branches = find_branches(branch_map(values(1.0, 1.0, 1.0), values(0.3, 6.0, 0.0)))
+    assert branches["positions"].tolist() == [1]
     assert len(find_branches(branch_map(values(1.0), values(6.0), contrasts=0))["s"]) == 0
     monkeypatch.setattr(drift, "MIN_PROBABILITY", 0.9)
     assert len(find_branches(branch_map(values(1.0), values(6.0)))["s"]) == 0
@@ -86,14 +86,16 @@ def test_table_has_the_medians_and_each_lambda_where_delta_is_positive(rate):
     rows = [line for line in branch_table([branch_map(delta, s)], rate, 100).splitlines() if line.startswith("| all")]
     cells = [cell.strip() for cell in rows[0].strip("|").split("|")]
     starts = find_branches(branch_map(delta, s))["log_odds"]
-    hold = sorted(holding_coef(*one) for one in zip(starts.tolist()[:3], delta.tolist(), s.tolist(), strict=False))
-    ahead = delta if rate else (starts + delta).clamp(min=0.0)
-    critical = sorted((ahead / (ahead + s)).tolist()[:3])
+    hold = sorted(
+        holding_coef(*branch) for branch in zip(starts.tolist()[:3], delta.tolist(), s.tolist(), strict=False)
+    )
+    lead = delta if rate else (starts + delta).clamp(min=0.0)
+    critical = sorted((lead / (lead + s)).tolist()[:3])
     guide = sorted((delta / s).tolist()[:3])
     assert cells[1:3] == ["4", "3"]
     assert cells[4:6] == ["1.25", "5.25"]
-    for cell, own in zip(cells[6:9], (critical, hold, guide), strict=True):
-        assert cell.startswith(f"{own[1]:.2f} [")
+    for cell, quartiles in zip(cells[6:9], (critical, hold, guide), strict=True):
+        assert cell.startswith(f"{quartiles[1]:.2f} [")
 
 
 START, DELTA, S = -3.0, 0.7, 10.0
@@ -105,14 +107,14 @@ def simulate(form: str, coef: float, rate: float, batches: int) -> list[float]:
     raise_generic = torch.tensor([DELTA, 0.0], dtype=torch.float64)
     lower_specific = torch.tensor([S, 0.0], dtype=torch.float64)
     teacher = torch.tensor([START, 0.0], dtype=torch.float64)
-    found = []
+    log_odds = []
     for _ in range(batches):
         f = torch.log_softmax(teacher + raise_generic, -1)
         g = torch.log_softmax(teacher + raise_generic + lower_specific, -1)
         student = torch.log_softmax(credit_target(f, g, coef, form), -1)
         teacher = (1 - rate) * teacher + rate * student
-        found.append((student[0] - student[1]).item())
-    return found
+        log_odds.append((student[0] - student[1]).item())
+    return log_odds
 
 
 @pytest.mark.parametrize(("form", "coef"), ARMS)
@@ -135,7 +137,7 @@ def descend(form: str, coef: float, rate: float, batches: int, learning_rate: fl
     logits = torch.tensor([START, 0.0], dtype=torch.float64, requires_grad=True)
     teacher = logits.detach().clone()
     lift = torch.tensor([[DELTA, 0.0], [DELTA + S, 0.0]], dtype=torch.float64)
-    found = []
+    log_odds = []
     for _ in range(batches):
         f, g = (teacher + lift).log_softmax(-1)
         target = credit_target(f, g, coef, form).log_softmax(-1)
@@ -143,8 +145,8 @@ def descend(form: str, coef: float, rate: float, batches: int, learning_rate: fl
         (gradient,) = torch.autograd.grad((logps.exp() * (logps - target)).sum(), logits)
         logits = (logits - learning_rate * gradient).detach().requires_grad_()
         teacher = torch.lerp(teacher, logits.detach(), rate)
-        found.append((logits[0] - logits[1]).item())
-    return found
+        log_odds.append((logits[0] - logits[1]).item())
+    return log_odds
 
 
 @pytest.mark.parametrize(("form", "coef"), ARMS)

@@ -38,16 +38,16 @@ def test_no_mixture_is_nearer_than_the_fit(seed, letters, focus):
     assert posterior.sum() == pytest.approx(1.0)
     assert np.abs(student - posterior @ teachers).sum() == pytest.approx(residual, abs=1e-12)
     points = rng.dirichlet(np.ones(letters), size=200)
-    for others in (points, 0.99 * posterior + 0.01 * points):  # anywhere, and near the fit
-        assert (np.abs(student - others @ teachers).sum(-1) >= residual - 1e-9).all()
+    for weights in (points, 0.99 * posterior + 0.01 * points):  # anywhere, and near the fit
+        assert (np.abs(student - weights @ teachers).sum(-1) >= residual - 1e-9).all()
 
 
 def test_letter_probabilities_equal_plain_forward_passes(make_model, tokenizer):
     model = make_model(dtype=torch.float64)
     checkpoint = Checkpoint.from_model(model, tokenizer)
     prompt = [{"role": "system", "content": "Choose."}, {"role": "user", "content": "Which?\n\nA: one\nB: two"}]
-    own = compat.ChoiceQuestion(prompt, ("A", "B"), "B")
-    [record] = compat.measure_compatibility(checkpoint, [own])
+    question = compat.ChoiceQuestion(prompt, ("A", "B"), "B")
+    [record] = compat.measure_compatibility(checkpoint, [question])
 
     def letters_of(messages: list[dict[str, str]]) -> torch.Tensor:
         text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False) + "<answer>\n"
@@ -55,12 +55,12 @@ def test_letter_probabilities_equal_plain_forward_passes(make_model, tokenizer):
         return logits.softmax(-1)[[tokenizer.convert_tokens_to_ids(letter) for letter in "AB"]]
 
     def with_feedback(letter: str) -> list[dict[str, str]]:
-        system, user = own.prompt
+        system, user = question.prompt
         z = f"\n\nPrevious assessment: The correct answer is \\boxed{{{letter}}}. Now solve this problem step by step."
         return [system, {**user, "content": user["content"] + z}]
 
     with torch.no_grad():
-        student, *teachers = (letters_of(m).numpy() for m in (own.prompt, with_feedback("A"), with_feedback("B")))
+        student, *teachers = (letters_of(m).numpy() for m in (question.prompt, with_feedback("A"), with_feedback("B")))
     np.testing.assert_allclose(record.student, student / student.sum(), atol=1e-10)
     np.testing.assert_allclose(record.teachers, [t / t.sum() for t in teachers], atol=1e-10)
     assert record.student_mass == pytest.approx(student.sum())

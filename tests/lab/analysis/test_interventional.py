@@ -93,11 +93,11 @@ def test_branching_estimate_has_its_standard_error():
     joint, outcome = outcome_joint(4, (0.1, 0.8))
     exact = exact_credit(joint, outcome)
     policy = joint.table[0].sum(0).numpy()
-    first, then = policy.sum(1), policy / policy.sum(1, keepdims=True)
+    first_token, then = policy.sum(1), policy / policy.sum(1, keepdims=True)
     rng = np.random.default_rng(0)
 
     def outcomes(questions, prefixes):
-        firsts = [prefix[0] if prefix else rng.choice(VOCABULARY, p=first) for prefix in prefixes]
+        firsts = [prefix[0] if prefix else rng.choice(VOCABULARY, p=first_token) for prefix in prefixes]
         return [bool(outcome[v, rng.choice(VOCABULARY, p=then[v])]) for v in firsts]
 
     branching = branching_of(joint)
@@ -120,13 +120,13 @@ def test_candidates_are_likely_tokens_at_high_entropy_prefixes():
     y = (1, 2, 0)
     contexts = RolloutContexts(model.context(0), model.context(0, 1), [model.context(1, 1)])
     example = runpy.run_path(str(Path(__file__).parents[3] / "examples" / "interventional_credit.py"))
-    found = example["candidates_of"](
+    branchings = example["candidates_of"](
         Checkpoint.from_model(model, None), contexts, list(y), CreditFormula(0.5), positions=2, candidates=3
     )
     logps = [joint.next_logps(0, y[:t]) for t in range(3)]
     entropies = [-(p.exp() * p).sum().item() for p in logps]
-    assert [len(b.prefix) for b in found] == sorted(sorted(range(3), key=lambda t: -entropies[t])[:2])
-    for branching in found:
+    assert [len(b.prefix) for b in branchings] == sorted(sorted(range(3), key=lambda t: -entropies[t])[:2])
+    for branching in branchings:
         t = len(branching.prefix)
         assert branching.candidates == tuple(logps[t].topk(3).indices.tolist())
         chosen = list(branching.candidates)

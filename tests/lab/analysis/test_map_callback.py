@@ -24,9 +24,14 @@ def train(make_model, make_trainer, dataset):
 
     def run(options: dict | None, resume: str | None = None, **overrides) -> CreditTrainer:
         """With `options` of `CreditMapCallback`, or without it."""
-        given = {"max_steps": 3, "distillation_support": "sampled", "teacher_update_rate": 0.5, "learning_rate": 0.01}
+        defaults = {
+            "max_steps": 3,
+            "distillation_support": "sampled",
+            "teacher_update_rate": 0.5,
+            "learning_rate": 0.01,
+        }
         model = make_model(dtype=torch.float64)
-        trainer = make_trainer(rows=rows, eval_rows=rows.select(range(4)), model=model, **given | overrides)
+        trainer = make_trainer(rows=rows, eval_rows=rows.select(range(4)), model=model, **defaults | overrides)
         if options is not None:
             trainer.add_callback(CreditMapCallback(trainer, **options))
         trainer.train(resume_from_checkpoint=resume)
@@ -64,31 +69,31 @@ def test_maps_show_the_credit_of_the_loss(train, options):
 
 def test_maps_keep_training_equal(train):
     mapped, alone = train({"every": 2, "rollouts": 8}), train(None)
-    for own, other in zip(mapped.model.parameters(), alone.model.parameters(), strict=True):
-        assert torch.equal(own, other)
+    for parameter, counterpart in zip(mapped.model.parameters(), alone.model.parameters(), strict=True):
+        assert torch.equal(parameter, counterpart)
 
 
 def test_pinned_rollouts_are_scored_under_later_weights(train):
     trainer = train({"every": 3, "rollouts": 2})
     written = pages(trainer)
-    first = {m.response.identifier: m for m in written["step-000001"]}
-    again = [m for m in written["step-000003"] if m.response.identifier in first]
+    first_maps = {m.response.identifier: m for m in written["step-000001"]}
+    again = [m for m in written["step-000003"] if m.response.identifier in first_maps]
     assert len(again) == 2
     for token_map in again:
-        before = first[token_map.response.identifier]
-        assert token_map.response == before.response
+        first_map = first_maps[token_map.response.identifier]
+        assert token_map.response == first_map.response
         assert token_map.checkpoint == "step-3"
-        assert not torch.equal(token_map.scores.advantage, before.scores.advantage)
+        assert not torch.equal(token_map.scores.advantage, first_map.scores.advantage)
 
 
 def test_resumed_run_keeps_its_pinned_rollouts(train):
     trainer = train({"every": 2, "rollouts": 1}, save_strategy="steps", save_steps=2, max_steps=2)
-    kept = [m.response for m in pages(trainer)["step-000001"]]
-    last = str(Path(trainer.args.output_dir) / "checkpoint-2")
-    resumed = train({"every": 2, "rollouts": 1}, resume=last, max_steps=4)
+    pinned_before = [m.response for m in pages(trainer)["step-000001"]]
+    checkpoint = str(Path(trainer.args.output_dir) / "checkpoint-2")
+    resumed = train({"every": 2, "rollouts": 1}, resume=checkpoint, max_steps=4)
     current, pinned = (m.response for m in pages(resumed)["step-000004"])
     assert current.identifier.startswith("step 4,")
-    assert [pinned] == kept
+    assert [pinned] == pinned_before
 
 
 @pytest.mark.filterwarnings("ignore:No sample with a teacher")
@@ -115,10 +120,14 @@ def test_loaded_checkpoint_has_the_runs_policy_and_teacher(make_trainer, tokeniz
     for mine, theirs in ((loaded.student, Teacher(trainer.model)), (loaded.teacher, trainer.teacher)):
         scores = [next_token_logps(model, TokenContexts(prompt), y) for model in (mine, theirs)]
         torch.testing.assert_close(*scores)
-    own, lagged = (next_token_logps(one, TokenContexts(prompt), y) for one in (loaded.student, loaded.teacher))
-    assert not torch.equal(own, lagged)
+    policy, lagged = (
+        next_token_logps(scored_model, TokenContexts(prompt), y) for scored_model in (loaded.student, loaded.teacher)
+    )
+    assert not torch.equal(policy, lagged)
     (saved / "teacher.safetensors").unlink()  # as in a final model
     initial = Checkpoint.load(path, device="cpu").student
     final = Checkpoint.load(path, saved, device="cpu", teacher="base").teacher
-    assert torch.equal(*(next_token_logps(one, TokenContexts(prompt), y) for one in (initial, final)))
+    assert torch.equal(
+        *(next_token_logps(scored_model, TokenContexts(prompt), y) for scored_model in (initial, final))
+    )
     assert Checkpoint.load(path, saved, device="cpu", teacher="ema").name in caplog.text

@@ -44,9 +44,11 @@ def report(
     student = JointLM(joint, noise)
     reference = student if lagged is None else JointLM(lagged, noise)
     checkpoint = Checkpoint.from_model(student, None, teacher=None if lagged is None else reference)
-    others = [k for k in range(joint.sizes[0]) if k != x]
-    contexts = RolloutContexts(student.context(x), reference.context(x, z), [reference.context(k, z) for k in others])
-    prompts = [reference.context(k) for k in others]
+    contrast_ids = [k for k in range(joint.sizes[0]) if k != x]
+    contexts = RolloutContexts(
+        student.context(x), reference.context(x, z), [reference.context(k, z) for k in contrast_ids]
+    )
+    prompts = [reference.context(k) for k in contrast_ids]
     sums = pmi.response_pmi(checkpoint, contexts, prompts, list(y), CreditFormula(coef, **formula))
     return SimpleNamespace(**sums)
 
@@ -62,8 +64,8 @@ def filtering_increments(joint: Joint, x: int, z: int, y: tuple[int, ...]) -> to
     """(T, V), log P(z | x, y_<t, v) − log P(z | x, y_<t), by enumeration."""
     rows = []
     for t in range(len(y)):
-        before = joint.posterior(x, y[:t], z)
-        rows.append(torch.stack([joint.posterior(x, (*y[:t], v), z) - before for v in range(joint.sizes[2])]))
+        posterior = joint.posterior(x, y[:t], z)
+        rows.append(torch.stack([joint.posterior(x, (*y[:t], v), z) - posterior for v in range(joint.sizes[2])]))
     return torch.stack(rows)
 
 
@@ -78,9 +80,9 @@ def test_theorem_1_reward_is_the_filtering_increment(joint, seed):
 @given(joint=joints, seed=st.integers(0, 10**6))
 def test_corollary_2_rewards_sum_to_the_pmi(joint, seed):
     x, z, y = response_of(joint, seed)
-    found = report(joint, x, z, y)
-    assert found.pmi == pytest.approx(joint.pmi(x, y, z).item(), abs=1e-10)
-    assert found.reward == pytest.approx(found.pmi, abs=1e-10)
+    measured = report(joint, x, z, y)
+    assert measured.pmi == pytest.approx(joint.pmi(x, y, z).item(), abs=1e-10)
+    assert measured.reward == pytest.approx(measured.pmi, abs=1e-10)
 
 
 @settings(max_examples=5, deadline=None)
@@ -99,16 +101,16 @@ def test_expected_reward_is_the_conditional_mutual_information(seed):
 
 
 def test_identities_fail_for_incompatible_and_lagged_teachers():
-    joint, other = random_joint(3), random_joint(6)
+    joint, other_joint = random_joint(3), random_joint(6)
     x, z, y = response_of(joint, 3)
     difference = mapped_rewards(joint, x, z, y, noise=0.5) - filtering_increments(joint, x, z, y)
     assert difference.abs().max() > 0.05
     incompatible = report(joint, x, z, y, 0.5, noise=0.5)
     assert abs(incompatible.credit - report(joint, x, z, y, 0.5).credit) > 0.05
     assert abs(incompatible.pmi - joint.pmi(x, y, z)) > 0.05
-    lagged = report(joint, x, z, y, lagged=other)
-    assert abs(lagged.reward - other.pmi(x, y, z)) > 0.05
-    assert lagged.pmi == pytest.approx(other.pmi(x, y, z).item(), abs=1e-10)
+    lagged = report(joint, x, z, y, lagged=other_joint)
+    assert abs(lagged.reward - other_joint.pmi(x, y, z)) > 0.05
+    assert lagged.pmi == pytest.approx(other_joint.pmi(x, y, z).item(), abs=1e-10)
     assert lagged.reward == pytest.approx(lagged.pmi + lagged.gap, abs=1e-10)
 
 
@@ -123,22 +125,22 @@ def test_identities_fail_for_incompatible_and_lagged_teachers():
 )
 def test_equation_9_splits_the_credit_of_every_formula(joint, seed, coef, form, support, tail):
     x, z, y = response_of(joint, seed)
-    found = report(joint, x, z, y, coef, form=form, topk=support, tail=tail)
-    parts = found.contrastive_pmi + found.anti_genericity + found.gap + found.conditioning
-    assert parts == pytest.approx(found.credit, abs=1e-9)
+    measured = report(joint, x, z, y, coef, form=form, topk=support, tail=tail)
+    parts = measured.contrastive_pmi + measured.anti_genericity + measured.gap + measured.conditioning
+    assert parts == pytest.approx(measured.credit, abs=1e-9)
     if tail == "renormalize":
         return
-    others = [k for k in range(joint.sizes[0]) if k != x]
-    own = joint.pmi(x, y, z)
-    contrast = sum(joint.pmi(k, y, z) for k in others) / len(others)
-    surprisal = -sum(joint.log_likelihood(k, y) for k in others) / len(others)
+    contrast_ids = [k for k in range(joint.sizes[0]) if k != x]
+    pmi = joint.pmi(x, y, z)
+    contrast = sum(joint.pmi(k, y, z) for k in contrast_ids) / len(contrast_ids)
+    surprisal = -sum(joint.log_likelihood(k, y) for k in contrast_ids) / len(contrast_ids)
     if form == "subtract":
-        expected = own - coef * contrast, coef * surprisal
+        expected = pmi - coef * contrast, coef * surprisal
     else:
-        expected = own + coef * (own - contrast), coef * (joint.log_likelihood(x, y) + surprisal)
-    got = found.contrastive_pmi, found.anti_genericity
-    assert got == pytest.approx([one.item() for one in expected], abs=1e-9)
-    assert found.conditioning == 0.0
+        expected = pmi + coef * (pmi - contrast), coef * (joint.log_likelihood(x, y) + surprisal)
+    got = measured.contrastive_pmi, measured.anti_genericity
+    assert got == pytest.approx([value.item() for value in expected], abs=1e-9)
+    assert measured.conditioning == 0.0
 
 
 @few
@@ -149,7 +151,7 @@ def test_proposition_3_expected_surrogate_is_at_least_pcmi(seed, population, cou
     teacher, *pool = torch.log_softmax(logits, dim=-1)
     pool = torch.stack(pool)
     draws = [pool[list(chosen)] for chosen in itertools.product(range(population), repeat=count)]
-    expected = torch.stack([objective.input_specific(teacher, drawn) for drawn in draws]).mean(dim=0)
+    expected = torch.stack([objective.input_specific(teacher, contrasts) for contrasts in draws]).mean(dim=0)
     bound = teacher - pool.exp().mean(dim=0).log()
     assert (expected >= bound - 1e-10).all()
     torch.testing.assert_close(pmi.prior_contrastive_mi(teacher, pool), bound, **EXACT)
@@ -161,9 +163,9 @@ def test_pmi_of_a_trainers_contexts_is_refused():
     joint = random_joint(3)
     x, z, y = response_of(joint, 0)
     model = JointLM(joint, 0.0)
-    others = [model.context(k, z) for k in range(joint.sizes[0]) if k != x]
-    assert others
-    kept = RolloutContexts(model.context(x), model.context(x, z), others)
-    response = Rollout("kept", "x", y, PrivilegedContext(feedback="z"), ("x'",) * len(others), 1.0, kept)
+    contrasts = [model.context(k, z) for k in range(joint.sizes[0]) if k != x]
+    assert contrasts
+    contexts = RolloutContexts(model.context(x), model.context(x, z), contrasts)
+    response = Rollout("kept", "x", y, PrivilegedContext(feedback="z"), ("x'",) * len(contrasts), 1.0, contexts)
     with pytest.raises(ValueError, match="no contrast prompt to compare with"):
         pmi.measure_pmi(Checkpoint.from_model(model, None), response, analysis_config())

@@ -41,9 +41,9 @@ def test_quantities_equal_plain_forward_passes(checkpoint, respond, config, monk
         "advantage": objective.credit_advantages(teacher, contrast, student, 0.3),
     }
     for quantity, values in expected.items():
-        own, others = getattr(scores, quantity), getattr(scores.alternatives, quantity)
-        torch.testing.assert_close(own, values.gather(-1, torch.tensor(y)[:, None])[:, 0], atol=1e-11, rtol=0)
-        torch.testing.assert_close(others, values.gather(-1, scores.alternatives.ids), atol=1e-11, rtol=0)
+        sampled, alternatives = getattr(scores, quantity), getattr(scores.alternatives, quantity)
+        torch.testing.assert_close(sampled, values.gather(-1, torch.tensor(y)[:, None])[:, 0], atol=1e-11, rtol=0)
+        torch.testing.assert_close(alternatives, values.gather(-1, scores.alternatives.ids), atol=1e-11, rtol=0)
 
 
 def test_context_inside_the_completion_is_read_where_it_stands(checkpoint, respond, config):
@@ -55,12 +55,12 @@ def test_context_inside_the_completion_is_read_where_it_stands(checkpoint, respo
     assert Rollout.from_json(json.loads(json.dumps(asdict(response)))) == response
     scores = map_response(checkpoint, response, config).scores
     y = list(response.token_ids)
-    for prompt, found in ((teacher, scores.teacher_logps), (contrast, scores.contrast_logps[0])):
-        whole = torch.tensor([[*prompt, *y[:4], *between, *y[4:]]])
+    for prompt, actual in ((teacher, scores.teacher_logps), (contrast, scores.contrast_logps[0])):
+        sequence = torch.tensor([[*prompt, *y[:4], *between, *y[4:]]])
         with torch.no_grad():
-            logps = torch.log_softmax(checkpoint.teacher.model(input_ids=whole).logits[0], dim=-1)
-        before = [len(prompt) - 1 + t + (len(between) if t >= 4 else 0) for t in range(len(y))]
-        torch.testing.assert_close(found, logps[before, y], atol=1e-11, rtol=0)
+            logps = torch.log_softmax(checkpoint.teacher.model(input_ids=sequence).logits[0], dim=-1)
+        positions = [len(prompt) - 1 + t + (len(between) if t >= 4 else 0) for t in range(len(y))]
+        torch.testing.assert_close(actual, logps[positions, y], atol=1e-11, rtol=0)
 
 
 def test_map_without_contrast_prompts_has_no_s(checkpoint, respond, config):
@@ -84,8 +84,8 @@ def test_unmappable_responses_are_refused(checkpoint, respond, config):
 def test_responses_with_a_teacher_are_those_whose_feedback_fits_beside_the_prompt(checkpoint, respond, config):
     config.max_reprompt_len = 200
     long = [{"role": "user", "content": "Name the capital of France. " * 20}]
-    others = [{"prompt": long}, {"privileged": PrivilegedContext()}, {"token_ids": ()}]
-    responses = [respond("Paris", **changed) for changed in (*others, {})]
+    remaining = [{"prompt": long}, {"privileged": PrivilegedContext()}, {"token_ids": ()}]
+    responses = [respond("Paris", **changed) for changed in (*remaining, {})]
     assert with_teacher(responses, config, checkpoint) == responses[-1:]
 
 
@@ -102,13 +102,16 @@ def test_maps_round_trip_through_json(tmp_path_factory, tokens, seed, contrasts,
     options = {"contrasts": contrasts, "dtype": dtype, "formula": formula}
     maps = [drawn_map(tokens, seed=seed, **options), drawn_map(tokens, seed=seed + 1, checkpoint="step-2", **options)]
     write_maps(maps, path)
-    for one, other in zip(maps, read_maps(path), strict=True):
+    for written, restored in zip(maps, read_maps(path), strict=True):
         for name in ("response", "checkpoint", "tokens", "classes", "alternatives"):
-            assert getattr(one, name) == getattr(other, name)
-        assert one.scores.formula == other.scores.formula
-        for mine, read in ((one.scores, other.scores), (one.scores.alternatives, other.scores.alternatives)):
+            assert getattr(written, name) == getattr(restored, name)
+        assert written.scores.formula == restored.scores.formula
+        for mine, restored_scores in (
+            (written.scores, restored.scores),
+            (written.scores.alternatives, restored.scores.alternatives),
+        ):
             for name in ("ids", "student_logps", "teacher_logps", "contrast_logps", "advantage", "policy_mean"):
-                assert torch.equal(getattr(mine, name), getattr(read, name)), name
+                assert torch.equal(getattr(mine, name), getattr(restored_scores, name)), name
 
 
 def test_maps_from_elsewhere_have_no_control_characters(tmp_path):

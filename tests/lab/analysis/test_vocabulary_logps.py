@@ -35,16 +35,20 @@ class ByHand:
         def of_token(q: np.ndarray) -> float:
             return q[v] / q[sorted({*self.tokens, v})].sum() if self.within else q[v]
 
-        return self.target(of_token(self.f), np.array([of_token(one) for one in self.g])) - math.log(of_token(self.p))
+        return self.target(of_token(self.f), np.array([of_token(contrast) for contrast in self.g])) - math.log(
+            of_token(self.p)
+        )
 
     def mean(self) -> float:
         """Mean of R over the buckets: the support, and one for the rest."""
 
         def buckets(q: np.ndarray) -> np.ndarray:
-            own = q[self.tokens]
-            return own / own.sum() if self.within else own if self.is_whole else np.append(own, 1.0 - own.sum())
+            entry = q[self.tokens]
+            return (
+                entry / entry.sum() if self.within else entry if self.is_whole else np.append(entry, 1.0 - entry.sum())
+            )
 
-        p, f, g = buckets(self.p), buckets(self.f), np.array([buckets(one) for one in self.g])
+        p, f, g = buckets(self.p), buckets(self.f), np.array([buckets(contrast) for contrast in self.g])
         return sum(p[b] * (self.target(f[b], g[:, b]) - math.log(p[b])) for b in range(len(p)))
 
 
@@ -60,12 +64,12 @@ class ByHand:
 def test_advantages_and_their_mean_equal_the_formula_in_probabilities(seed, form, topk, tail, contrasts, coef):
     size = 7
     logits = torch.randn(2 + contrasts, 3, size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    student, teacher, *others = torch.log_softmax(1.5 * logits, dim=-1)
+    student, teacher, *contrast_logps = torch.log_softmax(1.5 * logits, dim=-1)
     formula = CreditFormula(coef, form, topk, tail)
-    logps = CreditLogps(student, teacher, torch.stack(others))
+    logps = CreditLogps(student, teacher, torch.stack(contrast_logps))
     got, means = formula.advantages(logps, torch.arange(size).expand(3, size)), formula.policy_mean(logps)
     for t in range(3):
-        p, f, *g = (np.exp(x[t].numpy()) for x in (student, teacher, *others))
+        p, f, *g = (np.exp(x[t].numpy()) for x in (student, teacher, *contrast_logps))
         hand = ByHand(formula, p, f, np.array(g))
         for v in range(size):
             assert got[t, v].item() == pytest.approx(hand.advantage(v), abs=1e-9), (t, v)
@@ -76,25 +80,25 @@ def test_advantages_and_their_mean_equal_the_formula_in_probabilities(seed, form
 def test_policy_mean_centres_the_update(topk, tail):
     """The gradient of Σ p (a − log p) in the logits is p (R − mean): tokens above the mean are raised."""
     logits = torch.randn(3, 4, 9, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    student, teacher, other = torch.log_softmax(logits, dim=-1)
+    student, teacher, contrast = torch.log_softmax(logits, dim=-1)
     formula = CreditFormula(0.3, topk=topk, tail=tail)
-    logps = CreditLogps(student, teacher, other[None])
+    logps = CreditLogps(student, teacher, contrast[None])
     support = torch.arange(9).expand(4, 9) if topk is None else teacher.topk(topk, dim=-1).indices
     centred = formula.advantages(logps, support) - formula.policy_mean(logps)[:, None]
     leaf = student.clone().requires_grad_()
-    formula.policy_mean(CreditLogps(torch.log_softmax(leaf, dim=-1), teacher, other[None])).sum().backward()
-    own = (
+    formula.policy_mean(CreditLogps(torch.log_softmax(leaf, dim=-1), teacher, contrast[None])).sum().backward()
+    support_logps = (
         torch.log_softmax(student.gather(-1, support), dim=-1)
         if tail == "renormalize"
         else student.gather(-1, support)
     )
-    torch.testing.assert_close(leaf.grad.gather(-1, support), own.exp() * centred)
+    torch.testing.assert_close(leaf.grad.gather(-1, support), support_logps.exp() * centred)
 
 
 def test_advantages_without_contrast_equal_the_reward():
-    student, teacher, other = torch.log_softmax(torch.randn(3, 4, 9), dim=-1)
+    student, teacher, contrast = torch.log_softmax(torch.randn(3, 4, 9), dim=-1)
     ids = torch.arange(9).expand(4, 9)
-    for topk, (contrasts, coef) in itertools.product((3, None), ((other[None], 0.0), (other[None][:0], 0.5))):
+    for topk, (contrasts, coef) in itertools.product((3, None), ((contrast[None], 0.0), (contrast[None][:0], 0.5))):
         got = CreditFormula(coef, "guide", topk).advantages(CreditLogps(student, teacher, contrasts), ids)
         torch.testing.assert_close(got, teacher - student)
 

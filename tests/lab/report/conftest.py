@@ -19,7 +19,7 @@ def browser() -> Iterator[Any]:
     """A headless browser; skips if none is installed. Playwright keeps an event loop running until it ends."""
     playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install credit-trl[dev]")
     names = ("chromium", "chromium-browser", "google-chrome", "chrome")
-    path = next((found for name in names if (found := shutil.which(name))), None)
+    path = next((executable for name in names if (executable := shutil.which(name))), None)
     if path is None:
         pytest.skip("needs a browser: apt-get install chromium")
     with playwright.sync_playwright() as driver:

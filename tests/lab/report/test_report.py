@@ -69,15 +69,15 @@ def arms(paths: list[Path]) -> dict[str, list[Any]]:
 
 def test_arms_are_named_by_every_option_that_differs(tmp_path, scores):
     options = [{}, {"distillation_topk": 5}, {"contrastive_coef": 0.0, "logging_steps": 7}]
-    paths = [make_run(tmp_path / f"r{i}", scores[i], seed=i, **own) for i, own in enumerate(options)]
+    paths = [make_run(tmp_path / f"r{i}", scores[i], seed=i, **run_options) for i, run_options in enumerate(options)]
     paths.append(make_run(tmp_path / "r3", scores[3], seed=7))
-    named = arms(paths)
-    assert list(named) == [
+    arms_by_name = arms(paths)
+    assert list(arms_by_name) == [
         "contrastive_coef=0.1, distillation_topk=null",
         "contrastive_coef=0.1, distillation_topk=5",
         "contrastive_coef=0.0, distillation_topk=null",
     ]
-    assert [run.seed for run in named["contrastive_coef=0.1, distillation_topk=null"]] == [0, 7]
+    assert [run.seed for run in arms_by_name["contrastive_coef=0.1, distillation_topk=null"]] == [0, 7]
     write_json(paths[3] / "run.json", {"config": {}, "seed": 7, "model": "other"})
     assert {"model", "reward_funcs", "rows"} < set(differing_options([load_run(path) for path in paths]))
     twin = make_run(tmp_path / "again", scores[4])
@@ -125,12 +125,12 @@ def test_files_that_are_of_no_report_are_kept(tmp_path, scores):
 def test_differences_are_paired_by_prompt_and_seed(tmp_path, scores):
     paths = [make_run(tmp_path / f"a{i}", scores[i], seed=i) for i in range(3)]
     paths += [make_run(tmp_path / f"b{i}", scores[3 + i], seed=(2, 0, 1)[i], contrastive_coef=0.0) for i in range(3)]
-    base, other = compare_arms(arms(paths))
+    base, compared = compare_arms(arms(paths))
     ours, theirs = scores[3:, -1], scores[[2, 0, 1], -1]
     expected = paired_bootstrap(ours, theirs, paired_seeds=True)
-    assert other["difference"] == pytest.approx(ours.mean() - theirs.mean())
-    assert (other["difference_low"], other["difference_high"]) == pytest.approx((expected.low, expected.high))
-    assert other["p"] == other["p_holm"] == expected.p_value
+    assert compared["difference"] == pytest.approx(ours.mean() - theirs.mean())
+    assert (compared["difference_low"], compared["difference_high"]) == pytest.approx((expected.low, expected.high))
+    assert compared["p"] == compared["p_holm"] == expected.p_value
     assert base["before"] == pytest.approx(scores[:3, 0].mean())
     assert base["best"] == pytest.approx(scores[:3].mean(-1).max(-1).mean())
     assert base["low"] < base["score"] < base["high"]
@@ -139,35 +139,35 @@ def test_differences_are_paired_by_prompt_and_seed(tmp_path, scores):
 
 def test_two_seeds_have_a_wider_interval_than_their_prompts_alone(tmp_path, scores):
     paths = [make_run(tmp_path / f"{i}", scores[i], seed=i % 2, contrastive_coef=0.1 * (i // 2)) for i in range(4)]
-    base, other = compare_arms(arms(paths))
+    base, compared = compare_arms(arms(paths))
     expected = paired_bootstrap(scores[2:4, -1], scores[:2, -1], paired_seeds=True)
-    assert (other["difference_low"], other["difference_high"]) == pytest.approx((expected.low, expected.high))
+    assert (compared["difference_low"], compared["difference_high"]) == pytest.approx((expected.low, expected.high))
     alone = bootstrap_ci(scores[:2, -1].mean(0))
     assert base["high"] - base["low"] > alone.high - alone.low
 
 
 @pytest.mark.parametrize("count", [15, 1])
 def test_runs_are_compared_on_shared_prompts(tmp_path, scores, count):
-    one = make_run(tmp_path / "one", scores[0])
+    base_run = make_run(tmp_path / "one", scores[0])
     two = make_run(tmp_path / "two", scores[1][:, :count], contrastive_coef=0.0)
-    base, other = compare_arms(arms([one, two]))
-    assert base["prompts"] == other["prompts"] == count
+    base, compared = compare_arms(arms([base_run, two]))
+    assert base["prompts"] == compared["prompts"] == count
     assert base["score"] == pytest.approx(scores[0, -1, :count].mean())
     assert base["before"] == pytest.approx(scores[0, 0, :count].mean())
     assert base["best"] == pytest.approx(scores[0, :, :count].mean(-1).max())
     expected = (scores[1, -1, :count] - scores[0, -1, :count]).mean() if count > 1 else None
-    assert other.get("difference") == (expected if expected is None else pytest.approx(expected))
+    assert compared.get("difference") == (expected if expected is None else pytest.approx(expected))
 
 
 def test_curves_have_the_interval_of_one_run_and_the_range_of_several(tmp_path, scores):
     paths = [make_run(tmp_path / f"r{i}", scores[i], seed=i) for i in range(2)]
-    by_title = {one["title"]: one["series"] for one in curves(arms(paths[:1]))}
+    by_title = {figure["title"]: figure["series"] for figure in curves(arms(paths[:1]))}
     expected = [[2 * i, mean, mean - 0.1, mean + 0.1] for i, mean in enumerate(scores[0].mean(-1))]
     assert np.array(by_title["avg@k of the evaluations"][0]["points"]) == pytest.approx(np.array(expected))
     assert by_title["Reward of the rollouts"][0]["points"][1] == [2, 0.2, None, None]
-    both = {one["title"]: one["series"] for one in curves(arms(paths))}
-    assert both["Reward of the rollouts"][0]["points"][0] == pytest.approx([1, 0.6, 0.1, 1.1])
-    assert "Fidelity of the teacher (nats)" not in both
+    curves_of_two = {figure["title"]: figure["series"] for figure in curves(arms(paths))}
+    assert curves_of_two["Reward of the rollouts"][0]["points"][0] == pytest.approx([1, 0.6, 0.1, 1.1])
+    assert "Fidelity of the teacher (nats)" not in curves_of_two
 
 
 def test_training_table_has_the_columns_of_table_2(tmp_path, scores):
@@ -183,15 +183,15 @@ def test_training_table_has_the_columns_of_table_2(tmp_path, scores):
         options = {"contrastive_coef": coef, "contrastive_count": count, "distillation_weight": weight}
         make_run(tmp_path / name, row, **options)
         (tmp_path / name / "log.jsonl").unlink()
-        append_lines(tmp_path / name / "log.jsonl", *(dict(zip(names, one, strict=True)) for one in logs[name]))
+        append_lines(tmp_path / name / "log.jsonl", *(dict(zip(names, values, strict=True)) for values in logs[name]))
     page = write_report([tmp_path / name for name in settings], tmp_path / "x.html")
     rows = json.loads(page.with_suffix(".json").read_text())["training"]
     columns = ("contrasts", "train_score", "seconds", "ratio", "s_mean", "s_std")
-    found = [[row[name] for name in columns] for row in rows]
+    cells = [[row[name] for name in columns] for row in rows]
     sdpo, credit = (2 * 4.0 + 3 * 5.0) / 5, (2 * 5.0 + 3 * 7.0) / 5
-    assert found[0] == [0, 0.5, pytest.approx(sdpo), pytest.approx(1.0), None, None]
-    assert found[1] == [4, 0.75, *map(pytest.approx, (credit, credit / sdpo, (0.4 + 0.3) / 5, (2.0 + 1.5) / 5))]
-    assert found[2] == [None, 0.125, pytest.approx(2.0), pytest.approx(2.0 / sdpo), None, None]
+    assert cells[0] == [0, 0.5, pytest.approx(sdpo), pytest.approx(1.0), None, None]
+    assert cells[1] == [4, 0.75, *map(pytest.approx, (credit, credit / sdpo, (0.4 + 0.3) / 5, (2.0 + 1.5) / 5))]
+    assert cells[2] == [None, 0.125, pytest.approx(2.0), pytest.approx(2.0 / sdpo), None, None]
     assert [row["score"] for row in rows] == pytest.approx(scores[:3, -1].mean(-1).tolist())
     assert f"| 4 | {100 * scores[1, -1].mean():.1f} | 0.750 | 6.200 | 1.348 | 0.140 | 0.700 |" in (
         page.with_suffix(".md").read_text()
@@ -218,8 +218,8 @@ def test_markdown_escapes_hostile_names(tmp_path, scores):
 def test_page_of_one_run_shows_curves_rollouts_and_maps(open_page, tmp_path, scores, scheme, width):
     folder = make_run(tmp_path / "r", scores[0], text="averyverylongword" * 20)
     maps = [drawn_map(["a ", "b "], seed=i, checkpoint=f"step-{i}") for i in (1, 3)]
-    for i, own in enumerate(maps):
-        write_maps([own], folder / "credit_maps" / f"step-{i:06d}.json")
+    for i, token_map in enumerate(maps):
+        write_maps([token_map], folder / "credit_maps" / f"step-{i:06d}.json")
     page = open_page(write_report([folder]), width=width, color_scheme=scheme)
     assert page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
     assert page.locator("#contents a").all_inner_texts() == ["Summary", "Token maps", "Curves", "Rollouts", "Symbols"]
@@ -252,8 +252,8 @@ def test_first_view_colours_a_punished_token_as_its_legend(open_page, tmp_path, 
     folder = make_run(tmp_path / "r", scores[0])
     tokens = ["a ", "long ", "wrong ", "answer\n"] * 200
     maps = [drawn_map(tokens, seed=i, checkpoint=f"step-{i}", problem="word " * 2000) for i in (1, 3)]
-    for i, own in enumerate(maps):
-        write_maps([own], folder / "credit_maps" / f"step-{i:06d}.json")
+    for i, token_map in enumerate(maps):
+        write_maps([token_map], folder / "credit_maps" / f"step-{i:06d}.json")
     page = open_page(write_report([folder]), width=width, color_scheme=scheme)
     page.set_viewport_size({"width": width, "height": height})
     page.reload()
@@ -292,15 +292,15 @@ def test_pointer_and_keys_show_numbers_and_alternatives_of_a_token(open_page, tm
     tokens = page.locator(".pane").first.locator(".t")
     for index in (0, 3):
         tokens.nth(index).hover()
-        shown = numbers(page)
+        displayed = numbers(page)
         for quantity, symbol in QUANTITIES.items():
-            assert shown[symbol] == [as_shown(token_map.values(quantity))[index]], quantity
-        assert shown["f"] == [as_shown(token_map.scores.teacher_logps)[index]]
+            assert displayed[symbol] == [as_shown(token_map.values(quantity))[index]], quantity
+        assert displayed["f"] == [as_shown(token_map.scores.teacher_logps)[index]]
         rows = page.locator("#inspector table.alternatives tbody tr").all()
         cells = [row.locator("td").all_inner_texts() for row in rows]
         assert [row[0] for row in cells] == token_map.alternatives[index]
-        others = token_map.scores.alternatives
-        columns = (others.centred, others.specific, others.teacher_logps, others.student_logps)
+        alternatives = token_map.scores.alternatives
+        columns = (alternatives.centred, alternatives.specific, alternatives.teacher_logps, alternatives.student_logps)
         for column, values in enumerate(columns, start=1):
             assert [row[column] for row in cells] == as_shown(values[index], digits=2)
     tokens.nth(1).click()
@@ -312,17 +312,17 @@ def test_pointer_and_keys_show_numbers_and_alternatives_of_a_token(open_page, tm
 
 def test_hostile_text_is_shown_as_text(open_page, tmp_path, scores):
     paths = [make_run(tmp_path / f"r{i}", scores[i], text="\n".join(HOSTILE), arm_text=HOSTILE[i]) for i in range(2)]
-    own = {"identifier": HOSTILE[1], "problem": HOSTILE[2], "feedback": HOSTILE[3], "checkpoint": HOSTILE[0]}
-    token_map = drawn_map([*HOSTILE, "end"], alternatives=HOSTILE, **own)
+    texts = {"identifier": HOSTILE[1], "problem": HOSTILE[2], "feedback": HOSTILE[3], "checkpoint": HOSTILE[0]}
+    token_map = drawn_map([*HOSTILE, "end"], alternatives=HOSTILE, **texts)
     token_map.classes[:] = [*HOSTILE, "end"]
     for path in paths:
         write_maps([token_map], path / "credit_maps" / "step-000001.json")
     page = open_page(write_report(paths, tmp_path / "x.html"))
     tokens = page.locator(".pane .t")
-    shown = [visible(text).replace("\n", "↵") for text in (*HOSTILE, "end")]
-    assert tokens.evaluate_all("cells => cells.map(c => c.textContent)") == shown
+    displayed = [visible(text).replace("\n", "↵") for text in (*HOSTILE, "end")]
+    assert tokens.evaluate_all("cells => cells.map(c => c.textContent)") == displayed
     context = page.locator("#context pre").evaluate_all("all => all.map(e => e.textContent)")
-    assert context[:2] == [visible(own["problem"]), visible(own["feedback"])]
+    assert context[:2] == [visible(texts["problem"]), visible(texts["feedback"])]
     tokens.nth(1).hover()
     listed = page.locator("#inspector td.code").evaluate_all("all => all.map(e => e.textContent)")
     assert listed == [visible(text) for text in HOSTILE]
@@ -350,15 +350,19 @@ def reward(completions, **kwargs):
 
 def test_a_run_saves_rollouts_and_maps_and_prints_the_link_last(run_callbacks, make_trainer, capsys, monkeypatch):
     trainer = make_trainer(reward, max_steps=3)
-    shown = []
+    displayed = []
     monkeypatch.setattr(callback, "is_in_notebook", lambda: True)
-    monkeypatch.setattr("IPython.display.display", lambda data, **options: shown.append((data["text/html"], options)))
+    monkeypatch.setattr(
+        "IPython.display.display", lambda data, **options: displayed.append((data["text/html"], options))
+    )
     trainer.train()
     folder = Path(trainer.args.output_dir)
     page = folder / "report.html"
     assert capsys.readouterr().out.splitlines()[-1] == f"Report: {page.resolve().as_uri()}"
-    drawn = {one["title"]: one["series"] for one in json.loads(page.with_suffix(".json").read_text())["curves"]}
-    assert [step for step, *_ in drawn["Reward of the rollouts"][0]["points"]] == [1, 2, 3]
+    curves = {
+        figure["title"]: figure["series"] for figure in json.loads(page.with_suffix(".json").read_text())["curves"]
+    }
+    assert [step for step, *_ in curves["Reward of the rollouts"][0]["points"]] == [1, 2, 3]
     tables = [pq.read_table(path).to_pylist() for path in sorted(folder.glob("completions/*.parquet"))]
     assert [[row["step"] for row in rows] for rows in tables] == [[step] * 8 for step in (1, 2, 3)]
     for row in tables[0]:
@@ -367,7 +371,7 @@ def test_a_run_saves_rollouts_and_maps_and_prints_the_link_last(run_callbacks, m
         assert row["completion"][0]["role"] == "assistant"
         assert math.isfinite(row["s_mean"])
     assert any(row["s_mean"] != 0.0 for row in tables[0])
-    [(frame, options)] = shown  # in a notebook
+    [(frame, options)] = displayed  # in a notebook
     assert html.unescape(re.search('srcdoc="([^"]*)"', frame)[1]) == page.read_text("utf-8")
     assert options == {"raw": True, "display_id": "credit-report-0", "update": False}
     assert [row["reward"] for row in tables[2]] == [0.0, 1.0] * 4
@@ -415,7 +419,7 @@ def logged_credit(trainer):
     """Logged values of S_t, ΔV_t and R_t by their names in dashboards."""
     names = {"S_t": "s_mean", "ΔV_t": "delta_v_mean", "R_t": "advantage_mean"}
     rows = [row for row in trainer.state.log_history if "reward" in row]
-    return {f"CREDIT/{name}": [row[f"credit/{own}"] for row in rows] for name, own in names.items()}
+    return {f"CREDIT/{name}": [row[f"credit/{metric}"] for row in rows] for name, metric in names.items()}
 
 
 def test_dashboards_show_the_credit_first_and_rollouts_as_traces(run_callbacks, make_trainer, tmp_path, monkeypatch):
@@ -436,7 +440,7 @@ def test_dashboards_show_the_credit_first_and_rollouts_as_traces(run_callbacks, 
     [events] = Path(trainer.args.output_dir).rglob("events.*")
     board = accumulator.EventAccumulator(str(events)).Reload()
     for name, values in expected.items():
-        assert [one.value for one in board.Scalars(name)] == pytest.approx(values)
+        assert [scalar.value for scalar in board.Scalars(name)] == pytest.approx(values)
     assert min(board.Tags()["scalars"]).startswith("CREDIT/")
 
 
