@@ -19,6 +19,7 @@ from credit_trl.contexts.gather import ignored_feedback
 from credit_trl.contexts.images import ImageReader, PromptImages, trl_image_fields
 from credit_trl.contexts.prompts import chat_renderer, images_of, prompt_columns, with_images_in_prompts
 from credit_trl.contexts.tokens import TokenContexts
+from credit_trl.loss.sampling import SamplingDistribution
 from credit_trl.loss.token_weight import TokenWeight
 from credit_trl.rollout.batch import (
     EVALUATION_INDEX,
@@ -79,6 +80,9 @@ class CreditTrainer(ResumableTrainer):
         ValueError: the data or the model cannot train with this configuration. Checked before anything is generated.
     """
 
+    credit_step: CreditStep | None = None
+    # Of the sampled tokens of a rollout, what moves log-probabilities from the engine's distribution to the policy's.
+    _outside_logps: Tensor | None = None
     _given_prompts: Sequence[dict[str, Any]] = ()  # prompts and images of a rollout's rows, as in the dataset
     _prompt_images: Sequence[PromptImages | None] = ()  # of a rollout
     _tag_names: ClassVar = ["trl", "credit"]
@@ -105,11 +109,11 @@ class CreditTrainer(ResumableTrainer):
         model = _SHIPPED if isinstance(model, str) and model == "quickstart" else model
         self._verdicts = VerdictLog(VerifierPolicy(args.on_verifier_error, args.verifier_timeout))
         self.clock = reporting.StageClock(counts=lambda: self.model.training)
-        self.credit_step: CreditStep | None = None
         distills = args.distillation_weight > 0.0 or token_weight is not None
         datasets = checks.named_datasets(train_dataset, eval_dataset)
         checks.check_datasets(args, datasets, reward_funcs, kwargs, distills=distills)
         checks.check_teacher(args)
+        checks.check_engine_options(args)
         if distills:
             fit_batch(args, len(train_dataset) if isinstance(train_dataset, Dataset) else None)
         if distills and args.distillation_weight == 0.0:
@@ -122,6 +126,7 @@ class CreditTrainer(ResumableTrainer):
             causal_lm.use_fp32_lm_head(self.model)
         if self.use_vllm:
             self.vllm_generation = PolicyGeneration.adopt(self.vllm_generation, args.seed)
+            checks.check_server(self)
         self.reward_funcs = [
             func if isinstance(func, nn.Module) else self._verdicts.wrap(func, position)
             for position, func in enumerate(self.reward_funcs)
@@ -161,6 +166,8 @@ class CreditTrainer(ResumableTrainer):
         if args.teacher_model_kind == "model":
             check_logits(self.teacher.models()[0], self.accelerator)
         reason = cannot_pack(self.model) if args.packed else None
+        self._forbid_placeholders()
+        logit_bias = self.vllm_generation.generation_kwargs.get("logit_bias") if self.use_vllm else None
         self.credit_step = CreditStep(
             args,
             self.context_builder,
@@ -169,16 +176,20 @@ class CreditTrainer(ResumableTrainer):
             reduce=self._sum_over_processes,
             token_weight=token_weight,
             router_loss=self.aux_loss_enabled,
+            sampling=SamplingDistribution.from_config(args, logit_bias),
         )
         self.alarms.raise_if(reason is not None, "not_packed", reason=reason)
-        if self.use_vllm and self.context_builder.reader is not None:  # as TRL does without vLLM
-            never = dict.fromkeys(self.context_builder.reader.placeholder_ids, -100.0)
-            options = self.vllm_generation.generation_kwargs
-            options["logit_bias"] = never | (options.get("logit_bias") or {})
         if self.credit_step.engine_role == "correction":
             self.vllm_importance_sampling_correction = False  # TRL's, which costs a forward pass
         if args.teacher_model_kind == "ema":
             self.add_callback(TeacherUpdate(self))
+
+    def _forbid_placeholders(self) -> None:
+        """Keep vLLM from sampling placeholders of images, as TRL does without vLLM."""
+        if self.use_vllm and self.context_builder.reader is not None:
+            never = dict.fromkeys(self.context_builder.reader.placeholder_ids, -100.0)
+            options = self.vllm_generation.generation_kwargs
+            options["logit_bias"] = never | (options.get("logit_bias") or {})
 
     @property
     def _mode(self) -> str:
@@ -276,8 +287,12 @@ class CreditTrainer(ResumableTrainer):
             self._given_prompts = list(map(prompt_columns, inputs))
             inputs = with_images_in_prompts(inputs)
         self._turn = 0
+        self._outside_logps = None
         with self.clock.stage("rollout"):
             output = super()._generate_and_score_completions(inputs)
+        if self._outside_logps is not None:  # from the distribution of the engine to the whole vocabulary
+            for name in ("old_per_token_logps", "sampling_per_token_logps"):
+                output[name] = output[name] + self._outside_logps
         if self.args.on_verifier_error == "skip":
             mask_skipped_tokens(output, self._verdicts.has_failed, self.accelerator)
         batch = self._rollouts.with_turns(loss_mask(output))
@@ -352,8 +367,11 @@ class CreditTrainer(ResumableTrainer):
                 model, input_ids, attention_mask, logits_to_keep, batch_size, **kwargs
             )
         corrects = self.use_vllm and self.vllm_importance_sampling_correction
-        has_ratio = self.args.distillation_is_clip is not None and self.credit_step.engine_role != "old"
-        if self.args.distillation_weight == 1.0 and not has_ratio and not corrects:
+        role = self.credit_step.engine_role
+        # Of the two passes of the policy in a rollout, the second is that of the KL term's reference.
+        moves = (corrects or role == "old") and not self.credit_step.sampling.is_policy and self._outside_logps is None
+        has_ratio = self.args.distillation_is_clip is not None and role != "old"
+        if self.args.distillation_weight == 1.0 and not has_ratio and not corrects and not moves:
             return None, None, None  # nothing reads them
         parts = {}
         for kind, values in (("ids", input_ids), ("mask", attention_mask)):
@@ -362,8 +380,11 @@ class CreditTrainer(ResumableTrainer):
         if any(self._prompt_images):
             parts["prompt_images"] = self._prompt_images
         with self.clock.stage("old_logps"):
-            logps = self.credit_step.policy_logps(model, parts, batch_size)
-        return logps, None, None
+            logps = self.credit_step.policy_and_sampling_logps(model, parts, batch_size)
+        if moves and model is self.model:
+            self._outside_logps = logps.whole - logps.sampled
+            return logps.sampled, None, None  # which TRL compares with the engine's
+        return logps.whole, None, None
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         if self.model.training:

@@ -15,10 +15,12 @@ from credit_trl.contexts.builder import ContextBuilder
 from credit_trl.contexts.contrast import find_source, source_columns
 from credit_trl.contexts.prompts import check_rows, images_of, row_prompt, user_text
 from credit_trl.contexts.tokens import PrivilegedContext
+from credit_trl.loss.sampling import SamplingDistribution, unknown_option
 from credit_trl.rollout.batch import Prompt
 from credit_trl.rollout.verdict import parameters_of, takes
 from credit_trl.teacher.external import teacher_place
 from credit_trl.teacher.sharding import is_zero3
+from credit_trl.training.step import engine_role
 
 
 def check_teacher(args: CreditConfig) -> None:
@@ -29,6 +31,37 @@ def check_teacher(args: CreditConfig) -> None:
             AutoConfig.from_pretrained(name, **teacher_place(args))
     except OSError as error:
         raise OSError(f"`teacher_model_name_or_path={name!r}` cannot be loaded: {error}") from error
+
+
+def reads_engine(args: CreditConfig) -> bool:
+    """Whether log-probabilities that a vLLM engine reports enter the loss."""
+    corrects = args.vllm_importance_sampling_correction or engine_role(args) == "old"
+    return args.use_vllm and (corrects or args.off_policy_mask_threshold is not None)
+
+
+def check_engine_options(args: CreditConfig) -> None:
+    """Raise a `ValueError` where the engine's log-probabilities cannot be compared with the policy's."""
+    if not reads_engine(args):
+        return
+    if option := unknown_option(args):
+        raise refusal("engine_option", name=option)
+    if SamplingDistribution.from_config(args).is_policy:
+        return
+    if args.distillation_weight == 0.0:
+        raise refusal("truncated_grpo")
+    if args.off_policy_mask_threshold is not None and not args.vllm_importance_sampling_correction:
+        raise refusal("truncated_off_policy")
+
+
+def check_server(trainer: Any) -> None:
+    """Raise a `ValueError` where a vLLM server reports log-probabilities of a distribution that it does not sample."""
+    generation = trainer.vllm_generation
+    if generation.mode != "server" or not trainer.accelerator.is_main_process or not reads_engine(trainer.args):
+        return
+    mode = generation.vllm_client.get_server_info()["model_config"]["logprobs_mode"]
+    is_same = trainer.args.temperature == 1.0 and SamplingDistribution.from_config(trainer.args).is_policy
+    if mode != "processed_logprobs" and not (mode == "raw_logprobs" and is_same):
+        raise refusal("logprobs_mode", mode=mode)
 
 
 def named_datasets(train_dataset: Any, eval_dataset: Any) -> dict[str, Any]:

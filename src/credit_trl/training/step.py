@@ -23,6 +23,7 @@ from credit_trl.contexts.tokens import CompletionBatch, TokenContexts
 from credit_trl.loss.credit_loss import CreditLoss, LossTokens, MicroBatchLoss, credit_loss
 from credit_trl.loss.head import LMHead, lm_head
 from credit_trl.loss.projection import token_logps
+from credit_trl.loss.sampling import SamplingDistribution, sampling_logps
 from credit_trl.loss.scores import Scores, SupportConfig, score_completions
 from credit_trl.loss.token_weight import TokenCredit, TokenWeight, weigh_tokens, weighted_tensors
 from credit_trl.rollout.batch import GenerationBatch, loss_mask
@@ -40,6 +41,14 @@ class PolicyLoss(NamedTuple):
     terms: CreditLoss
     read: int  # tokens of the pass, padding included
     aux_loss: Float[Tensor, ""] | None  # load-balancing loss of a mixture of experts
+    engine_logps: Float[Tensor, " N"] | None  # of `LossTokens`, over the whole vocabulary
+
+
+class PolicyLogps(NamedTuple):
+    """Log-probabilities of the completion tokens of B samples under the policy; 0 on padding."""
+
+    whole: Float[Tensor, "B T"]  # over the whole vocabulary
+    sampled: Float[Tensor, "B T"]  # under the distribution that the engine samples from
 
 
 @dataclass(eq=False, repr=False)
@@ -66,6 +75,7 @@ class CreditStep:
     reduce: Callable[[Tensor], Tensor] = identity  # sums a tensor over processes
     token_weight: TokenWeight | None = None  # weighs the tokens of each generation batch, see `loss.token_weight`
     router_loss: bool = False  # whether the load-balancing loss of a mixture of experts is computed
+    sampling: SamplingDistribution | None = None  # of the engine; by default that of the configuration
 
     def __post_init__(self) -> None:
         config = self.config
@@ -80,6 +90,8 @@ class CreditStep:
                 "compare them with other log-probabilities. Set `distillation_tail='bucket'`."
             )
         self.engine_role = engine_role(config)
+        if self.sampling is None:
+            self.sampling = SamplingDistribution.from_config(config)
         may_have_images = self.context_builder.reader is not None
         self.packed, self.teacher_packed = choose_packing(config.packed, teacher, may_have_images)
         self._enable_packing()
@@ -190,7 +202,7 @@ class CreditStep:
             aux_loss=result.aux_loss,
             read=result.read,
             valid=sum(len(ids) for ids in sequences.ids),
-            engine_logps=engine_logps,
+            engine_logps=engine_logps if result.engine_logps is None else result.engine_logps,
         )
 
     def _policy_loss(
@@ -209,8 +221,15 @@ class CreditStep:
                 hidden, read, aux_loss = policy_states(
                     policy, sequences, packed=self.packed, router_loss=self.router_loss
                 )
-            terms = credit_loss(hidden, self.head(policy), tokens, scores, self.support, self.config)
-            return PolicyLoss(terms, read, aux_loss)
+            head = self.head(policy).gathered()
+            engine_logps = tokens.engine_logps
+            if engine_logps is not None and not self.sampling.is_policy:
+                ids = tokens.ids.unsqueeze(-1)
+                whole, sampled = sampling_logps(head.detached(), hidden.detach(), ids, self.sampling)
+                engine_logps = engine_logps + (whole - sampled)
+            tokens_of_vocabulary = tokens._replace(engine_logps=engine_logps)
+            terms = credit_loss(hidden, head, tokens_of_vocabulary, scores, self.support, self.config)
+            return PolicyLoss(terms, read, aux_loss, engine_logps)
 
         return run_in_wrapped_forward(model, policy, forward, sequences.chosen)
 
@@ -244,31 +263,47 @@ class CreditStep:
             shares = shares * inputs["importance_sampling_ratio"]
         return shares
 
-    @torch.no_grad()
     def policy_logps(self, model: nn.Module, inputs: dict[str, Any], size: int | None = None) -> Float[Tensor, "B T"]:
-        """Log-probabilities of the completion tokens under the policy; 0 on padding.
+        """Log-probabilities of the completion tokens under the policy, over the whole vocabulary; 0 on padding.
 
         `model` is the policy as it is wrapped for distributed training. One pass has at most `size` samples, which are
         of similar lengths.
         """
+        return self._policy_logps(model, inputs, size, samples=False).whole
+
+    def policy_and_sampling_logps(
+        self, model: nn.Module, inputs: dict[str, Any], size: int | None = None
+    ) -> PolicyLogps:
+        """`policy_logps`, and from the same pass those under the distribution that the engine samples from."""
+        return self._policy_logps(model, inputs, size, samples=not self.sampling.is_policy)
+
+    @torch.no_grad()
+    def _policy_logps(
+        self, model: nn.Module, inputs: dict[str, Any], size: int | None, *, samples: bool
+    ) -> PolicyLogps:
         lengths = inputs["prompt_mask"].sum(dim=1) + inputs["completion_mask"].sum(dim=1)
         if size is not None and size < len(lengths):
             order = lengths.argsort(descending=True, stable=True)
             parts = [take_rows(inputs, rows.tolist()) for rows in order.split(size)]
-            sorted_logps = [self.policy_logps(model, part) for part in parts]
-            return torch.cat(sorted_logps)[order.argsort()]
+            sorted_logps = [self._policy_logps(model, part, None, samples=samples) for part in parts]
+            return PolicyLogps(*[torch.cat(values)[order.argsort()] for values in zip(*sorted_logps, strict=True)])
         mask = inputs["completion_mask"].bool()
         sequences = chosen_sequences(inputs, mask)
         ids = sequences.pick(inputs["completion_ids"]).unsqueeze(-1)
         policy = self.teacher.unwrapped(model)
 
-        def forward(_chosen: Int[Tensor, " N"]) -> Tensor:
+        def forward(_chosen: Int[Tensor, " N"]) -> PolicyLogps:
             with self.teacher.mixed_precision():
                 hidden, _, _ = policy_states(policy, sequences, packed=self.packed)
-            return token_logps(self.head(policy).gathered().detached(), hidden, ids)
+            head = self.head(policy).gathered().detached()
+            if samples:
+                return PolicyLogps(*sampling_logps(head, hidden, ids, self.sampling))
+            whole = token_logps(head, hidden, ids)
+            return PolicyLogps(whole, whole)
 
         logps = run_in_wrapped_forward(model, policy, forward, sequences.chosen)
-        return logps.new_zeros(mask.numel()).index_put_((sequences.chosen,), logps).view_as(mask)
+        padded = [values.new_zeros(mask.numel()).index_put_((sequences.chosen,), values) for values in logps]
+        return PolicyLogps(*[values.view_as(mask) for values in padded])
 
 
 def choose_packing(packed: bool | None, teacher: Teacher, may_have_images: bool) -> tuple[bool, bool]:
@@ -289,6 +324,7 @@ def engine_role(config: CreditConfig) -> Literal["correction", "old"] | None:
     `"correction"`: to correct for the engine, where one optimizer step uses the whole generation batch, so that the
     policy of the step is that of the rollout. `"old"`: in place of those of the policy at rollout time, where several
     steps use it and TRL's correction is off. None: a correction is TRL's, from a pass of the policy before the loss.
+    Where options of sampling change the distribution, what the engine reported is first moved to the whole vocabulary.
     """
     if not config.use_vllm or config.distillation_weight < 1.0:
         return None
