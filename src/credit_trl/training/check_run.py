@@ -17,15 +17,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 from transformers import DefaultFlowCallback, TrainerCallback
 
 from credit_trl.contexts.tokens import TokenContexts
-from credit_trl.objective import credit_target
-from credit_trl.rollout.batch import GenerationBatch
+from credit_trl.rollout.batch import GenerationBatch, loss_mask
 from credit_trl.teacher.models import TeacherUpdate
 from credit_trl.teacher.sharding import local_part
+from credit_trl.training.micro_batches import take_rows
 from credit_trl.training.reporting import escape_controls, text_block
+from credit_trl.training.step import CreditStep
 
 SHOWN_CHARACTERS = 4000  # of each text of the rollout
 # Attributes of the trainer that the check restores, and those that it replaces by copies meanwhile.
@@ -116,14 +118,18 @@ class StepMeter(TrainerCallback):
         self.rows["tokens, student"] = f"{int(tensors['prompt_mask'].sum()) + sum(lengths):10,}"
         self.rows["tokens, teacher"] = f"{teacher:10,}"
         if not self.rollout:
-            step = self.trainer.credit_step
-            coef = args.contrastive_coef * prepared["contrast_mask"]
-            scores = (prepared["teacher_token_logps"], prepared["generic_token_logps"])
-            logps = step.policy_logps(step.teacher.student, tensors, args.per_device_train_batch_size)
-            advantage = credit_target(*scores, coef, args.contrastive_form) - logps
-            shown = max(range(len(contexts)), key=lambda one: len([*contexts[one].sequences()]))
-            self.rollout = _rollout_block(self.trainer, batch, shown, contexts[shown], advantage[shown])
+            sample = max(range(len(contexts)), key=lambda sample: len([*contexts[sample].sequences()]))
+            advantages = self._advantages(take_rows(tensors | prepared, [sample]))
+            self.rollout = _rollout_block(self.trainer, batch, sample, contexts[sample], advantages)
         return prepared
+
+    @torch.no_grad()
+    def _advantages(self, inputs: dict[str, Any]) -> Float[Tensor, " T"]:
+        """R_t of a sample's tokens as the loss has it, conditional on a renormalised support; 0 without a score."""
+        step: CreditStep = self.trainer.credit_step
+        mask = loss_mask(inputs) & inputs["teacher_mask"][:, None]
+        advantages = step.loss(step.teacher.student, inputs).terms.advantages
+        return advantages.new_zeros(mask.shape).masked_scatter(mask, advantages)[0]
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step in (0, self.updates):
