@@ -1,14 +1,17 @@
 """The trainer end to end: prompts, verdicts, sources of feedback and kinds of models that TRL users have."""
 
 import copy
+import dataclasses
 
 import pytest
 import torch
 from datasets import IterableDataset
 from peft import LoraConfig
+from trl import GRPOConfig, GRPOTrainer
 from trl.chat_template_utils import qwen3_chat_template
 
-from credit_trl import Verdict
+from credit_trl import CreditTrainer, Verdict
+from tiny import length_verdicts
 
 
 @pytest.fixture
@@ -226,3 +229,31 @@ def test_two_micro_batches_give_the_step_of_one(train, loss_type):
     )
     for name, weight in unsplit.items():
         torch.testing.assert_close(parts[name], weight, rtol=1e-3, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_a_trainer_without_its_constructor_is_trls(make_model, make_config, dataset, tokenizer):
+    """As TRL's tests build trainers: it generates, scores and computes the loss of GRPO."""
+    options = make_config().to_dict()
+    names = {field.name for field in dataclasses.fields(GRPOConfig) if field.init}
+    plain = GRPOConfig(**{name: options[name] for name in names - {"generation_batch_size"}})
+    built = GRPOTrainer(make_model(), length_verdicts, plain, dataset, processing_class=tokenizer)
+    built.model.train()
+    built.current_gradient_accumulation_steps = 1
+    rows = [dataset[0]] * 4
+    inputs = built._generate_and_score_completions(rows)
+    inputs["advantages"] = torch.linspace(-1, 1, 4)
+    bare = CreditTrainer.__new__(CreditTrainer)
+    vars(bare).update(vars(built))
+    torch.manual_seed(0)
+    expected = built._generate([row["prompt"] for row in rows])
+    torch.manual_seed(0)
+    assert bare._generate([row["prompt"] for row in rows]) == expected
+    loss = bare._compute_loss(bare.model, inputs)
+    assert loss == built._compute_loss(built.model, inputs)
+    assert loss.requires_grad
+    ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+    with torch.no_grad():
+        logps = [
+            trainer._get_per_token_logps_and_entropies(trainer.model, ids, ids > 0, 3)[0] for trainer in (bare, built)
+        ]
+    assert torch.equal(*logps)

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Sequence
+from functools import cached_property
 from importlib.metadata import entry_points
 from importlib.resources import files
 from typing import Any, ClassVar
@@ -83,6 +84,7 @@ class CreditTrainer(ResumableTrainer):
     credit_step: CreditStep | None = None
     # Of the sampled tokens of a rollout, what moves log-probabilities from the engine's distribution to the policy's.
     _outside_logps: Tensor | None = None
+    _turn = 0  # of a rollout with tools
     _given_prompts: Sequence[dict[str, Any]] = ()  # prompts and images of a rollout's rows, as in the dataset
     _prompt_images: Sequence[PromptImages | None] = ()  # of a rollout
     _tag_names: ClassVar = ["trl", "credit"]
@@ -108,7 +110,6 @@ class CreditTrainer(ResumableTrainer):
         refuse_unknown("CreditTrainer", "argument", kwargs, inspect.signature(GRPOTrainer).parameters)
         model = _SHIPPED if isinstance(model, str) and model == "quickstart" else model
         self._verdicts = VerdictLog(VerifierPolicy(args.on_verifier_error, args.verifier_timeout))
-        self.clock = reporting.StageClock(counts=lambda: self.model.training)
         distills = args.distillation_weight > 0.0 or token_weight is not None
         datasets = checks.named_datasets(train_dataset, eval_dataset)
         checks.check_datasets(args, datasets, reward_funcs, kwargs, distills=distills)
@@ -148,6 +149,16 @@ class CreditTrainer(ResumableTrainer):
         for entry in entry_points(group="credit_trl.callbacks"):  # of this package, token maps and the report
             for callback in entry.load()(self):
                 self.add_callback(callback)
+
+    @cached_property
+    def clock(self) -> reporting.StageClock:
+        """Seconds of the stages of training."""
+        return reporting.StageClock(counts=lambda: self.model.training)
+
+    @property
+    def _distillation_weight(self) -> float:
+        """w; 0 where no teacher scores, as in a trainer that was built without `__init__`."""
+        return 0.0 if self.credit_step is None else self.args.distillation_weight
 
     def _init_reports(self) -> None:
         self._eval_batches = 0
@@ -346,7 +357,7 @@ class CreditTrainer(ResumableTrainer):
         """Micro-batches with little padding; TRL's own at `distillation_weight=0`."""
         before = self._buffered_inputs
         inputs = super()._prepare_inputs(generation_batch)
-        if self.args.distillation_weight == 0.0:
+        if self._distillation_weight == 0.0:
             return inputs
         if not self.model.training:
             return micro_batches.without_padding(inputs)
@@ -361,7 +372,7 @@ class CreditTrainer(ResumableTrainer):
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Log-probabilities of a rollout, without padding. The loss, and weight 0 without images, use TRL's method."""
         is_plain = not any(value is not None and value is not False for value in kwargs.values())
-        is_own = any(self._prompt_images) or (model is self.model and self.args.distillation_weight > 0.0)
+        is_own = any(self._prompt_images) or (model is self.model and self._distillation_weight > 0.0)
         if torch.is_grad_enabled() or not (is_plain and is_own):
             return super()._get_per_token_logps_and_entropies(
                 model, input_ids, attention_mask, logits_to_keep, batch_size, **kwargs
@@ -389,7 +400,7 @@ class CreditTrainer(ResumableTrainer):
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         if self.model.training:
             self.clock.steps += self.accelerator.sync_gradients
-        weight = self.args.distillation_weight
+        weight = self._distillation_weight
         loss = 0.0
         if weight > 0.0:
             loss = weight * self._distillation_loss(model, inputs)
