@@ -122,3 +122,45 @@ def test_none_is_a_value_of_optional_numbers_after_parsing(make_config, tmp_path
     (parsed,) = TrlParser(CreditConfig).parse_args_and_config(["--config", str(tmp_path / "run.yaml")])
     assert (parsed.distillation_is_clip, parsed.distillation_topk) == (None, None)
     assert make_config(distillation_topk=None).distillation_topk is None
+
+
+@dataclasses.dataclass
+class OwnConfig(CreditConfig):
+    """A subclass with an option, as of any dataclass."""
+
+    warmth: float = 1.0
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.warmth *= 2
+
+
+@dataclasses.dataclass
+class OwnOfOwnConfig(OwnConfig):
+    """A subclass of it, which takes the mode of `SDPOConfig` itself."""
+
+    def __post_init__(self, distillation_mode):
+        super().__post_init__(distillation_mode)
+        self.warmth += 1
+
+
+class PlainConfig(CreditConfig):
+    """A subclass that is no dataclass of its own."""
+
+    def __post_init__(self):
+        self.warmth = 5.0
+        super().__post_init__()
+
+
+@pytest.mark.parametrize(("kind", "warmth"), [(OwnConfig, 2.0), (OwnOfOwnConfig, 3.0), (PlainConfig, 5.0)])
+def test_a_subclass_has_the_usual_post_init(tmp_path, kind, warmth):
+    options = {"use_cpu": True, "bf16": False}
+    config = kind(str(tmp_path), **options)
+    assert (config.warmth, config.distillation_support, config.distillation_topk) == (warmth, "teacher_topk", 20)
+    assert config.generation_batch_size == CreditConfig(str(tmp_path), **options).generation_batch_size
+    whole = kind(str(tmp_path), distillation_mode="full_logits", **options)
+    assert (whole.warmth, whole.distillation_topk) == (warmth, None)
+    sampled = kind(str(tmp_path), distillation_mode="sampled_token", **options)
+    assert sampled.distillation_support == "sampled"
+    with pytest.raises(ValueError, match="contrastive_coef"):
+        kind(str(tmp_path), contrastive_coef=2.0, **options)

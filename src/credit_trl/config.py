@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import inspect
 import math
 import os
 import re
@@ -221,7 +222,25 @@ class CreditConfig(GRPOConfig):
 
     distillation_mode: InitVar[Literal["sampled_token", "topk_logits", "full_logits"] | None] = None  # of `SDPOConfig`
 
-    def __post_init__(self, distillation_mode: str | None) -> None:
+    _sdpo_mode: ClassVar[str | None] = None  # `distillation_mode`, which a subclass's `__post_init__` does not pass on
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Let a subclass define `__post_init__(self)`, as for a dataclass without `InitVar`."""
+        super().__init_subclass__(**kwargs)
+        post_init = vars(cls).get("__post_init__")
+        if post_init is None or len(inspect.signature(post_init).parameters) > 1:
+            return
+
+        @functools.wraps(post_init)
+        def without_mode(self: CreditConfig, distillation_mode: str | None = None) -> None:
+            if distillation_mode is not None:
+                self._sdpo_mode = distillation_mode
+            post_init(self)
+
+        cls.__post_init__ = without_mode
+
+    def __post_init__(self, distillation_mode: str | None = None) -> None:  # noqa: RUF033, subclasses pass nothing
+        distillation_mode = distillation_mode or self._sdpo_mode
         if distillation_mode is not None:
             modes = {"sampled_token": "sampled", "topk_logits": "teacher_topk", "full_logits": "teacher_topk"}
             self.distillation_support = modes.get(distillation_mode, distillation_mode)
