@@ -33,7 +33,7 @@ from credit_trl.rollout.batch import prompt_key
 from credit_trl.tasks.registry import Task, batch_of
 from credit_trl.teacher.external import ModelTeacher
 from credit_trl.teacher.models import Teacher
-from credit_trl.teacher.sharding import full_shape
+from credit_trl.teacher.sharding import full_shape, wrapping
 from credit_trl.training import step
 from distributed import cpu_fsdp2, standin_engine
 
@@ -334,6 +334,7 @@ def facts(trainer: LocalLosses) -> dict[str, Any]:
     return {
         "num_processes": accelerator.num_processes,
         "distributed_type": accelerator.distributed_type.value,
+        "wrapping": wrapping(accelerator.state),
         "dtype": str(trainer.accelerator.unwrap_model(trainer.model).dtype),
         "zero_stage": getattr(accelerator.state.deepspeed_plugin, "zero_stage", None),
         "sharded": any(isinstance(p, DTensor) or hasattr(p, "ds_tensor") for p in trainer.model.parameters()),

@@ -16,6 +16,7 @@ from faults.launching import free_port, log, server
 
 LIMIT = 100.0  # seconds; most runs take 5 s
 TYPES = {"ddp": "MULTI_CPU", "fsdp2": "FSDP", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED"}
+NAMES = {"ddp": "DDP", "fsdp2": "FSDP2", "zero2": "ZeRO-2", "zero3": "ZeRO-3"}  # on the console
 SHARDED = ("fsdp2", "zero3")
 # Reason of skipped tests.
 DEEPSPEED = "needs DeepSpeed: `make test-slow` installs it, or pip install 'credit-trl[deepspeed]'"
@@ -79,6 +80,7 @@ def assert_wrapped(facts: list[dict[str, Any]], wrapper: str) -> None:
     """The processes were wrapped as asked, and all reached the same collectives."""
     expected = (TYPES[wrapper], int(wrapper[-1]) if wrapper.startswith("zero") else None, wrapper in SHARDED)
     assert {(f["distributed_type"], f["zero_stage"], f["sharded"]) for f in facts} == {expected}
+    assert {f.get("wrapping", NAMES[wrapper]) for f in facts} == {NAMES[wrapper]}
     assert facts[0]["collectives"] > 0
     assert {f["collectives"] for f in facts} == {facts[0]["collectives"]}
 

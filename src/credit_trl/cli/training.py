@@ -47,6 +47,8 @@ def run(argv: list[str] | None = None) -> int:
     """
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
+    from credit_trl.teacher.sharding import wrapping
+
     spell_unencodable()
     trainer = None
     try:
@@ -55,7 +57,8 @@ def run(argv: list[str] | None = None) -> int:
         trainer = make_trainer(script_args, *others)
         machine = f"{trainer.accelerator.num_processes} x {trainer.accelerator.device.type}"
         data = trainer.run_log.facts["task"]
-        trainer.accelerator.print(f"trl credit: {data} on {machine}, output in {trainer.args.output_dir}")
+        wrapped = wrapping(trainer.accelerator.state)
+        trainer.accelerator.print(f"trl credit: {data} on {machine} ({wrapped}), output in {trainer.args.output_dir}")
         if script_args.check:
             trainer.check()
         else:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -126,6 +127,18 @@ def frozen_copy(model: PreTrainedModel, accelerator: Accelerator | None, *, prec
                 owner, _, own = name.rpartition(".")
                 setattr(copied.get_submodule(owner), own, parameter)
     return copied
+
+
+def wrapping(state: AcceleratorState) -> str:
+    """How accelerate wraps the policy, for the console: `"DDP"`, `"FSDP2"`, `"ZeRO-3"`, or `"not wrapped"`."""
+    kind = state.distributed_type
+    if kind == "FSDP":
+        return f"FSDP{state.fsdp_plugin.fsdp_version}"
+    if kind == "DEEPSPEED":
+        return f"ZeRO-{state.deepspeed_plugin.zero_stage}"
+    if kind == "NO":
+        return "not wrapped"
+    return "DDP" if kind.startswith("MULTI_") else str(kind.value)
 
 
 def place_frozen(model: PreTrainedModel, accelerator: Accelerator) -> nn.Module:

@@ -7,10 +7,13 @@ W&B and TensorBoard. The same values are sent once more as a group of their own,
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from accelerate.state import AcceleratorState
 from tqdm.auto import tqdm
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from transformers.integrations import TensorBoardCallback
 from transformers.trainer_callback import CallbackHandler
+
+from credit_trl.teacher.sharding import wrapping
 
 # Names in the log -> columns of the console line.
 COLUMNS = {
@@ -53,7 +56,15 @@ def log_line(logs: Mapping[str, Any], step: int, last_step: int) -> str:
 
 
 class LogLines(PrinterCallback):
-    """Prints one line a log, above a progress bar if there is one, in place of transformers' dictionaries."""
+    """Prints one line a log, above a progress bar if there is one, in place of transformers' dictionaries.
+
+    With several processes the first line is how the model is wrapped, as accelerate may ignore a configuration: with
+    FSDP2 and `use_cpu` it is DDP.
+    """
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.is_world_process_zero and args.world_size > 1:
+            tqdm.write(f"{args.world_size} processes on {args.device.type}, {wrapping(AcceleratorState())}")
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if state.is_world_process_zero and logs:
