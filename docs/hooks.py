@@ -40,7 +40,7 @@ INTERNAL = tuple(
     lab.analysis.vocabulary_logps lab.report.comparison lab.report.runs lab.report.token_maps
     loss.head loss.projection contexts.prompts
     tasks.escaping tasks.lcb_ tasks.records teacher.causal_lm teacher.sharding
-    training.check_model training.trl_compat
+    training.check_model trl_compat trl_parity
     """.split()
 )
 

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from trl.trainer.utils import pad
 
 from credit_trl.config import CreditConfig
 from credit_trl.contexts.builder import ContextBuilder
@@ -31,6 +30,7 @@ from credit_trl.tasks.registry import as_task, load_task
 from credit_trl.teacher.models import make_teacher
 from credit_trl.training.checks import check_column_names
 from credit_trl.training.step import CreditStep
+from credit_trl.trl_compat import pad
 
 _CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Name the capital city of France."}]
 _PROMPTS = [_CHAT, "What is 17 times 3? Answer:", [{"role": "user", "content": "Sort 3, 1 and 2."}], "The vowel is"]

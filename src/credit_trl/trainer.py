@@ -12,7 +12,6 @@ from accelerate.utils import gather_object
 from datasets import Dataset, IterableDataset
 from torch import Tensor, nn
 from trl import GRPOTrainer
-from trl.trainer.utils import get_config_model_id
 
 from credit_trl.config import PAPER, CreditConfig, check_combinations, fit_batch, refuse_unknown
 from credit_trl.contexts.builder import ContextBuilder
@@ -45,6 +44,7 @@ from credit_trl.training.metrics import Alarms, TokenMetrics, context_metrics, d
 from credit_trl.training.run_directory import describe_data
 from credit_trl.training.step import CreditStep
 from credit_trl.training.weights import WeightChange, reduce_gradients_in_fp32
+from credit_trl.trl_compat import check_behaviour, check_returned, get_config_model_id
 
 # Model of the alias `quickstart`, as on the command line; `credit_trl.tasks` is not part of the core.
 _SHIPPED = str(files("credit_trl.tasks.quickstart_model") / "plain")
@@ -109,6 +109,7 @@ class CreditTrainer(ResumableTrainer):
             raise TypeError(f"`args` must be a `CreditConfig` (it extends `GRPOConfig`), got {type(args).__name__}.")
         refuse_unknown("CreditTrainer", "argument", kwargs, inspect.signature(GRPOTrainer).parameters)
         model = _SHIPPED if isinstance(model, str) and model == "quickstart" else model
+        check_behaviour()
         self._verdicts = VerdictLog(VerifierPolicy(args.on_verifier_error, args.verifier_timeout))
         distills = args.distillation_weight > 0.0 or token_weight is not None
         datasets = checks.named_datasets(train_dataset, eval_dataset)
@@ -217,7 +218,7 @@ class CreditTrainer(ResumableTrainer):
     def _generate(self, prompts: list) -> Any:
         """Read the images of the prompts. TRL gets none, as its processor fails on prompts with and without."""
         if self.credit_step is None:
-            return super()._generate(prompts)
+            return check_returned("GRPOTrainer._generate", super()._generate(prompts))
         builder = self.context_builder
         builder.forget_texts()
         if any(map(images_of, prompts)):
@@ -228,13 +229,13 @@ class CreditTrainer(ResumableTrainer):
         tools = self._sample_tools(len(prompts))
         if self.use_vllm and builder.reader is not None:
             self.vllm_generation.unexpanded = builder.unexpanded(prompts, tools)
-        *generated, _, tool_images = super()._generate(prompts)
+        *generated, _, tool_images = check_returned("GRPOTrainer._generate", super()._generate(prompts))
         checks.check_rollout_images(self, prompts, generated[0], tools, tool_images)
         return *generated, None, tool_images
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         """Set `current_turn` of environments that have it, before their tools run."""
-        generated = super()._generate_single_turn(*args, **kwargs)
+        generated = check_returned("GRPOTrainer._generate_single_turn", super()._generate_single_turn(*args, **kwargs))
         for environment in self.environments or ():
             if hasattr(environment, "current_turn"):
                 environment.current_turn = self._turn
@@ -263,6 +264,7 @@ class CreditTrainer(ResumableTrainer):
                     self.context_builder.marks,
                 )
             rewards_per_func = super()._calculate_rewards(inputs, prompts, graded, completion_ids_list)
+            check_returned("GRPOTrainer._calculate_rewards", rewards_per_func)
         if self.args.on_verifier_error == "skip":
             share = mask_skipped_rewards(rewards_per_func, self._verdicts.has_failed, self.accelerator)
             self._log_values({"credit/frac_verifier_skipped": share})
@@ -301,6 +303,7 @@ class CreditTrainer(ResumableTrainer):
         self._outside_logps = None
         with self.clock.stage("rollout"):
             output = super()._generate_and_score_completions(inputs)
+            check_returned("GRPOTrainer._generate_and_score_completions", output)
         if self._outside_logps is not None:  # from the distribution of the engine to the whole vocabulary
             for name in ("old_per_token_logps", "sampling_per_token_logps"):
                 output[name] = output[name] + self._outside_logps
@@ -356,7 +359,7 @@ class CreditTrainer(ResumableTrainer):
     def _prepare_inputs(self, generation_batch: dict[str, Any]) -> dict[str, Any]:
         """Micro-batches with little padding; TRL's own at `distillation_weight=0`."""
         before = self._buffered_inputs
-        inputs = super()._prepare_inputs(generation_batch)
+        inputs = check_returned("GRPOTrainer._prepare_inputs", super()._prepare_inputs(generation_batch))
         if self._distillation_weight == 0.0:
             return inputs
         if not self.model.training:
@@ -374,9 +377,10 @@ class CreditTrainer(ResumableTrainer):
         is_plain = not any(value is not None and value is not False for value in kwargs.values())
         is_own = any(self._prompt_images) or (model is self.model and self._distillation_weight > 0.0)
         if torch.is_grad_enabled() or not (is_plain and is_own):
-            return super()._get_per_token_logps_and_entropies(
+            returned = super()._get_per_token_logps_and_entropies(
                 model, input_ids, attention_mask, logits_to_keep, batch_size, **kwargs
             )
+            return check_returned("GRPOTrainer._get_per_token_logps_and_entropies", returned)
         corrects = self.use_vllm and self.vllm_importance_sampling_correction
         role = self.credit_step.engine_role
         # Of the two passes of the policy in a rollout, the second is that of the KL term's reference.
@@ -405,7 +409,8 @@ class CreditTrainer(ResumableTrainer):
         if weight > 0.0:
             loss = weight * self._distillation_loss(model, inputs)
         if weight < 1.0:
-            loss = loss + (1.0 - weight) * super()._compute_loss(model, inputs | trl_image_fields(inputs))
+            policy_loss = super()._compute_loss(model, inputs | trl_image_fields(inputs))
+            loss = loss + (1.0 - weight) * check_returned("GRPOTrainer._compute_loss", policy_loss)
         return self._guarded(loss, inputs)
 
     def _distillation_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:

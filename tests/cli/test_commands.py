@@ -13,6 +13,7 @@ from trl.cli.commands import get_commands
 from credit_trl import cli
 from credit_trl.cli import credit, training
 from credit_trl.sandbox import CHOICE
+from credit_trl.trl_compat import MODULES
 from tables import tables_of
 
 TABLES = tables_of(__file__)
@@ -201,3 +202,13 @@ def test_option_of_the_sandbox_selects_it(monkeypatch, tmp_path):
     script, *_ = training.make_parser().parse_args_and_config(["--config", str(config), *ON_CPU])
     assert script.reward_funcs == ["a.b", "c.d"]  # a text in YAML is a list of names
     assert os.environ[CHOICE] == "landlock"
+
+
+def test_unsupported_trl_is_one_line_of_a_command(monkeypatch, tmp_path, capsys):
+    (tmp_path / "needs_identity.py").write_text("from credit_trl.trl_compat import identity\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(cli.COMPANIONS, "credit-report", ("needs_identity", ""))
+    monkeypatch.setitem(MODULES, "identity", "trl.trainer.moved_utils")
+    assert cli.main(["credit-report"]) == 1
+    [line] = capsys.readouterr().err.splitlines()
+    assert re.match("trl credit-report: error: TRL .* has no module .*, so .*: pip install", line)

@@ -53,8 +53,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run_trl(command: str, argv: list[str]) -> int:
-    from trl.cli import main as trl_main
-    from trl.cli.commands import get_commands
+    from credit_trl.trl_compat import get_commands
+    from credit_trl.trl_compat import main as trl_main
 
     known = {one.name for one in get_commands()} | {TRAINING[0], *COMPANIONS}
     if command not in known:  # TRL's error would not list the commands of this package
@@ -63,7 +63,12 @@ def _run_trl(command: str, argv: list[str]) -> int:
 
 
 def _run_companion(name: str, argv: list[str]) -> int:
-    module = importlib.import_module(COMPANIONS[name][0])
+    try:
+        module = importlib.import_module(COMPANIONS[name][0])
+    except ImportError as error:  # of a TRL that is not supported
+        if not is_user_error(error):
+            raise
+        return report_user_error(f"trl {name}", error)
     one_row_an_option = partial(HelpFormatter, max_help_position=34)
     parser = ArgumentParser(prog=f"trl {name}", allow_abbrev=False, formatter_class=one_row_an_option)
     module.add_arguments(parser)
@@ -91,7 +96,7 @@ def _run_companion(name: str, argv: list[str]) -> int:
 
 def _help_parser() -> ArgumentParser:
     """Parser of `trl --help`: the commands of TRL and of this package in alphabetical order."""
-    from trl.cli.commands import get_commands
+    from credit_trl.trl_compat import get_commands
 
     lines = {command.name: command.help_text for command in get_commands()} | dict([TRAINING])
     lines |= {name: line for name, (_, line) in COMPANIONS.items()}

@@ -103,8 +103,8 @@ def launch_arguments(argv: list[str]) -> Namespace:
         ValueError: an argument is unknown or has a wrong value.
     """
     from accelerate.commands.launch import launch_command_parser
-    from trl.cli.accelerate_config import resolve_accelerate_config_argument
-    from trl.cli.commands.training import _subtract_subsequence
+
+    from credit_trl.trl_compat import _subtract_subsequence, resolve_accelerate_config_argument
 
     parser = make_parser(prog=PROG)
     launcher = launch_command_parser()

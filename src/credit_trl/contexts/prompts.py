@@ -4,9 +4,8 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from trl.data_utils import prepare_multimodal_messages
-
 from credit_trl.rollout.batch import Prompt, content_key
+from credit_trl.trl_compat import prepare_multimodal_messages
 
 Render = Callable[..., str]  # conversation to text; takes `tools` and `add_generation_prompt`, True by default
 

@@ -15,8 +15,6 @@ from typing import Any, Self
 import torch
 from accelerate.utils import broadcast_object_list, gather_object
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor
-from trl.generation.vllm_generation import VLLMGeneration
-from trl.models.utils import unwrap_model_for_generation
 
 from credit_trl.contexts.images import ImageReader
 from credit_trl.contexts.prompts import chat_renderer, images_of
@@ -26,6 +24,7 @@ from credit_trl.rollout.batch import Prompt
 from credit_trl.tasks.quickstart_model import model_path, naming_model
 from credit_trl.teacher.models import eval_mode
 from credit_trl.teacher.sharding import local_part, reshard
+from credit_trl.trl_compat import VLLMGeneration, unwrap_model_for_generation
 
 Ids = list[list[int]]  # of each prompt or completion
 Images = Sequence[Sequence[Any]]  # of each prompt; empty where none has any

@@ -23,13 +23,13 @@ from transformers import (
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
-from trl.chat_template_utils import parse_response
 
 from credit_trl.contexts.images import PromptImages, joined_images
 from credit_trl.evaluation.config import SamplingConfig
 from credit_trl.rollout.batch import Prompt
 from credit_trl.rollout.thinking import mark_thinking, thinking_marks
 from credit_trl.tasks.task import response_text
+from credit_trl.trl_compat import parse_response
 
 _LAST_TOKENS = 16  # of a prompt, which contain a tag at its end
 

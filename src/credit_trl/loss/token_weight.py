@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
-from trl.trainer.utils import identity
+
+from credit_trl.trl_compat import identity
 
 
 @dataclass(frozen=True)

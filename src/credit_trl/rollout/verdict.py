@@ -251,7 +251,8 @@ class VerdictLog:
 
     def wrap(self, reward_func: Callable[..., Any], position: int) -> Callable[..., Any]:
         """Wrap the reward function at `position` of the trainer's list. A coroutine function stays one."""
-        from trl.trainer.utils import get_callable_name, is_async_callable  # tasks import this module without TRL
+        # Tasks import this module without TRL.
+        from credit_trl.trl_compat import get_callable_name, is_async_callable
 
         name = get_callable_name(reward_func)
         ignored = () if takes(reward_func, "truncated") else ("truncated",)

@@ -25,11 +25,9 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import set_seed
-from trl.generation.vllm_client import VLLMClient
-from trl.generation.vllm_generation import VLLMGeneration
-from trl.import_utils import is_requests_available
 
 from credit_trl.rollout.verdict import call_in_thread
+from credit_trl.trl_compat import VLLMClient, VLLMGeneration, check_returned, is_requests_available
 
 if is_requests_available():  # it comes with the extra `vllm`
     import requests
@@ -78,10 +76,11 @@ class PolicyGeneration(VLLMGeneration):
         if images is not None and self.mode == "server" and self.accelerator.is_main_process:
             self.vllm_client.reset_encoder_cache()
         if images is None or self.mode == "server":
-            return super().generate(prompts, images, *args, **kwargs)
+            return check_returned("VLLMGeneration.generate", super().generate(prompts, images, *args, **kwargs))
         self.llm.llm_engine.reset_encoder_cache()
         given = list(map(self._unexpanded, prompts))
-        read, *generated = super().generate(given, images, *args, **kwargs)
+        generated = super().generate(given, images, *args, **kwargs)
+        read, *generated = check_returned("VLLMGeneration.generate", generated)
         for ids, own, found in zip(prompts, given, read, strict=True):
             if own is not ids and list(found) != list(ids):
                 raise ValueError(

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
-from trl.data_utils import common_prefix_length
+
+from credit_trl.trl_compat import common_prefix_length
 
 try:
     from torch.nn.attention.varlen import varlen_attn

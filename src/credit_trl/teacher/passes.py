@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from trl.data_utils import common_prefix_length
 
 from credit_trl.contexts.images import PromptImages
 from credit_trl.contexts.tokens import CompletionBatch, TokenContexts
@@ -28,6 +27,7 @@ from credit_trl.teacher.image_inputs import image_inputs, zero_of_tower
 from credit_trl.teacher.models import Teacher
 from credit_trl.teacher.packing import PrefixSharing, model_inputs, shares_prefixes, to_device
 from credit_trl.teacher.sharding import run_in_wrapped_forward
+from credit_trl.trl_compat import common_prefix_length
 
 # Maximum size of a group, in passes. A larger group sorts better, a smaller one holds fewer hidden states.
 PASSES_PER_GROUP = 4

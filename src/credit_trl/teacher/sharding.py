@@ -17,10 +17,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
-from trl.models import prepare_deepspeed
-from trl.models.utils import _ForwardRedirection
 
 from credit_trl.teacher.causal_lm import use_fp32_lm_head, uses_fp32_lm_head
+from credit_trl.trl_compat import _ForwardRedirection, prepare_deepspeed
 
 T = TypeVar("T")
 

@@ -30,7 +30,6 @@ from transformers import PreTrainedModel
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints, sort_checkpoints
 from trl import GRPOTrainer
-from trl.trainer.utils import RepeatSampler
 
 from credit_trl.config import CreditConfig, refusal
 from credit_trl.rollout.verdict import transferable
@@ -39,8 +38,8 @@ from credit_trl.teacher.models import Teacher
 from credit_trl.teacher.sharding import full_tensor
 from credit_trl.training.metrics import Alarms
 from credit_trl.training.run_directory import read_json, run_id, run_lock, sync, write_atomically
-from credit_trl.training.trl_compat import check_trl
 from credit_trl.training.weights import NonFiniteError, guarded, nonfinite_weight, source_of
+from credit_trl.trl_compat import RepeatSampler, check_returned, check_trl
 
 check_trl()
 logger = logging.getLogger(__name__)
@@ -190,6 +189,7 @@ class ResumableTrainer(GRPOTrainer):
             NonFiniteError: it is not finite, unless `on_nonfinite="skip"` or a loss scale of fp16 explains it.
         """
         grad_norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        check_returned("GRPOTrainer._get_grad_norm", grad_norm)
         norm = float(full_tensor(grad_norm)) if isinstance(grad_norm, Tensor) else grad_norm
         losses = self._losses_are_finite is None or bool(self._losses_are_finite)
         self._losses_are_finite = None

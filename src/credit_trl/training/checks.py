@@ -8,7 +8,6 @@ from typing import Any
 from datasets import Dataset
 from torch import nn
 from transformers import AutoConfig
-from trl.trainer.utils import get_callable_name
 
 from credit_trl.config import CreditConfig, refusal
 from credit_trl.contexts.builder import ContextBuilder
@@ -21,6 +20,7 @@ from credit_trl.rollout.verdict import parameters_of, takes
 from credit_trl.teacher.external import teacher_place
 from credit_trl.teacher.sharding import is_zero3
 from credit_trl.training.step import engine_role
+from credit_trl.trl_compat import get_callable_name
 
 
 def check_teacher(args: CreditConfig) -> None:

@@ -13,7 +13,6 @@ from typing import Any, Literal, NamedTuple
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from trl.trainer.utils import identity
 
 from credit_trl import objective
 from credit_trl.config import CreditConfig
@@ -33,6 +32,7 @@ from credit_trl.teacher.passes import Sequences, chosen_sequences, policy_states
 from credit_trl.teacher.sharding import run_in_wrapped_forward
 from credit_trl.training.metrics import micro_batch_fidelity
 from credit_trl.training.micro_batches import take_rows
+from credit_trl.trl_compat import identity
 
 
 class PolicyLoss(NamedTuple):

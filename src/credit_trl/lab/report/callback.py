@@ -8,8 +8,6 @@ from typing import Any
 from pandas import DataFrame
 from transformers import TrainerCallback
 from transformers.utils import is_in_notebook
-from trl.data_utils import prepare_multimodal_messages
-from trl.trainer.utils import strip_images_from_messages
 
 from credit_trl.contexts.prompts import images_of
 from credit_trl.lab.analysis.callback import CreditMapCallback, OptionalCallback
@@ -17,6 +15,7 @@ from credit_trl.lab.analysis.responses import data_url
 from credit_trl.lab.report.logs import print_lines, send_credit, send_rollouts
 from credit_trl.lab.report.runs import COMPLETIONS
 from credit_trl.lab.report.write import REPORT_FILE, write_report
+from credit_trl.trl_compat import prepare_multimodal_messages, strip_images_from_messages
 
 # Steps of a run of which rollouts are saved, evenly spaced, beside the last.
 _ROLLOUT_STEPS = 50
