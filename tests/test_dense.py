@@ -9,7 +9,7 @@ from credit_trl.rollout.batch import GenerationBatch
 from credit_trl.teacher.models import make_teacher
 from credit_trl.teacher.passes import policy_states
 from credit_trl.training.step import CreditStep
-from dense import LENGTHS, gradients, naive_loss, naive_token_losses, padded, scoring_model, step_problem
+from dense import LENGTHS, gradients, logps, naive_loss, naive_token_losses, padded, scoring_model, step_problem
 
 TOPK = {"bucket": (5, "bucket"), "renormalize": (5, "renormalize"), "K = V": (None, "bucket")}
 # α, C, support and other options.
@@ -72,6 +72,45 @@ def test_packed_passes_equal_algorithm_1(make_problem, support):
 def test_lora_equals_algorithm_1(make_problem, support, kind):
     problem = make_problem(support=support, lora=True, teacher_model_kind=kind)
     assert_algorithm_1(problem)
+
+
+def weighted(at_tokens, entropies):
+    """A loss of log-probabilities and entropies (B, T) that differs from token to token."""
+    weights = torch.linspace(-1, 1, at_tokens.numel(), dtype=at_tokens.dtype).view_as(at_tokens)
+    return (weights * at_tokens + weights.square() * entropies).mean()
+
+
+def dense_weighted(problem):
+    """`weighted` of plain passes over each sample."""
+    tensors = problem.tensors
+    rows = []
+    for i, completion in enumerate(problem.batch.completion_ids):
+        prompt = tensors["prompt_ids"][i][tensors["prompt_mask"][i].bool()].tolist()
+        logp = logps(problem.policy, prompt, completion, problem.step.config.temperature)
+        values = torch.stack([logp[range(len(completion)), completion], -(logp.exp() * logp).sum(-1)])
+        rows.append(torch.nn.functional.pad(values, (0, tensors["completion_ids"].shape[1] - len(completion))))
+    return weighted(*torch.stack(rows, dim=1))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_log_probabilities_and_entropies_are_dense_ones(make_problem, packed):
+    problem = make_problem(packed=packed, temperature=0.7)
+    tokens = problem.step.policy_tokens(problem.policy, problem.tensors)
+    assert tokens.logps.shape == problem.tensors["completion_ids"].shape
+    same(weighted(tokens.logps, tokens.entropies), dense_weighted(problem), problem.policy, 1e-6 if packed else 1e-12)
+
+
+@pytest.mark.parametrize("options", [{}, {"distillation_support": "sampled"}])
+@pytest.mark.parametrize("support", TOPK)
+def test_one_pass_has_the_gradients_of_both_losses(make_problem, support, options):
+    problem = make_problem(support=support, distillation_weight=0.5, temperature=0.7, **options)
+    problem.step.serves_grpo = True  # also of padded rows, which have less rounding
+    assert not problem.tensors["teacher_mask"].all()
+    result = problem.step.loss(problem.policy, problem.tensors)
+    ours = 0.3 * result.terms.loss + 0.7 * weighted(result.policy.logps, result.policy.entropies)
+    theirs = 0.3 * naive_loss(problem, scoring_model(problem)) + 0.7 * dense_weighted(problem)
+    same(ours, theirs, problem.policy, 1e-7)  # the model's norms are in fp32, and two passes round twice
+    assert len(result.terms.token_loss) == problem.tensors["teacher_mask"].float() @ torch.tensor(LENGTHS).float()
 
 
 def test_accumulated_micro_batches_equal_algorithm_1(make_problem):

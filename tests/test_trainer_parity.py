@@ -20,6 +20,12 @@ def mixed_verdicts(completions, answer, **kwargs):
     return [Verdict(r, f"The answer is {a}.") for r, a in zip(mixed_rewards(completions), answer, strict=True)]
 
 
+def silent_on_some(completions, answer, **kwargs):
+    """These rewards; samples without feedback have no teacher where no sibling succeeds."""
+    rewards = mixed_rewards(completions)
+    return [Verdict(0.0) if int(a) % 2 else Verdict(r, f"It is {a}.") for r, a in zip(rewards, answer, strict=True)]
+
+
 def prepared(trainer, rows=2):
     """One training micro-batch as the trainer's loss receives it, in the rollouts' order."""
     trainer.current_gradient_accumulation_steps = 1
@@ -124,17 +130,37 @@ def test_zero_weight_equals_trls_grpo_for_whole_runs(make_model, make_trainer, t
     assert any(not torch.equal(p, q) for p, q in zip(ours.model.parameters(), make_model().parameters(), strict=True))
 
 
-@pytest.mark.parametrize("weight", [0.25, 0.5])
-def test_blend_is_the_weighted_sum_of_both_gradients(make_trainer, weight):
+BLENDS = [
+    (0.25, {"packed": False}),
+    (0.5, {"packed": False}),
+    (0.5, {}),
+    (0.25, {"distillation_tail": "renormalize"}),
+    (0.5, {"distillation_topk": None, "loss_type": "dapo"}),
+    (0.5, {"distillation_support": "sampled", "top_entropy_quantile": 0.5}),
+    (0.5, {"entropy_coef": 0.1, "loss_type": "bnpo", "temperature": 0.7}),
+    (0.5, {"importance_sampling_level": "sequence", "num_iterations": 2, "loss_type": "sapo"}),
+]
+
+
+@pytest.mark.parametrize(("weight", "options"), BLENDS)
+def test_blend_is_the_weighted_sum_of_both_gradients(make_trainer, weight, options):
+    """GRPO's by TRL's pass of padded rows."""
+    options = {"packed": True, "gradient_accumulation_steps": 1} | options
+    policy = ("top_entropy_quantile", "entropy_coef", "importance_sampling_level")
+
     def gradients(distillation_weight, inputs=None):
-        trainer = make_trainer(mixed_verdicts, distillation_weight=distillation_weight)
+        allowed = {k: v for k, v in options.items() if distillation_weight < 1.0 or k not in policy}
+        allowed["packed"] = options["packed"] and distillation_weight > 0.0
+        trainer = make_trainer(silent_on_some, distillation_weight=distillation_weight, **allowed)
         inputs = inputs or prepared(trainer)
         trainer.current_gradient_accumulation_steps = 1
         trainer.model.train()
         return inputs, loss_and_gradients(trainer, inputs)
 
-    inputs, distilled = gradients(1.0)
-    _, policy = gradients(0.0, inputs)
-    _, blend = gradients(weight, inputs)
-    expected = {n: weight * g + (1 - weight) * policy[1][n] for n, g in distilled[1].items()}
-    assert_close(blend, (weight * distilled[0] + (1 - weight) * policy[0], expected), 1e-5, 1e-7)
+    inputs, blend = gradients(weight)
+    _, distilled = gradients(1.0, inputs)
+    _, policy_only = gradients(0.0, inputs)
+    assert not inputs["teacher_mask"].all()
+    assert any(g.abs().max() > 1e-3 for g in policy_only[1].values())
+    expected = {n: weight * g + (1 - weight) * policy_only[1][n] for n, g in distilled[1].items()}
+    assert_close(blend, (weight * distilled[0] + (1 - weight) * policy_only[0], expected), 1e-5, 1e-6)

@@ -113,7 +113,9 @@ class CreditConfig(GRPOConfig):
             implementation with variable lengths (FlashAttention, FlexAttention) or PyTorch's (`"sdpa"`), which reads a
             prompt that several sequences share once. `None`: where student and teacher can and are no
             vision-language models, as images need padded rows. With `True` a student that cannot pads, with one
-            warning, if its teacher is another model that can; else it is an error.
+            warning, if its teacher is another model that can; else it is an error. GRPO's part of a mixture reads the
+            pass of the distillation. At `distillation_weight=0` rows are packed with `True` only, and a model that
+            cannot takes TRL's path, with a warning.
 
         > The teacher π_ref
 

@@ -7,7 +7,6 @@ from importlib.metadata import entry_points
 from importlib.resources import files
 from typing import Any, ClassVar
 
-import torch
 from accelerate.utils import gather_object
 from datasets import Dataset, IterableDataset
 from torch import Tensor, nn
@@ -19,6 +18,7 @@ from credit_trl.contexts.gather import ignored_feedback
 from credit_trl.contexts.images import ImageReader, PromptImages, trl_image_fields
 from credit_trl.contexts.prompts import chat_renderer, images_of, prompt_columns, with_images_in_prompts
 from credit_trl.contexts.tokens import TokenContexts
+from credit_trl.loss.credit_loss import PolicyTokens
 from credit_trl.loss.sampling import SamplingDistribution
 from credit_trl.loss.token_weight import TokenWeight
 from credit_trl.rollout.batch import (
@@ -34,7 +34,7 @@ from credit_trl.rollout.verdict import VerdictLog, VerifierPolicy
 from credit_trl.rollout.vllm import PolicyGeneration
 from credit_trl.teacher import causal_lm
 from credit_trl.teacher.external import build_teacher
-from credit_trl.teacher.models import TeacherUpdate
+from credit_trl.teacher.models import Teacher, TeacherUpdate
 from credit_trl.teacher.packing import cannot_pack
 from credit_trl.training import checks, micro_batches, reporting
 from credit_trl.training.check_model import check_logits, check_model
@@ -75,6 +75,7 @@ class CreditTrainer(ResumableTrainer):
     Attributes:
         run_log: writes `run.json` and `log.jsonl`; entries of `run_log.facts` are added to `run.json`.
         credit_step: the stages after a rollout; None where nothing reads the credit.
+        policy_step: reads the policy for GRPO's loss; None where TRL does.
 
     Raises:
         TypeError: `args` is not a `CreditConfig`.
@@ -87,6 +88,8 @@ class CreditTrainer(ResumableTrainer):
     _turn = 0  # of a rollout with tools
     _given_prompts: Sequence[dict[str, Any]] = ()  # prompts and images of a rollout's rows, as in the dataset
     _prompt_images: Sequence[PromptImages | None] = ()  # of a rollout
+    policy_step: CreditStep | None = None
+    _policy_tokens: PolicyTokens | None = None  # of the micro-batch, for GRPO's loss
     _tag_names: ClassVar = ["trl", "credit"]
     _name = "CREDIT"
     _paper: ClassVar = PAPER["card"]
@@ -147,6 +150,7 @@ class CreditTrainer(ResumableTrainer):
         checks.check_prompts(self, datasets, distills=distills)
         if distills:
             self._init_credit(token_weight)
+        self._init_policy_step()
         for entry in entry_points(group="credit_trl.callbacks"):  # of this package, token maps and the report
             for callback in entry.load()(self):
                 self.add_callback(callback)
@@ -202,6 +206,29 @@ class CreditTrainer(ResumableTrainer):
             never = dict.fromkeys(self.context_builder.reader.placeholder_ids, -100.0)
             options = self.vllm_generation.generation_kwargs
             options["logit_bias"] = never | (options.get("logit_bias") or {})
+
+    def _init_policy_step(self) -> None:
+        """Read packed rows for GRPO's loss: in a mixture as for the distillation, without it with `packed=True`."""
+        args = self.args
+        if self.credit_step is not None:
+            is_read = args.packed if args.distillation_weight == 0.0 else args.distillation_weight < 1.0
+            self.policy_step = self.credit_step if is_read and self.credit_step.packed else None
+        elif args.packed:
+            reason = cannot_pack(self.model)
+            if self._is_vlm:
+                reason = "images need padded rows"
+            elif args.torch_compile:
+                reason = "`torch_compile` compiles the forward pass of padded rows"
+            self.alarms.raise_if(reason is not None, "not_packed", reason=reason)
+            if reason is None:
+                check_model(self.model, self.accelerator, reads_padding=False)
+                self.policy_step = CreditStep(
+                    args,
+                    self.context_builder,
+                    Teacher(self.model, self.accelerator),
+                    router_loss=self.aux_loss_enabled,
+                    sampling=SamplingDistribution(),  # TRL compares with the engine by itself
+                )
 
     @property
     def _mode(self) -> str:
@@ -371,31 +398,42 @@ class CreditTrainer(ResumableTrainer):
         return inputs
 
     def _get_per_token_logps_and_entropies(
-        self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, **kwargs
+        self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, compute_entropy=False, **kwargs
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Log-probabilities of a rollout, without padding. The loss, and weight 0 without images, use TRL's method."""
-        is_plain = not any(value is not None and value is not False for value in kwargs.values())
-        is_own = any(self._prompt_images) or (model is self.model and self._distillation_weight > 0.0)
-        if torch.is_grad_enabled() or not (is_plain and is_own):
+        """Log-probabilities without padding: of the loss by `policy_step`, else of a rollout without gradients.
+
+        TRL's method computes those of the reference model, of prompts with images in the loss, and of weight 0.
+        """
+        if compute_entropy and self._policy_tokens is not None:  # only the loss asks for entropies
+            tokens, self._policy_tokens = self._policy_tokens, None
+            return tokens
+        is_plain = all(value is None or isinstance(value, bool) for value in kwargs.values())
+        is_policy = compute_entropy or model is self.model
+        step = self.policy_step if is_policy else None
+        if not compute_entropy and (any(self._prompt_images) or (is_policy and self._distillation_weight > 0.0)):
+            step = self.credit_step
+        if step is None or not is_plain:
             returned = super()._get_per_token_logps_and_entropies(
-                model, input_ids, attention_mask, logits_to_keep, batch_size, **kwargs
+                model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, **kwargs
             )
             return check_returned("GRPOTrainer._get_per_token_logps_and_entropies", returned)
-        corrects = self.use_vllm and self.vllm_importance_sampling_correction
-        role = self.credit_step.engine_role
-        # Of the two passes of the policy in a rollout, the second is that of the KL term's reference.
-        moves = (corrects or role == "old") and not self.credit_step.sampling.is_policy and self._outside_logps is None
-        has_ratio = self.args.distillation_is_clip is not None and role != "old"
-        if self.args.distillation_weight == 1.0 and not has_ratio and not corrects and not moves:
-            return None, None, None  # nothing reads them
         parts = {}
         for kind, values in (("ids", input_ids), ("mask", attention_mask)):
             parts[f"prompt_{kind}"] = values[:, :-logits_to_keep]
             parts[f"completion_{kind}"] = values[:, -logits_to_keep:]
+        if compute_entropy:
+            return step.policy_tokens(model, parts)
+        corrects = self.use_vllm and self.vllm_importance_sampling_correction
+        role = step.engine_role
+        # Of the two passes of the policy in a rollout, the second is that of the KL term's reference.
+        moves = (corrects or role == "old") and not step.sampling.is_policy and self._outside_logps is None
+        has_ratio = self.args.distillation_is_clip is not None and role != "old"
+        if self.args.distillation_weight == 1.0 and not has_ratio and not corrects and not moves:
+            return None, None, None  # nothing reads them
         if any(self._prompt_images):
             parts["prompt_images"] = self._prompt_images
         with self.clock.stage("old_logps"):
-            logps = self.credit_step.policy_and_sampling_logps(model, parts, batch_size)
+            logps = step.policy_and_sampling_logps(model, parts, batch_size)
         if moves and model is self.model:
             self._outside_logps = logps.whole - logps.sampled
             return logps.sampled, None, None  # which TRL compares with the engine's
@@ -421,6 +459,7 @@ class CreditTrainer(ResumableTrainer):
             loss = loss + self.router_aux_loss_coef * result.aux_loss / accumulation
             self._log_values({"aux_loss": self.accelerator.gather_for_metrics(result.aux_loss).mean().item()})
         self._token_metrics.add(self._mode, result)
+        self._policy_tokens = result.policy
         return loss
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:

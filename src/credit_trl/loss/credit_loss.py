@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 from credit_trl import objective
 from credit_trl.config import CreditConfig
 from credit_trl.loss.head import HeadGradients, LMHead, accumulation_dtype, chunks
+from credit_trl.loss.policy import DeferredGradients, TokenPolicy, token_policy
 from credit_trl.loss.scores import Scores, SupportConfig
 from credit_trl.loss.student import Normalizers, Student, SupportStudent, VocabularyStudent
 
@@ -72,6 +73,7 @@ def engine_difference(logps: Float[Tensor, " N"], engine_logps: Float[Tensor, " 
 class CreditLoss(NamedTuple):
     """The loss and per-token values for logging; all but `loss` are detached.
 
+    With a policy's gradients `policy_logps` and `entropy` are over the whole vocabulary and differentiable too.
     Logarithms, entropies and divergences are in nats. With `"renormalize"` some values are conditional on the support,
     see `credit_trl.loss`.
     """
@@ -91,6 +93,20 @@ class CreditLoss(NamedTuple):
     ratio: Float[Tensor, " N"]  # importance ratio, with the engine's correction; ones where there is none
     policy_logps: Float[Tensor, " N"]  # log π_θ over the whole vocabulary; NaN where the normaliser is not computed
 
+    def detached_rows(self, rows: Int[Tensor, " n"]) -> Self:
+        """The loss, and the values of some tokens without gradient."""
+        return self._replace(
+            **{name: values[rows].detach() for name, values in self._asdict().items() if name != "loss"}
+        )
+
+
+class PolicyTokens(NamedTuple):
+    """The policy at the completions of a micro-batch, as GRPO's loss reads it; 0 on padding."""
+
+    logps: Float[Tensor, "B T"]
+    entropies: Float[Tensor, "B T"]  # nats
+    aux_loss: Float[Tensor, ""] | None  # load-balancing loss of a mixture of experts
+
 
 @dataclass(frozen=True)
 class MicroBatchLoss:
@@ -105,6 +121,7 @@ class MicroBatchLoss:
     read: int  # tokens of the student's forward pass, with padding
     valid: int  # the same without padding
     engine_logps: Float[Tensor, " N"] | None  # what the engine reported, where the loss uses it
+    policy: PolicyTokens | None = None  # with gradients, where GRPO's loss reads the same pass
 
 
 class _Loss(torch.autograd.Function):
@@ -129,6 +146,7 @@ def credit_loss(
     teacher: Scores,
     support: SupportConfig,
     config: CreditConfig,
+    with_policy: bool = False,
 ) -> CreditLoss:
     """Weighted sum of the divergences from the student to the target a of f and Ĝ.
 
@@ -139,6 +157,8 @@ def credit_loss(
         student_hidden: (N, H), hidden states at the positions that predict the tokens; receives a gradient.
         head: head of the student; weight and bias receive gradients. A sharded head is gathered once.
         config: form of the target, α, and the bounds of the ratio of each token.
+        with_policy: also make `policy_logps` and `entropy` differentiable, for another loss of the same tokens. A
+            support of few tokens then waits for its gradients, so that one product with the head serves both.
 
     Raises:
         ValueError: the weights require a gradient, or K exceeds the vocabulary.
@@ -154,9 +174,18 @@ def credit_loss(
     gradients = None
     if needs_gradient:
         gradients = HeadGradients.of(student_hidden, head, in_one_chunk=len(hidden) <= chunk_size)
+        if with_policy and (support.tail == "bucket" or support.kind == "sampled"):
+            gradients.deferred = []
     with torch.no_grad():
         product_head = head.detached().for_products(hidden)
         result = _loss_in_chunks(hidden, product_head, tokens, gradients, teacher, support, config, chunk_size)
+    if gradients is not None and gradients.deferred is not None:
+        policy = TokenPolicy(result.policy_logps, result.entropy)
+        loss, logps, entropy = DeferredGradients.apply(gradients, result.loss, policy, *inputs)
+        return result._replace(loss=loss, policy_logps=logps, entropy=entropy)
+    if with_policy and (needs_gradient or support.tail == "renormalize"):
+        policy = token_policy(student_hidden, head, tokens.ids)
+        result = result._replace(policy_logps=policy.logps, entropy=policy.entropies)
     if not needs_gradient:
         return result
     # One after the other, so that at most one exists in two precisions.
@@ -189,7 +218,8 @@ def _loss_in_chunks(
     normalizers = None
     if is_conditional and tokens.needs_policy_logps(config):
         normalizers = Normalizers.of(head, hidden)
-    buffer_rows = 0 if is_conditional else min(chunk_size, len(hidden))
+    keeps_logits = not is_conditional and (gradients is None or gradients.deferred is None)
+    buffer_rows = min(chunk_size, len(hidden)) if keeps_logits else 0
     buffer = hidden.new_empty((buffer_rows, head.vocabulary_size), dtype=accumulation_dtype(hidden.dtype))
     chunk_losses = []
     for rows in chunks(len(hidden), chunk_size):
@@ -200,7 +230,7 @@ def _loss_in_chunks(
             chunk_normalizers = None if normalizers is None else normalizers.rows(rows)
             student = SupportStudent(head, hidden[rows], chunk_tokens.ids, chunk_scores.support_ids, chunk_normalizers)
         else:
-            logits = buffer[: rows.stop - rows.start]
+            logits = buffer[: rows.stop - rows.start] if keeps_logits else None
             student = VocabularyStudent(head, hidden[rows], chunk_tokens.ids, chunk_scores.support_ids, logits)
         chunk_gradients = None if gradients is None else gradients.rows(rows)
         chunk_losses.append(_chunk_loss(student, chunk_tokens, chunk_scores, support, config, chunk_gradients))

@@ -5,7 +5,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Any, Self
 
 import torch
 from jaxtyping import Float, Int
@@ -78,6 +78,8 @@ class HeadGradients:
     hidden: Float[Tensor, "N H"] | None
     weight: Float[Tensor, "V H"] | None  # fp32; the parameter's dtype if products use it and there is one chunk
     bias: Float[Tensor, " V"] | None
+    # Chunks whose gradients the backward pass adds, see `loss.policy`; None adds all gradients in the forward pass.
+    deferred: list[Any] | None = None
 
     @classmethod
     def of(cls, hidden: Tensor, head: "LMHead", in_one_chunk: bool) -> Self:

@@ -24,6 +24,7 @@ class Projection:
     ids: Int[Tensor, "n K"] | None = None  # the support
     columns: Float[Tensor, "n K"] | None = None  # logits of the support
     log_outside: Float[Tensor, " n"] | None = None  # log-probability outside, summed over the tokens outside
+    tokens: Int[Tensor, "n 1"] | None = None  # the sampled tokens
     token_logits: Float[Tensor, "n 1"] | None = None  # of the sampled tokens
 
     @property
@@ -63,6 +64,10 @@ class ByBlock:
         else:
             # A number would be copied to a GPU, which waits.
             tile.index_put_(self.cells[block], tile.new_full((), values))
+
+    def add(self, block: int, tile: Float[Tensor, "n w"], values: Float[Tensor, "n K"]) -> None:
+        """Add to the tile's values at the ids in this block, which differ within a row."""
+        tile[self.cells[block]] += values.view(-1)[self.entries[block]].to(tile.dtype)
 
 
 def top_columns(logits: Float[Tensor, "n V"], k: int) -> Int[Tensor, "n K"]:
@@ -129,10 +134,11 @@ def project(
             statistics.fold(out[:, block], scratch)
     outside, entropy = statistics.result()
     if ids is None:
-        return Projection(out, outside, entropy, token_logits=token_logits)
+        return Projection(out, outside, entropy, tokens=tokens, token_logits=token_logits)
     statistics.fold(columns, torch.empty_like(columns))
     log_normalizer, entropy = statistics.result()
-    return Projection(out, log_normalizer, entropy, ids, columns, outside - log_normalizer, token_logits)
+    log_outside = outside - log_normalizer
+    return Projection(out, log_normalizer, entropy, ids, columns, log_outside, tokens, token_logits)
 
 
 def token_logps(head: LMHead, hidden: Float[Tensor, "N H"], tokens: Int[Tensor, "N 1"]) -> Float[Tensor, " N"]:
@@ -147,31 +153,73 @@ def backward_logps(
     projection: Projection,
     hidden: Float[Tensor, "n H"],
     gradients: HeadGradients,
-    column_grads: Float[Tensor, "n K"],
+    column_grads: Float[Tensor, "n K"] | None = None,
     outside_grads: Float[Tensor, " n"] | None = None,
+    token_grads: Float[Tensor, " n"] | None = None,
+    entropy_grads: Float[Tensor, " n"] | None = None,
 ) -> None:
-    """Backpropagate gradients G of the support's log-probabilities and τ of `log_outside`; overwrites the logits.
+    """Backpropagate gradients of log-probabilities; overwrites the logits, or computes them again where none exist.
 
-    As `log p_k = z_k − log Σ_v exp z_v`, those of the logits are `G_k − c p_k` on the support, with
-    `c = Σ_k G_k + τ`, and `(τ / p_outside − c) p_v` outside.
+    They are G of the support, τ of `log_outside`, g of the sampled token, and η of the entropy H. As
+    `log p_k = z_k − log Σ_v exp z_v`, with `c = Σ_k G_k + τ + g` those of the logits are `G_k − c p_k` on the support
+    and `(τ / p_outside − c) p_v` outside. The sampled token has g more, and every token `−η p_v (log p_v + H)`.
     """
-    total = column_grads.sum(dim=-1)
+    rate = head.scale / head.temperature
+    total = torch.zeros_like(projection.log_normalizer) if column_grads is None else column_grads.sum(dim=-1)
+    if token_grads is not None:
+        total = total + token_grads
     factor = -total
     if outside_grads is not None:
         total = total + outside_grads
         share = outside_grads * (-projection.log_outside).exp().nan_to_num(posinf=0.0)
         factor = share - total
-    rate = head.scale / head.temperature
-    column_grads = (column_grads - total.unsqueeze(-1) * projection.logps.exp()) * rate
-    slope = head.softcap_slope(projection.columns)
-    column_grads = column_grads if slope is None else column_grads * slope
+    if entropy_grads is not None:
+        total = total + entropy_grads * projection.entropy
+        factor = factor - entropy_grads * projection.entropy
+        entropy_grads = entropy_grads * rate
     factor = factor * rate
     blocks = head.blocks(hidden)
-    support = ByBlock(projection.ids, blocks)
+    additions = []
+    if column_grads is not None:
+        weights = total.unsqueeze(-1)
+        if entropy_grads is not None:
+            weights = weights + entropy_grads.unsqueeze(-1) / rate * projection.logps
+        values = (column_grads - weights * projection.logps.exp()) * rate
+        slope = head.softcap_slope(projection.columns)
+        values = values if slope is None else values * slope
+        additions.append((ByBlock(projection.ids, blocks).put, values))
+    if token_grads is not None:
+        values = token_grads.unsqueeze(-1) * rate
+        slope = head.softcap_slope(projection.token_logits)
+        values = values if slope is None else values * slope
+        additions.append((ByBlock(projection.tokens, blocks).add, values))
     for i, block in enumerate(blocks):
-        grads = projection.logits[:, block]
-        slope = head.softcap_slope(grads)
-        grads.sub_(projection.log_normalizer.unsqueeze(-1)).exp_().mul_(factor.unsqueeze(-1))
-        grads = grads if slope is None else grads.mul_(slope)
-        support.put(i, grads, column_grads.to(grads.dtype))
+        grads = _logit_grads(head, projection, hidden, block, factor, entropy_grads)
+        for write, values in additions:
+            write(i, grads, values.to(grads.dtype))
         head.backward_block(grads, block, hidden, gradients)
+
+
+def _logit_grads(
+    head: LMHead,
+    projection: Projection,
+    hidden: Float[Tensor, "n H"],
+    block: slice,
+    factor: Float[Tensor, " n"],
+    entropy_grads: Float[Tensor, " n"] | None,
+) -> Float[Tensor, "n w"]:
+    """`(factor − η log p_v) p_v` of one block, times the soft-cap's slope; in place of stored logits."""
+    if projection.logits is None:
+        logits = hidden.new_empty((len(hidden), block.stop - block.start), dtype=accumulation_dtype(hidden.dtype))
+        head.multiply_block(hidden.to(matmul_dtype(hidden)), block, logits)
+        head.finish(logits, None if head.bias is None else head.bias[block])
+    else:
+        logits = projection.logits[:, block]
+    slope = head.softcap_slope(logits)
+    logps = logits.sub_(projection.log_normalizer.unsqueeze(-1))
+    if entropy_grads is None:
+        grads = logps.exp_().mul_(factor.unsqueeze(-1))
+    else:
+        factors = torch.addcmul(factor.unsqueeze(-1), logps, entropy_grads.unsqueeze(-1), value=-1.0)
+        grads = logps.exp_().mul_(factors)
+    return grads if slope is None else grads.mul_(slope)

@@ -74,7 +74,8 @@ def score_completions(
         batch_tokens: see `token_states`, as `packed`.
 
     Returns:
-        The fields of `Scores`, each (B, T, …), zero at positions that are not scored. Ids take 4 bytes, and
+        The fields of `Scores`, each (B, T, …), zero at positions that are not scored, where the support is the first K
+        tokens. Ids take 4 bytes, and
         log-probabilities have the dtype of the teacher's head, fp32 at least.
     """
     support = support.resolved(teacher.vocabulary_size)
@@ -92,7 +93,8 @@ def score_completions(
         trailing = {"teacher_logps": buckets, "generic_logps": buckets}  # dimensions after (B, T)
         shapes = {name: (*batch.ids.shape, *trailing.get(name, ())) for name in Scores._fields}
         stored = {name: batch.ids.new_zeros(shape, dtype=dtype) for name, shape in shapes.items()}
-        stored["support_ids"] = batch.ids.new_zeros(*batch.ids.shape, support.topk, dtype=torch.int32)
+        first_ids = torch.arange(support.topk, dtype=torch.int32, device=device)
+        stored["support_ids"] = first_ids.repeat(*batch.ids.shape, 1)
         states = token_states(teacher, model, contexts, batch, batch_tokens, packed)
         for samples, positions, hidden, contrast_hidden in states:
             at = (samples, positions)

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from credit_trl.loss.head import HeadGradients, LMHead, chunks
+from credit_trl.loss.policy import DeferredChunk
 from credit_trl.loss.projection import backward_logps, project
 from credit_trl.loss.scores import condition
 
@@ -45,7 +46,7 @@ class VocabularyStudent(Student):
     """True log-probabilities: of K tokens and of the rest of the vocabulary, or of the sampled token.
 
     Args:
-        buffer: for the logits, which are kept for the backward pass.
+        buffer: for the logits, which are kept for the backward pass; None where that computes them again.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class VocabularyStudent(Student):
         hidden: Float[Tensor, "n H"],
         token_ids: Int[Tensor, " n"],
         support_ids: Int[Tensor, "n K"],
-        buffer: Float[Tensor, "n V"],
+        buffer: Float[Tensor, "n V"] | None,
     ) -> None:
         projection = project(head, hidden, buffer, token_ids.unsqueeze(-1), ids=support_ids)
         self.values = projection.logps
@@ -73,7 +74,11 @@ class VocabularyStudent(Student):
         value_grads: Float[Tensor, "n K"],
         outside_grads: Float[Tensor, " n"] | None,
     ) -> None:
-        backward_logps(self._head, self._projection, self._hidden, gradients, value_grads, outside_grads)
+        if gradients.deferred is None:
+            backward_logps(self._head, self._projection, self._hidden, gradients, value_grads, outside_grads)
+        else:
+            chunk = DeferredChunk(self._head, self._projection, self._hidden, gradients, value_grads, outside_grads)
+            gradients.deferred.append(chunk)
 
 
 class Normalizers(NamedTuple):

@@ -250,6 +250,9 @@ def attention_of(model: nn.Module) -> str:
 
 def cannot_pack(model: nn.Module) -> str | None:
     """Why sequences of a model cannot be packed, or None."""
+    adapter = getattr(model, "active_peft_config", None)
+    if adapter is not None and adapter.is_prompt_learning:
+        return "its adapter adds tokens to each row"
     implementation = attention_of(model)
     if "flash" not in implementation and implementation not in ("flex_attention", "sdpa", PACKED_SDPA):
         return (

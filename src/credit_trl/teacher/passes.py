@@ -238,6 +238,11 @@ class Sequences:
         """Entries of (B, T, …) at the chosen tokens, (N, …)."""
         return None if values is None else values.flatten(0, 1)[self.chosen]
 
+    def scatter(self, values: Float[Tensor, " N"]) -> Float[Tensor, "B T"]:
+        """Values of the chosen tokens at their places, 0 elsewhere."""
+        places = values.new_zeros(len(self.ids) * self.width)
+        return places.index_put((self.chosen,), values).view(len(self.ids), self.width)
+
 
 def chosen_sequences(batch: dict[str, Any], mask: Bool[Tensor, "B T"]) -> Sequences:
     """Sequences of TRL's micro-batch, with tokens chosen where `mask` is True; waits for the device once."""

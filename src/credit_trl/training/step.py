@@ -19,8 +19,9 @@ from credit_trl.config import CreditConfig
 from credit_trl.contexts.builder import ContextBuilder
 from credit_trl.contexts.gather import build_contexts
 from credit_trl.contexts.tokens import CompletionBatch, TokenContexts
-from credit_trl.loss.credit_loss import CreditLoss, LossTokens, MicroBatchLoss, credit_loss
+from credit_trl.loss.credit_loss import CreditLoss, LossTokens, MicroBatchLoss, PolicyTokens, credit_loss
 from credit_trl.loss.head import LMHead, lm_head
+from credit_trl.loss.policy import TokenPolicy, token_policy
 from credit_trl.loss.projection import token_logps
 from credit_trl.loss.sampling import SamplingDistribution, sampling_logps
 from credit_trl.loss.scores import Scores, SupportConfig, score_completions
@@ -35,12 +36,18 @@ from credit_trl.training.micro_batches import take_rows
 from credit_trl.trl_compat import identity
 
 
-class PolicyLoss(NamedTuple):
+class PolicyPass(NamedTuple):
     """What the policy's forward pass returns."""
 
-    terms: CreditLoss
+    output: Any  # of the function of hidden states and head
     read: int  # tokens of the pass, padding included
     aux_loss: Float[Tensor, ""] | None  # load-balancing loss of a mixture of experts
+
+
+class PolicyLoss(NamedTuple):
+    """The loss of a pass."""
+
+    terms: CreditLoss
     engine_logps: Float[Tensor, " N"] | None  # of `LossTokens`, over the whole vocabulary
 
 
@@ -60,6 +67,7 @@ class CreditStep:
     Attributes:
         packed: whether the policy reads packed rows; False also where `cannot_pack(policy)`.
         teacher_packed: whether the teacher does.
+        serves_grpo: whether `loss` also returns what GRPO's loss reads, from the same pass of the policy.
 
     Raises:
         ValueError: the support is larger than the vocabulary, the teacher cannot read packed rows with `packed=True`,
@@ -82,8 +90,9 @@ class CreditStep:
         teacher = self.teacher
         if self.head is None:
             self.head = partial(lm_head, temperature=config.temperature)
-        support = SupportConfig(config.distillation_support, config.distillation_topk, config.distillation_tail)
-        self.support = support.resolved(teacher.vocabulary_size)
+        self.support = SupportConfig(config.distillation_support, config.distillation_topk, config.distillation_tail)
+        if config.distillation_weight > 0.0 or self.token_weight is not None:
+            self.support = self.support.resolved(teacher.vocabulary_size)
         if self.token_weight is not None and self.support.tail == "renormalize":
             raise ValueError(
                 "`distillation_tail='renormalize'` conditions f and Ĝ on the support, so that a `token_weight` would "
@@ -94,6 +103,7 @@ class CreditStep:
             self.sampling = SamplingDistribution.from_config(config)
         may_have_images = self.context_builder.reader is not None
         self.packed, self.teacher_packed = choose_packing(config.packed, teacher, may_have_images)
+        self.serves_grpo = self.packed and 0.0 < config.distillation_weight < 1.0
         self._enable_packing()
 
     def _enable_packing(self) -> None:
@@ -178,12 +188,14 @@ class CreditStep:
         `prepare`. `accumulation` counts the micro-batches of the optimizer step; it is 1 in evaluation.
         """
         mask = loss_mask(inputs) & inputs["teacher_mask"][:, None]
-        sequences = chosen_sequences(inputs, mask)
+        # GRPO's loss reads all tokens; those outside the mask have weight 0.
+        sequences = chosen_sequences(inputs, inputs["completion_mask"].bool() if self.serves_grpo else mask)
         has_contrast = inputs["contrast_mask"][sequences.rows]
         engine_logps = sequences.pick(inputs.get("sampling_per_token_logps")) if self.engine_role else None
         weights = self.loss_shares(model, inputs, accumulation)
         if "token_weight" in inputs:
             weights = weights * inputs["token_weight"]
+        weights = weights.masked_fill(~mask, 0.0)
         old_logps = sequences.pick(inputs.get("old_per_token_logps"))
         tokens = LossTokens(
             ids=sequences.pick(inputs["completion_ids"]),
@@ -193,43 +205,73 @@ class CreditStep:
             engine_logps=engine_logps if self.engine_role == "correction" else None,
         )
         result = self._policy_loss(model, inputs, sequences, tokens)
-        terms = result.terms
+        output = result.output
+        terms = output.terms
+        samples = sequences.rows
+        policy = None
+        if self.serves_grpo:
+            policy = _policy_tokens(sequences, terms.policy_logps, terms.entropy, result.aux_loss)
+            scored = sequences.pick(mask).nonzero().squeeze(-1)
+            terms = terms.detached_rows(scored)
+            samples = samples[scored]
+            has_contrast = has_contrast[scored]
         delta_v = objective.self_distillation_reward(terms.teacher_token_logps, terms.token_logps)
         return MicroBatchLoss(
             terms=terms,
             contrasted=has_contrast,
-            fidelity=micro_batch_fidelity(inputs.get("success_weights"), mask, sequences.rows, delta_v),
+            fidelity=micro_batch_fidelity(inputs.get("success_weights"), mask, samples, delta_v),
             aux_loss=result.aux_loss,
             read=result.read,
             valid=sum(len(ids) for ids in sequences.ids),
-            engine_logps=engine_logps if result.engine_logps is None else result.engine_logps,
+            engine_logps=engine_logps if output.engine_logps is None else output.engine_logps,
+            policy=policy,
         )
+
+    def policy_tokens(self, model: nn.Module, inputs: dict[str, Any]) -> PolicyTokens:
+        """What GRPO's loss reads of the policy, with gradients; arguments as those of `policy_logps`."""
+        sequences = chosen_sequences(inputs, inputs["completion_mask"].bool())
+        ids = sequences.pick(inputs["completion_ids"])
+
+        def loss(hidden: Float[Tensor, "N H"], head: LMHead) -> TokenPolicy:
+            return token_policy(hidden, head, ids)
+
+        result = self._forward(model, sequences, loss, self.router_loss)
+        return _policy_tokens(sequences, result.output.logps, result.output.entropies, result.aux_loss)
 
     def _policy_loss(
         self, model: nn.Module, inputs: dict[str, Any], sequences: Sequences, tokens: LossTokens
-    ) -> PolicyLoss:
-        """Run the policy over a micro-batch, and form its loss.
-
-        Both inside the wrapper's forward, so that DDP and FSDP see that backbone and head are used.
-        """
+    ) -> PolicyPass:
+        """Run the policy over a micro-batch, and form its loss."""
         scores = Scores(*[sequences.pick(inputs[name]) for name in Scores._fields])
         scores = scores._replace(support_ids=scores.support_ids.long())
-        policy = self.teacher.unwrapped(model)
 
-        def forward(_chosen: Int[Tensor, " N"]) -> PolicyLoss:
-            with self.teacher.mixed_precision():
-                hidden, read, aux_loss = policy_states(
-                    policy, sequences, packed=self.packed, router_loss=self.router_loss
-                )
-            head = self.head(policy).gathered()
+        def loss(hidden: Float[Tensor, "N H"], head: LMHead) -> PolicyLoss:
             engine_logps = tokens.engine_logps
             if engine_logps is not None and not self.sampling.is_policy:
                 ids = tokens.ids.unsqueeze(-1)
                 whole, sampled = sampling_logps(head.detached(), hidden.detach(), ids, self.sampling)
                 engine_logps = engine_logps + (whole - sampled)
             tokens_of_vocabulary = tokens._replace(engine_logps=engine_logps)
-            terms = credit_loss(hidden, head, tokens_of_vocabulary, scores, self.support, self.config)
-            return PolicyLoss(terms, read, aux_loss, engine_logps)
+            terms = credit_loss(
+                hidden, head, tokens_of_vocabulary, scores, self.support, self.config, self.serves_grpo
+            )
+            return PolicyLoss(terms, engine_logps)
+
+        return self._forward(model, sequences, loss, self.router_loss)
+
+    def _forward(
+        self, model: nn.Module, sequences: Sequences, loss: Callable[[Tensor, LMHead], Any], router_loss: bool
+    ) -> PolicyPass:
+        """Run the policy over a micro-batch, and a function of its hidden states and head, which is gathered.
+
+        Both inside the wrapper's forward, so that DDP and FSDP see that backbone and head are used.
+        """
+        policy = self.teacher.unwrapped(model)
+
+        def forward(_chosen: Int[Tensor, " N"]) -> PolicyPass:
+            with self.teacher.mixed_precision():
+                hidden, read, aux_loss = policy_states(policy, sequences, packed=self.packed, router_loss=router_loss)
+            return PolicyPass(loss(hidden, self.head(policy).gathered()), read, aux_loss)
 
         return run_in_wrapped_forward(model, policy, forward, sequences.chosen)
 
@@ -290,20 +332,22 @@ class CreditStep:
         mask = inputs["completion_mask"].bool()
         sequences = chosen_sequences(inputs, mask)
         ids = sequences.pick(inputs["completion_ids"]).unsqueeze(-1)
-        policy = self.teacher.unwrapped(model)
 
-        def forward(_chosen: Int[Tensor, " N"]) -> PolicyLogps:
-            with self.teacher.mixed_precision():
-                hidden, _, _ = policy_states(policy, sequences, packed=self.packed)
-            head = self.head(policy).gathered().detached()
+        def read(hidden: Float[Tensor, "N H"], head: LMHead) -> PolicyLogps:
+            head = head.detached()
             if samples:
                 return PolicyLogps(*sampling_logps(head, hidden, ids, self.sampling))
             whole = token_logps(head, hidden, ids)
             return PolicyLogps(whole, whole)
 
-        logps = run_in_wrapped_forward(model, policy, forward, sequences.chosen)
-        padded = [values.new_zeros(mask.numel()).index_put_((sequences.chosen,), values) for values in logps]
-        return PolicyLogps(*[values.view_as(mask) for values in padded])
+        logps = self._forward(model, sequences, read, router_loss=False).output
+        return PolicyLogps(sequences.scatter(logps.whole), sequences.scatter(logps.sampled))
+
+
+def _policy_tokens(
+    sequences: Sequences, logps: Float[Tensor, " N"], entropies: Float[Tensor, " N"], aux_loss: Tensor | None
+) -> PolicyTokens:
+    return PolicyTokens(sequences.scatter(logps), sequences.scatter(entropies), aux_loss)
 
 
 def choose_packing(packed: bool | None, teacher: Teacher, may_have_images: bool) -> tuple[bool, bool]:
