@@ -267,6 +267,8 @@ def run(folder: str, rank: int, processes: int, port: int, limit: float, options
         padding_kept()
     evaluate, unequal, maps = (options.pop(name, False) for name in ("evaluate", "unequal", "maps"))
     trainer = make_trainer(out, processes, options)
+    if trainer.credit_step is None:
+        trainer.teacher = Teacher(trainer.model, trainer.accelerator)  # whose facts are the policy's
     if evaluate:
         trainer.add_callback(EvaluationCallback(trainer, TASK, k=3, eval_steps=2, temperature=1.0, top_p=1.0))
     if stop_at:

@@ -1,0 +1,35 @@
+"""GRPO's loss of packed rows in two processes: the weights are those of TRL's pass of padded rows."""
+
+import pytest
+import torch
+
+from distributed.launching import finished, launch, losses, needs, weights
+
+COMMON = {"max_steps": 3, "optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0, "batch": 8}
+CASES = [
+    ("ddp", {"distillation_weight": 0.0}),
+    *(
+        pytest.param(wrapper, {"distillation_weight": weight} | options, marks=pytest.mark.slow)
+        for wrapper in ("ddp", "fsdp2", "zero2", "zero3")
+        for weight in (0.0, 0.5)
+        for options in ({}, {"lora": True}, {"loss_type": "dapo", "num_iterations": 2, "entropy_coef": 0.1})
+        if (wrapper, weight, options) != ("ddp", 0.0, {})
+    ),
+    *(
+        pytest.param("ddp", {"distillation_weight": 0.0, "loss_type": loss_type} | options, marks=pytest.mark.slow)
+        for loss_type in ("bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo")
+        for options in ({}, {"top_entropy_quantile": 0.5})
+    ),
+    pytest.param("ddp", {"distillation_weight": 0.5, "routed": True}, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("wrapper", "options"), CASES)
+def test_packed_rows_in_two_processes_equal_padded_ones(tmp_path, wrapper, options):
+    needs(wrapper)
+    runs = {}
+    for packed in (True, False):
+        folder = tmp_path / str(packed)
+        facts = finished(launch(folder, 2, wrapper=wrapper, packed=packed, **COMMON | options))
+        runs[packed] = losses(facts), weights(folder)["weights"]
+    torch.testing.assert_close(runs[True], runs[False], rtol=1e-6, atol=1e-6)
