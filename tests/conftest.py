@@ -10,6 +10,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read once, by the first of these
 
 from functools import partial
 from importlib.resources import files
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -21,7 +22,7 @@ from trl.generation import vllm_generation
 
 from credit_trl import CreditConfig, CreditTrainer
 from families import build_family
-from tiny import QUIET, build_model, build_tokenizer, declared_entry_points, length_verdicts
+from tiny import QUIET, build_model, build_tokenizer, declared_entry_points, file_hashes, length_verdicts
 
 with contextlib.suppress(ImportError):  # the environment of the vLLM engine has no hypothesis
     from hypothesis import settings
@@ -69,25 +70,56 @@ def make_family(tokenizer):
     return partial(build_family, tokenizer)
 
 
+def sums() -> Dataset:
+    """Twelve small questions with answers, conversational."""
+    system = {"role": "system", "content": "Add."}
+    pairs = [(a, b) for a in range(3) for b in range(4)]
+    prompts = [[system, {"role": "user", "content": f"{a}+{b}="}] for a, b in pairs]
+    return Dataset.from_dict({"prompt": prompts, "answer": [str(a + b) for a, b in pairs]})
+
+
 @pytest.fixture
 def dataset() -> Dataset:
-    """Twelve small questions with answers, conversational."""
-    system, sums = {"role": "system", "content": "Add."}, [(a, b) for a in range(3) for b in range(4)]
-    prompts = [[system, {"role": "user", "content": f"{a}+{b}="}] for a, b in sums]
-    return Dataset.from_dict({"prompt": prompts, "answer": [str(a + b) for a, b in sums]})
+    return sums()
+
+
+def small_config(**overrides) -> CreditConfig:
+    """A CreditConfig for CPU, quiet and small; keyword arguments override, and have `output_dir`."""
+    small = {"per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 6, "max_steps": 2}
+    common = {"learning_rate": 1e-3, "logging_steps": 1, "seed": 1}
+    common["packed"] = False  # a CPU's attention without a mask differs in the ninth digit
+    return CreditConfig(**{**QUIET, **small, **common, **overrides})
 
 
 @pytest.fixture
 def make_config(tmp_path):
-    """A CreditConfig for CPU, quiet and small; keyword arguments override."""
+    """`small_config` in the folder `run` of the test."""
+    return lambda **overrides: small_config(**{"output_dir": str(tmp_path / "run"), **overrides})
 
-    def make(**overrides) -> CreditConfig:
-        small = {"per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 6, "max_steps": 2}
-        common = {"output_dir": str(tmp_path / "run"), "learning_rate": 1e-3, "logging_steps": 1, "seed": 1}
-        common["packed"] = False  # a CPU's attention without a mask differs in the ninth digit
-        return CreditConfig(**{**QUIET, **small, **common, **overrides})
 
-    return make
+@pytest.fixture(scope="session")
+def finished_run(tokenizer, tmp_path_factory) -> Path:
+    """Folder of a run of two steps on `sums()`, with checkpoints, final model, token maps and report."""
+    folder = tmp_path_factory.mktemp("finished")
+    config = small_config(output_dir=str(folder), save_strategy="steps", save_steps=1)
+    trainer = CreditTrainer(build_model(tokenizer), length_verdicts, config, sums(), processing_class=tokenizer)
+    trainer.train()
+    trainer.save_model()
+    return folder
+
+
+@pytest.fixture
+def earlier_run(finished_run, tmp_path) -> Path:
+    """A copy of `finished_run` where `make_config` lets runs write."""
+    return shutil.copytree(finished_run, tmp_path / "run")
+
+
+@pytest.fixture
+def unharmed(earlier_run):
+    """After the test each file of `earlier_run` is as it was, and there is no other."""
+    expected = file_hashes(earlier_run)
+    yield earlier_run
+    assert file_hashes(earlier_run) == expected
 
 
 @pytest.fixture

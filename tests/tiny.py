@@ -1,5 +1,6 @@
 """Tiny random models, a tokenizer with a chat template, and a verifier that random models can satisfy."""
 
+import hashlib
 import os
 import tomllib
 
@@ -67,6 +68,20 @@ def save_model(path: Path, chat_template: str = CHAT_TEMPLATE, **overrides) -> s
     build_model(tokenizer, **{"max_position_embeddings": 32768, **overrides}).save_pretrained(path)
     tokenizer.save_pretrained(path)
     return str(path)
+
+
+def file_hashes(folder: Path) -> dict[str, str]:
+    """Hash of each file below a folder, target of each link, and "" for each folder, by path."""
+    contents: dict[str, str] = {}
+    for path in sorted(folder.rglob("*")):
+        name = str(path.relative_to(folder))
+        if path.is_symlink():
+            contents[name] = str(path.readlink())
+        elif path.is_dir():
+            contents[name] = ""
+        else:
+            contents[name] = hashlib.sha256(path.read_bytes()).hexdigest()
+    return contents
 
 
 def context_ids(contexts: TokenContexts) -> list[list[int]] | None:

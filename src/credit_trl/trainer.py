@@ -117,6 +117,7 @@ class CreditTrainer(ResumableTrainer):
         distills = args.distillation_weight > 0.0 or token_weight is not None
         datasets = checks.named_datasets(train_dataset, eval_dataset)
         checks.check_datasets(args, datasets, reward_funcs, kwargs, distills=distills)
+        checks.check_output_dir(args)
         checks.check_teacher(args)
         checks.check_engine_options(args)
         if distills:
@@ -169,7 +170,7 @@ class CreditTrainer(ResumableTrainer):
         self._eval_batches = 0
         self.alarms = Alarms(self.accelerator.is_main_process)
         self._token_metrics = TokenMetrics(self.args, self._sum_over_processes)
-        self.run_log = reporting.RunLog(self.alarms)
+        self.run_log = reporting.RunLog(self)
         self.add_callback(self.run_log)
         self.add_callback(WeightChange(self.alarms, self.model))
         self.num_completions_to_print = 0  # of TRL's table, see `print_completions`

@@ -57,6 +57,7 @@ def test_user_error_has_an_exit_code_and_no_traceback(folder, capsys, row):
 
 
 @pytest.mark.parametrize("row", TABLES["training"], ids=lambda row: row[0])
+@pytest.mark.usefixtures("unharmed")
 def test_training_process_reports_user_errors_alike(folder, capsys, row):
     line, *parts = row
     assert_refused(training.run, [*line.split(), *RUN, "--save_strategy", "no"], parts, capsys)

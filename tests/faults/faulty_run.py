@@ -151,7 +151,7 @@ def wait_for_silent_engine() -> None:
 
 def halve(write: Any, *args: Any, **kwargs: Any) -> None:
     """Write a file and truncate it, or start to remove the oldest checkpoint."""
-    if write.__name__ == "rotate_checkpoints":
+    if write.__name__ == "remove_old_checkpoints":
         oldest = min(Path(args[0]).glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
         next(oldest.glob("*.safetensors")).unlink()
         return

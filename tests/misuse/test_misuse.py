@@ -128,6 +128,7 @@ def test_option_is_refused_at_construction(make_config, row):
 
 
 @rows("trainer")
+@pytest.mark.usefixtures("unharmed")
 @pytest.mark.filterwarnings("ignore:Generation ends at")
 def test_argument_is_refused_before_a_completion_is_generated(build, row):
     with refuses(row) as error:
@@ -136,6 +137,7 @@ def test_argument_is_refused_before_a_completion_is_generated(build, row):
 
 
 @rows("step")
+@pytest.mark.usefixtures("unharmed")
 def test_mistake_of_a_run_ends_its_first_step(build, row):
     with refuses(row) as error:
         build(row).train(resume_from_checkpoint=row.get("resume"))

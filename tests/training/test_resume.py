@@ -159,7 +159,7 @@ def test_resuming_with_another_learning_rate_uses_it(train, tmp_path, schedule):
     rates = {}
     options = {"max_steps": 4, "save_steps": 2, "lr_scheduler_type": schedule, "logging_steps": 1}
     for rate, resume in ((1e-3, None), (1e-4, str(tmp_path / "checkpoint-2"))):
-        trainer = train(resume=resume, learning_rate=rate, **options)
+        trainer = train(resume=resume, learning_rate=rate, changes="allow", **options)
         rates[rate] = [entry["learning_rate"] for entry in trainer.state.log_history if "loss" in entry]
     assert rates[1e-4][:2] == rates[1e-3][:2]
     assert rates[1e-4][2:] == pytest.approx([rate / 10 for rate in rates[1e-3][2:]])

@@ -12,16 +12,19 @@ from huggingface_hub.utils import filter_repo_objects
 from credit_trl.cli.run_folder import model_of_run
 from credit_trl.training.checkpoints import checkpoint_to_resume
 from credit_trl.training.run_directory import append_lines, read_lines
+from tiny import file_hashes
 
 
 @pytest.fixture
 def train(make_trainer, dataset, tmp_path):
-    def run(resume=None, evaluates=False, **options):
+    def run(resume=None, evaluates=False, saves=False, **options):
         saving = {"output_dir": str(tmp_path), "save_strategy": "steps", "save_steps": 2}
         trainer = make_trainer(eval_rows=dataset.select(range(4)), **saving | options)
         if evaluates:
             trainer.evaluate()
         trainer.train(resume_from_checkpoint=resume)
+        if saves:
+            trainer.save_model()
 
     return run
 
@@ -31,20 +34,41 @@ def steps(folder: Path) -> list[int]:
     return [row["step"] for row in read_lines(folder / "log.jsonl") if "loss" in row]
 
 
-def test_second_run_in_a_directory_replaces_the_first_with_a_warning(train, tmp_path, caplog):
-    train(max_steps=4, contrastive_coef=0.1, log_completions=True)
-    assert "replaces the log" not in caplog.text
-    (tmp_path / "completions" / "completions_00004_copy.parquet").touch()  # not of a run
-    (tmp_path / "credit_maps").mkdir(exist_ok=True)
-    (tmp_path / "credit_maps" / "step-000004.json").touch()
+def test_second_run_in_a_directory_moves_the_first_aside(train, tmp_path, caplog):
+    (tmp_path / "notes.md").write_text("mine")
+    train(max_steps=4, saves=True, contrastive_coef=0.1, log_completions=True)
+    assert "The earlier run" not in caplog.text
     append_lines(tmp_path / "evaluations.jsonl", {"step": 0, "score": 0.5}, {"step": 4, "score": 0.5})
-    train(max_steps=2, contrastive_coef=0.5, log_completions=True)
-    assert f"replaces the log of an earlier one in {tmp_path}" in caplog.text
+    expected = {name: value for name, value in file_hashes(tmp_path).items() if name != "notes.md"}
+    train(max_steps=2, saves=True, contrastive_coef=0.5, log_completions=True)
+    assert f"The earlier run in {tmp_path} is in {tmp_path / '_earlier_1'} now." in caplog.text
+    assert file_hashes(tmp_path / "_earlier_1") == expected
+    assert model_of_run(tmp_path / "_earlier_1") == tmp_path / "_earlier_1"
     run = json.loads((tmp_path / "run.json").read_text())
     assert (run["config"]["contrastive_coef"], [segment["step"] for segment in run["segments"]]) == (0.5, [0])
-    assert (steps(tmp_path), len(list(tmp_path.glob("completions/*.parquet")))) == ([1, 2], 2 + 1)
-    assert not read_lines(tmp_path / "evaluations.jsonl") + list(tmp_path.glob("credit_maps/*"))
-    assert checkpoint_to_resume("latest", tmp_path) == str(tmp_path / "checkpoint-2")  # 4 is of the first
+    assert (steps(tmp_path), len(list(tmp_path.glob("completions/*.parquet")))) == ([1, 2], 2)
+    assert checkpoint_to_resume("latest", tmp_path) == str(tmp_path / "checkpoint-2")
+    train(max_steps=1, saves=True)
+    assert {path.name for path in tmp_path.glob("_earlier_*")} == {"_earlier_1", "_earlier_2"}
+    assert (tmp_path / "notes.md").read_text() == "mine"
+
+
+def test_a_run_killed_while_it_moves_the_first_aside_is_completed(train, tmp_path, monkeypatch):
+    train(max_steps=2, saves=True)
+    expected = file_hashes(tmp_path)
+    rename = os.rename
+
+    def killed(source, target):
+        if Path(source).name == "model.safetensors":
+            raise KeyboardInterrupt
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", killed)
+    with pytest.raises(KeyboardInterrupt):
+        train(max_steps=1)
+    monkeypatch.undo()
+    train(max_steps=1)
+    assert file_hashes(tmp_path / "_earlier_1") == expected
 
 
 def test_run_has_no_checkpoint_or_model_of_an_earlier_one(train, tmp_path):
@@ -77,7 +101,8 @@ def test_rows_and_tokens_are_not_pushed(make_trainer, tmp_path, monkeypatch):
     pushed = {}
     trainer = make_trainer(output_dir=str(tmp_path), teacher_model_init_kwargs={"token": "secret"})
     trainer.state.max_steps = 1
-    trainer.run_log.on_train_begin(trainer.args, trainer.state, trainer.control, model=trainer.model)
+    trainer.train()
+    trainer.save_model()
     hub = SimpleNamespace(upload_folder=lambda **options: pushed.update(options))
     monkeypatch.setattr(transformers.trainer, "hf_api", lambda: hub, raising=False)
     monkeypatch.setattr(transformers.trainer, "upload_folder", hub.upload_folder, raising=False)  # older releases

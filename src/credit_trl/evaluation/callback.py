@@ -2,6 +2,7 @@
 
 import logging
 import shutil
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -73,17 +74,22 @@ class EvaluationCallback(TrainerCallback):
         self.first = first
         self.history: list[dict[str, Any]] = []
         self._has_begun = False
+        # Of the evaluation before the first update: whether its row is not written yet, and its files meanwhile.
+        self._is_unwritten = False
+        self._temporary: tempfile.TemporaryDirectory | None = None
 
     def __str__(self) -> str:
         """One line for each evaluation so far."""
         return "\n".join(f"step {row['step']:4}  {score_text(row)}" for row in self.history)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Read the evaluations up to the step of the checkpoint and remove later ones."""
+        """Read the evaluations up to the step of the checkpoint."""
         self._has_begun = False
+        self._is_unwritten = False
         if self.engine.is_main:
-            files.keep_up_to(self.folder / files.EVALUATIONS_FILE, state.global_step or -1)  # none of an earlier run
-            self.history = files.read_lines(self.folder / files.EVALUATIONS_FILE)
+            step = self.trainer.run_log.continued_step()
+            rows = [] if step is None else files.read_steps(self.folder / files.EVALUATIONS_FILE)
+            self.history = [row for row in rows if row["step"] <= step]
         self.history = self.engine.share(self.history)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -93,6 +99,17 @@ class EvaluationCallback(TrainerCallback):
         self._has_begun = True
         if (self.first and step == 0) or (resumes and step > 0 and step % self.updates == 0):
             self._evaluate(step)
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Write the evaluation before the first update, once the run has taken over its directory."""
+        if not self._is_unwritten:
+            return
+        self._is_unwritten = False
+        if self._temporary is not None:
+            shutil.copytree(self._temporary.name, self._place(state.global_step))
+            self._temporary.cleanup()
+            self._temporary = None
+        self._write(state.global_step, saves=not args.deepspeed)  # which has updated the weights by now
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step % self.updates == 0 and not control.should_training_stop:
@@ -109,21 +126,40 @@ class EvaluationCallback(TrainerCallback):
     def _evaluate(self, step: int) -> None:
         if any(row["step"] == step for row in self.history):
             return
+        is_early = not self.trainer.run_log.has_begun and step < self.trainer.state.max_steps
+        place = self._place(step)
+        if is_early and self.engine.is_main and self._is_in_earlier_run():
+            self._temporary = tempfile.TemporaryDirectory(prefix="evaluation-")
+            place = Path(self._temporary.name)
         try:
-            result = self._measure(self.folder / files.EVALUATIONS_FOLDER / f"step-{step:06d}")
+            result = self._measure(self.engine.share(place))
         except VerifierFailed as error:
             logger.warning(f"Step {step} was not evaluated: {error} Training continues (`on_verifier_error='skip'`).")
             return
-        if self.keep_best and all(result.score > row["score"] for row in self.history):
-            self._save_best(step)
         self.history.append({"step": step, **_row(result)})
-        if self.engine.is_main:
-            files.append_lines(self.folder / files.EVALUATIONS_FILE, self.history[-1])
-        self.trainer.accelerator.wait_for_everyone()
+        self._is_unwritten = is_early
+        if not is_early:
+            self._write(step, saves=True)
         # TRL's `log` would also reset the averages of the training log, and any log clears `should_log`.
         due = self.trainer.control.should_log
         Trainer.log(self.trainer, result.log_metrics())
         self.trainer.control.should_log = due
+
+    def _place(self, step: int) -> Path:
+        return self.folder / files.EVALUATIONS_FOLDER / f"step-{step:06d}"
+
+    def _is_in_earlier_run(self) -> bool:
+        """Whether the directory has files of an earlier run, which stay as they are until the first update."""
+        return self.trainer.run_log.continued_step() is None and files.holds_run(self.folder)
+
+    def _write(self, step: int, *, saves: bool) -> None:
+        """Save the model of the last evaluation if it is the best, and add its row to the history's file."""
+        *earlier, latest = self.history
+        if saves and self.keep_best and all(latest["score"] > row["score"] for row in earlier):
+            self._save_best(step)
+        if self.engine.is_main:
+            files.append_lines(self.folder / files.EVALUATIONS_FILE, latest)
+        self.trainer.accelerator.wait_for_everyone()
 
     def _measure(self, folder: Path) -> Evaluation:
         """Continue the evaluation in `folder` if it has the same weights; otherwise replace it."""

@@ -7,38 +7,52 @@ All processes write a checkpoint into `<output_dir>/unfinished/`. All is synced 
 each file is added, and the folder is renamed to `checkpoint-<step>`. Only then are older checkpoints removed.
 """
 
+import errno
 import hashlib
 import json
 import logging
 import math
 import os
+import pickle
+import resource
 import shutil
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import xxhash
-from accelerate.utils import broadcast_object_list, gather_object, is_peft_model
+from accelerate.utils import broadcast_object_list, gather_object
 from datasets import Dataset, IterableDataset
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints, sort_checkpoints
+from transformers.trainer_pt_utils import safe_globals
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 from trl import GRPOTrainer
 
-from credit_trl.config import CreditConfig, refusal
+from credit_trl.config import refusal
 from credit_trl.rollout.verdict import transferable
 from credit_trl.teacher.causal_lm import load_renamed_weights
 from credit_trl.teacher.models import Teacher
 from credit_trl.teacher.sharding import full_tensor
 from credit_trl.training.metrics import Alarms
-from credit_trl.training.run_directory import read_json, run_id, run_lock, sync, write_atomically
-from credit_trl.training.weights import NonFiniteError, guarded, nonfinite_weight, source_of
+from credit_trl.training.run_directory import (
+    LOCK_FILE,
+    RunLock,
+    read_json,
+    refuse_links,
+    run_id,
+    run_lock,
+    sync,
+    write_atomically,
+)
+from credit_trl.training.run_options import describe_change, run_options
+from credit_trl.training.weights import NonFiniteError, guarded, nonfinite_moment, nonfinite_weight, source_of
 from credit_trl.trl_compat import RepeatSampler, check_returned, check_trl
 
 check_trl()
@@ -49,32 +63,50 @@ LATEST = "latest"
 STATE_FILE = "credit_state.json"
 MANIFEST_FILE = "manifest.json"
 
-# Options that define what is trained: a resumed run with another value is another run.
-_OBJECTIVE = (
-    *("contrastive_coef", "contrastive_form", "contrastive_count", "contrastive_source"),
-    *("distillation_weight", "distillation_alpha", "distillation_support", "distillation_topk", "distillation_tail"),
-    *("teacher_model_kind", "teacher_model_name_or_path", "teacher_prompt", "num_generations"),
-)
-# Fields of an adapter's configuration that determine its parameters and how they change the base.
-_ADAPTER_FIELDS = (
-    "peft_type r lora_alpha target_modules target_parameters layers_to_transform modules_to_save rank_pattern "
-    "alpha_pattern use_dora use_rslora alpha trainable_token_indices".split()
-)
-
 
 class CheckpointError(RuntimeError):
     """A checkpoint could not be written. Earlier checkpoints are unchanged."""
 
 
-def stored_options(args: CreditConfig, model: nn.Module) -> dict[str, Any]:
-    """Options that a checkpoint stores, and a run that resumes from it must have: objective and adapter, as JSON.
+@dataclass(frozen=True)
+class CheckpointState:
+    """Content of `credit_state.json`: where a checkpoint lies in its run."""
 
-    `model` is the unwrapped policy.
+    step: int  # forward-backward passes so far
+    inside_generation_batch: bool
+    layout: Mapping[str, int]
+    options: Mapping[str, Any]  # `run_options`
+    run: str | None = None
+    start: int = 0  # how often the run has been started; greater than that of checkpoints that it went back behind
+
+
+def read_state(checkpoint: str | Path) -> CheckpointState:
+    """Read `credit_state.json` of a checkpoint.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: it is no JSON, or a field is missing or has another type.
     """
-    options = {name: getattr(args, name) for name in _OBJECTIVE}
-    adapter = model.peft_config[model.active_adapter].to_dict() if is_peft_model(model) else {}
-    options |= {f"peft_config.{name}": adapter[name] for name in _ADAPTER_FIELDS if adapter.get(name)}
-    return json.loads(json.dumps(options, default=sorted))
+    path = Path(checkpoint) / STATE_FILE
+    state = read_json(path)
+    kinds = {"step": int, "inside_generation_batch": bool, "layout": dict, "options": dict, "start": int}
+    state = {"start": 0, **state}
+    for name, kind in kinds.items():
+        if not isinstance(state.get(name), kind):
+            raise ValueError(f"{path}: `{name}` is {state.get(name)!r}, expected {kind.__name__}. Resume another one.")
+    fields = CheckpointState.__dataclass_fields__
+    return CheckpointState(**{name: value for name, value in state.items() if name in fields})
+
+
+@dataclass(frozen=True)
+class RunStart:
+    """How a call of `train` begins."""
+
+    checkpoint: str | None  # that is resumed
+    run: str | None  # the run that saved it
+    count: int  # `CheckpointState.start` of the checkpoints that follow
+    continues: bool  # whether the files in `output_dir` are of that run
+    options: dict[str, Any]  # `run_options`
 
 
 @contextmanager
@@ -93,12 +125,15 @@ def raised_on_all() -> Iterator[None]:
 class ResumableTrainer(GRPOTrainer):
     """TRL's GRPO trainer with atomic checkpoints from which a run resumes bit for bit, and without steps of NaN.
 
-    The subclass sets `alarms` and, where there is one, the teacher π_ref.
+    The subclass sets `alarms`, `run_log` and, where there is one, the teacher π_ref.
     """
 
     alarms: Alarms
+    run_log: Any  # a `RunLog`
     teacher: Teacher | None = None
     _sampler: RepeatSampler  # of the training rows, unless they are a stream
+    run_start: RunStart | None = None  # of the last call of `train`
+    _lock: RunLock | None = None  # of `output_dir` while this process trains and is the main one
     _save_dir: str | None = None  # while a checkpoint is written
     _losses_are_finite: Tensor | None = None  # of the micro-batches since the last optimizer step, on this process
 
@@ -114,50 +149,61 @@ class ResumableTrainer(GRPOTrainer):
         Args:
             resume_from_checkpoint: directory of a checkpoint; True for the newest undamaged one in `output_dir`, which
                 must exist; or `"latest"` for the newest undamaged one if there is one.
-            resume_changes: whether options of the objective may differ from those of the run that is resumed.
+            resume_changes: whether data, seed and options that change what is learnt may differ from those of the run
+                that is resumed.
 
-        The learning rate is that of this run; the optimizer and the step of the schedule are restored.
+        Before the first update no file in `output_dir` changes. Then `RunLog` moves those of an earlier run aside. The
+        learning rate is that of this run; the optimizer and the step of the schedule are restored.
 
         Raises:
-            ValueError: the directory is no complete checkpoint, a file of it is damaged, or its run had another
-                fine-tuning method or adapter, or other options of the objective.
+            ValueError: the directory is no complete checkpoint, a file of it is damaged, or its run had other data,
+                another seed, number of processes, fine-tuning method or adapter, or other options of `run_options`.
             FileNotFoundError: a live teacher becomes an average, which the checkpoint does not hold.
-            RunLockedError: another trainer uses `output_dir`.
+            RunLockedError: another trainer uses `output_dir`, or it was moved while this one trained.
         """
         output_dir = Path(self.args.output_dir)
-        found: list[str | None] = [None]
         with ExitStack() as held:
             with raised_on_all():
+                start = None
                 if self.is_world_process_zero():
-                    held.enter_context(run_lock(output_dir))
-                    for place in ("", "evaluations/*/", "credit_maps/"):  # `write_atomically` in a killed run
-                        for scratch in output_dir.glob(f"{place}.*.[0-9]*.tmp"):
-                            scratch.unlink(missing_ok=True)
-                    if resume_from_checkpoint:
-                        requested = LATEST if resume_from_checkpoint is True else str(resume_from_checkpoint)
-                        found[0] = checkpoint_to_resume(requested, output_dir)  # reads all of its files
-            broadcast_object_list(found)
-            if self.args.should_save:
-                shutil.rmtree(output_dir / UNFINISHED, ignore_errors=True)  # of a killed run
-            if found[0] is not None:
-                self._check_options(Path(found[0]), resume_changes)
+                    self._lock = held.enter_context(run_lock(output_dir))
+                    held.callback(setattr, self, "_lock", None)
+                    start = self._find_start(output_dir, resume_from_checkpoint)
+            shared = [start]
+            broadcast_object_list(shared)
+            self.run_start = start = shared[0]
+            if start.checkpoint is not None:
+                self._check_options(Path(start.checkpoint), resume_changes)
             elif resume_from_checkpoint is True:
                 raise ValueError(f"{output_dir} has no checkpoint of this run. `{LATEST}` starts a run without one.")
             self._step = 0
             self._buffered_inputs = None  # of an earlier call
             self._last_loaded_step = -1  # so that vLLM loads the weights
-            output = super().train(found[0], *args, **kwargs)
+            output = super().train(start.checkpoint, *args, **kwargs)
             if self.args.load_best_model_at_end and self.state.best_model_checkpoint is not None:
                 self._load_renamed(self.state.best_model_checkpoint)
                 self._last_loaded_step = -1
             return output
 
+    def _find_start(self, output_dir: Path, resume_from_checkpoint: str | bool | None) -> RunStart:
+        """Find the checkpoint to resume, whose files are all read, and describe the run. Changes nothing."""
+        checkpoints = own_checkpoints(output_dir)
+        refuse_links(output_dir, sort_checkpoints(str(output_dir)))
+        checkpoint = None
+        if resume_from_checkpoint:
+            requested = LATEST if resume_from_checkpoint is True else str(resume_from_checkpoint)
+            checkpoint = checkpoint_to_resume(requested, output_dir)
+        state = None if checkpoint is None else read_state(checkpoint)
+        if checkpoint is not None:
+            refuse_pickles(Path(checkpoint))
+        states = [_state_or_none(path) for path in checkpoints] + [state]
+        count = max((one.start for one in states if one is not None), default=0) + 1
+        continues = state is not None and state.run in (None, run_id(output_dir))
+        return RunStart(checkpoint, state and state.run, count, continues, run_options(self))
+
     def _check_options(self, checkpoint: Path, resume_changes: str) -> None:
         """Compare the options of a checkpoint with those of this run before anything is loaded."""
-        saved = read_json(checkpoint / STATE_FILE)["options"]
-        own = stored_options(self.args, self.accelerator.unwrap_model(self.model))
-        names = [name for name in own | saved if saved.get(name) != own.get(name)]
-        changed = [f"`{name}`: {saved.get(name)!r} -> {own.get(name)!r}" for name in names]
+        changed = describe_change(read_state(checkpoint).options, self.run_start.options)
         if changed and resume_changes != "allow":
             raise ValueError(
                 f"{checkpoint} was saved with other options than this run has: {'; '.join(changed)}. Resume with "
@@ -219,21 +265,39 @@ class ResumableTrainer(GRPOTrainer):
 
         Raises:
             NonFiniteError: where a weight of policy or teacher is not finite. Nothing is saved.
+            RunLockedError: another trainer uses `args.output_dir`, into which the model would be saved.
         """
         is_shared = _internal_call or self.is_fsdp_enabled or self.is_deepspeed_enabled
-        with raised_on_all() if is_shared else nullcontext():
-            weight = nonfinite_weight(self.model, self._teacher_weights())
-            if weight is not None:
-                raise NonFiniteError(f"The {weight} is not finite, so nothing is saved. {self._last_checkpoint()}")
-        super().save_model(output_dir, _internal_call)
+        root = Path(self.args.output_dir).absolute()
+        target = Path(output_dir or root).absolute()
+        is_of_run = self._save_dir is None and self.is_world_process_zero() and target.is_relative_to(root)
+        with ExitStack() as held:
+            with raised_on_all() if is_shared else nullcontext():
+                weight = nonfinite_weight(self.model, self._teacher_weights())
+                if weight is not None:
+                    raise NonFiniteError(f"The {weight} is not finite, so nothing is saved. {self._last_checkpoint()}")
+                if is_of_run and self._lock is None:
+                    held.enter_context(run_lock(root))
+            earlier = _file_versions(root) if is_of_run else {}
+            super().save_model(output_dir, _internal_call)
+            if is_of_run and target == root:
+                self.run_log.note_saved({name for name, v in _file_versions(root).items() if earlier.get(name) != v})
+            elif is_of_run:
+                self.run_log.note_saved({target.relative_to(root).parts[0]})
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Let TRL write into another folder, which then gets its manifest and its name.
 
         Raises:
             CheckpointError: a file could not be written; the message names the last checkpoint.
+            NonFiniteError: a weight, or a number of the optimizer's state, is not finite.
+            RunLockedError: the run directory is no longer that of this trainer.
         """
         output_dir = Path(self._get_output_dir(trial))
+        with raised_on_all():
+            self.check_lock()
+            if moment := nonfinite_moment(self.optimizer):
+                raise NonFiniteError(f"The {moment} is not finite, so nothing is saved. {self._last_checkpoint()}")
         finished = output_dir / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         unfinished = output_dir / UNFINISHED / finished.name
         self._save_dir = str(unfinished.parent)
@@ -257,10 +321,14 @@ class ResumableTrainer(GRPOTrainer):
             self._save_dir = None
             shutil.rmtree(unfinished.parent, ignore_errors=True)
         if self.args.should_save:
-            best = self.state.best_model_checkpoint
-            rotate_checkpoints(str(output_dir), self.args.save_total_limit, best, use_mtime=True)
+            remove_old_checkpoints(output_dir, self.args.save_total_limit, self.state.best_model_checkpoint)
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(finished))
+
+    def check_lock(self) -> None:
+        """Raise `RunLockedError` where the run directory was moved, or its lock removed, while this process trains."""
+        if self._lock is not None:
+            self._lock.check()
 
     @contextmanager
     def _saving(self, output_dir: Path) -> Iterator[None]:
@@ -270,10 +338,9 @@ class ResumableTrainer(GRPOTrainer):
         except NonFiniteError:
             raise
         except Exception as error:
-            free = shutil.disk_usage(output_dir).free / 2**30
             raise CheckpointError(
-                f"Step {self.state.global_step} could not be saved ({type(error).__name__}: {error}); {free:.2f} GiB "
-                f"are free in {output_dir}. {self._last_checkpoint()} Make space, or change `output_dir`, and resume."
+                f"Step {self.state.global_step} could not be saved ({type(error).__name__}: {error}). "
+                f"{self._last_checkpoint()} {_remedy(error, output_dir)}, or change `output_dir`, and resume."
             ) from error
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
@@ -287,10 +354,11 @@ class ResumableTrainer(GRPOTrainer):
         if is_inside:
             torch.save(self._buffered_inputs, folder / f"rollouts_{self.accelerator.process_index}.pt")
         if self.args.should_save:  # one process on each file system
-            options = stored_options(self.args, self.accelerator.unwrap_model(self.model))
             state = {"step": self._step, "inside_generation_batch": is_inside, "layout": self._layout}
-            state |= {"run": run_id(self.args.output_dir), "time": time.time()}
-            (folder / STATE_FILE).write_text(json.dumps(state | {"options": options}))
+            start = self.run_start
+            state |= {"run": run_id(self.args.output_dir), "start": start.count if start else 0}
+            state |= {"options": start.options if start else {}}
+            (folder / STATE_FILE).write_text(json.dumps(state))
 
     def _get_output_dir(self, trial: Any) -> str:
         return self._save_dir or super()._get_output_dir(trial)
@@ -314,7 +382,7 @@ class ResumableTrainer(GRPOTrainer):
                 group |= {"initial_lr": rate, "lr": rate * share(schedule.last_epoch)}
             schedule._last_lr = [group["lr"] for group in self.optimizer.param_groups]  # which is logged
         self._load_renamed(checkpoint)
-        saved = read_json(Path(checkpoint) / STATE_FILE)["options"]["teacher_model_kind"]
+        saved = read_state(checkpoint).options.get("teacher_model_kind")
         if self.teacher is not None and self.args.teacher_model_kind in ("ema", saved):
             self.teacher.load(checkpoint)
         self._load_progress(Path(checkpoint))
@@ -328,10 +396,10 @@ class ResumableTrainer(GRPOTrainer):
         Raises:
             ValueError: the checkpoint lies inside a generation batch and was saved with another layout.
         """
-        state = read_json(checkpoint / STATE_FILE)
-        saved = state["layout"]
-        if not state["inside_generation_batch"]:
-            self._step = state["step"] // saved["passes"] * self._layout["passes"]
+        state = read_state(checkpoint)
+        saved = state.layout
+        if not state.inside_generation_batch:
+            self._step = state.step // saved["passes"] * self._layout["passes"]
             return
         if saved != self._layout:
             words = "{processes} processes of {passes} passes of {rollouts} rollouts"
@@ -342,7 +410,7 @@ class ResumableTrainer(GRPOTrainer):
             )
         path = checkpoint / f"rollouts_{self.accelerator.process_index}.pt"
         self._buffered_inputs = torch.load(path, map_location=self.accelerator.device.type, weights_only=True)
-        self._step = state["step"]
+        self._step = state.step
 
     def _get_train_sampler(self, dataset: Dataset | None = None) -> RepeatSampler:
         """TRL's sampler, which drops an incomplete generation batch.
@@ -382,20 +450,37 @@ class ResumableTrainer(GRPOTrainer):
         super()._run_epoch(*args, **kwargs)
 
 
-def own_checkpoints(folder: str | Path) -> list[str]:
-    """Checkpoints of the run in a directory, in the order in which they were written.
+def _state_or_none(checkpoint: str | Path) -> CheckpointState | None:
+    """Its `read_state`; None for a damaged checkpoint, which `find_damage` reports."""
+    try:
+        return read_state(checkpoint)
+    except (OSError, ValueError):
+        return None
 
-    Those of an earlier run there name another run. The times of the folders are no order: copying changes them.
+
+def own_checkpoints(folder: str | Path) -> list[str]:
+    """Checkpoints of the run in a directory, in the order in which it wrote them: by start and step.
+
+    A run that went back to an earlier checkpoint counts a new start. No time is read, as clocks differ and copying
+    changes the times of folders. Checkpoints of an earlier run in the directory name another run.
     """
     run = run_id(folder)
-    found = []
-    for path in sort_checkpoints(str(folder)):
-        state = {}
-        with suppress(OSError, ValueError):  # `find_damage` reports it
-            state = read_json(Path(path) / STATE_FILE)
-        if run is None or state.get("run", run) == run:
-            found.append((state.get("time", os.path.getmtime(path)), path))
-    return [path for _, path in sorted(found)]
+    numbered = []
+    for path in sort_checkpoints(str(folder)):  # by step
+        state = _state_or_none(path)
+        if run is None or state is None or state.run in (None, run):
+            numbered.append((0 if state is None else state.start, path))
+    return [path for _, path in sorted(numbered, key=lambda pair: pair[0])]
+
+
+def remove_old_checkpoints(folder: Path, limit: int | None, best: str | None) -> None:
+    """Remove the first of `own_checkpoints`, so that `limit` remain, or two if the best is not the last."""
+    paths = own_checkpoints(folder)
+    protected = {paths[-1], best and str(Path(best))} if paths else set()
+    removable = [path for path in paths if path not in protected]
+    excess = len(paths) - max(limit or len(paths), 1)
+    for path in removable[: max(excess, 0)]:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def checkpoint_to_resume(requested: str, output_dir: str | Path) -> str | None:
@@ -430,6 +515,40 @@ def checkpoint_to_resume(requested: str, output_dir: str | Path) -> str | None:
     return None
 
 
+def refuse_pickles(checkpoint: Path) -> None:
+    """Refuse a checkpoint whose files hold Python objects, which run code when they are loaded.
+
+    Raises:
+        ValueError: the message names the file.
+    """
+    for path in sorted({*checkpoint.glob("*.pt"), *checkpoint.glob("*.pth"), *checkpoint.glob("pytorch_model*.bin")}):
+        try:
+            with safe_globals():  # of numpy's arrays in the random state
+                torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except pickle.UnpicklingError:  # whose text advises to load them
+            raise ValueError(
+                f"{path} holds Python objects besides tensors, which are not loaded, as they could run any code. "
+                "It was not saved by `CreditTrainer`: resume another checkpoint."
+            ) from None
+
+
+def _file_versions(folder: Path) -> dict[str, tuple[int, int]]:
+    """Inode and time of each file in a folder, by name: both change where a file is written."""
+    files = (entry for entry in os.scandir(folder) if entry.is_file()) if folder.is_dir() else ()
+    return {file.name: (file.stat().st_ino, file.stat().st_mtime_ns) for file in files if file.name != LOCK_FILE}
+
+
+def _remedy(error: Exception, folder: Path) -> str:
+    """What makes it possible to write a checkpoint; the libraries' errors name the cause in their text only."""
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    free = shutil.disk_usage(folder).free if folder.is_dir() else 0
+    if limit != resource.RLIM_INFINITY and os.strerror(errno.ENOSPC) not in str(error):
+        return f"Raise the limit of {limit:,} bytes a file (`ulimit -f unlimited`)"
+    if isinstance(error, OSError) and error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return f"Make {folder} a folder that can be written"
+    return f"Make space, {free / 2**30:.2f} GiB are free in {folder}"
+
+
 def hash_files(folder: Path) -> dict[str, str]:
     """`size:hash` of each file below a folder, by its path in the folder."""
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST_FILE)
@@ -455,7 +574,7 @@ def find_damage(folder: Path) -> str | None:
         if is_other and folder.name.startswith(PREFIX_CHECKPOINT_DIR):
             return f"{folder} was not saved by `CreditTrainer`; start a new run with `model={str(folder)!r}`"
         return f"{manifest} is missing, so the checkpoint was not written completely"
-    except ValueError:
+    except (OSError, ValueError):  # a folder, or no JSON
         found = {}
     listed = str(found.get("files"))
     if found.get("xxh3_128") != xxhash.xxh3_128(listed.encode()).hexdigest():
@@ -489,6 +608,8 @@ def finish(unfinished: Path, finished: Path) -> None:
         sync_to_disk(unfinished)
     write_manifest(unfinished, hashes.result())
     sync(unfinished)
+    if finished.is_symlink():
+        finished.unlink()
     shutil.rmtree(finished, ignore_errors=True)
     os.rename(unfinished, finished)
     sync(finished.parent)

@@ -1,8 +1,10 @@
 """Checks of data, prompts and machine, before the first rollout, of what would train on wrong numbers or fail late."""
 
 import inspect
+import os
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
@@ -21,6 +23,18 @@ from credit_trl.teacher.external import teacher_place
 from credit_trl.teacher.sharding import is_zero3
 from credit_trl.training.step import engine_role
 from credit_trl.trl_compat import get_callable_name
+
+
+def check_output_dir(args: CreditConfig) -> None:
+    """Refuse an `output_dir` that is a file, or a link without a target.
+
+    Raises:
+        ValueError: see above.
+    """
+    folder = Path(args.output_dir)
+    if os.path.lexists(folder) and not folder.is_dir():
+        kind = "a link to nothing" if folder.is_symlink() and not folder.exists() else "a file"
+        raise ValueError(f"`output_dir={args.output_dir}` is {kind}. Name a folder, which may be new.")
 
 
 def check_teacher(args: CreditConfig) -> None:

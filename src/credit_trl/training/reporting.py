@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shutil
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,7 +12,7 @@ from typing import Any
 from uuid import uuid4
 
 from accelerate.utils import gather_object
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers import TrainerCallback
 
@@ -21,8 +22,8 @@ from credit_trl.contexts.tokens import TokenContexts
 from credit_trl.rollout.batch import GenerationBatch, loss_mask
 from credit_trl.teacher.sharding import full_shape
 from credit_trl.training import run_directory as files
-from credit_trl.training.checkpoints import stored_options
-from credit_trl.training.metrics import Alarms
+from credit_trl.training.checkpoints import UNFINISHED, own_checkpoints
+from credit_trl.training.run_options import merged_options
 
 logger = logging.getLogger(__name__)
 
@@ -73,58 +74,116 @@ class StageClock:
 class RunLog(TrainerCallback):
     """Writes `run.json` and `log.jsonl` into the output directory, for any `report_to`.
 
-    Every `CreditTrainer` has one, `trainer.run_log`. A run first removes the logs, completions, scores and token maps
-    that an earlier one in the directory wrote after the step that it starts from. `segments` in `run.json` lists
-    the steps from which the run went on with other options of the objective.
+    Every `CreditTrainer` has one, `trainer.run_log`. A run changes no file in the directory before its first update,
+    or its end. Then the files of an earlier run are moved into `_earlier_<n>`; a run that resumes drops the logs,
+    completions, scores and token maps after the step that it starts from. `segments` in `run.json` lists the steps
+    from which the run went on with other options, each with those that changed.
     `facts` are further fields of `run.json`, such as the task; `rows` are data sets for `store_rows`.
     """
 
-    def __init__(self, alarms: Alarms) -> None:
-        self.alarms = alarms
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
         self.facts: dict[str, Any] = {}
         self.rows: dict[str, Any] = {}
+        self.has_begun = False  # to write
+        self._first_step = 0
         self._unwritten: list[dict[str, Any]] = []
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         is_over = state.global_step >= state.max_steps
-        self.alarms.raise_if(is_over, "nothing_to_do", step=state.global_step, last=state.max_steps)
+        self.trainer.alarms.raise_if(is_over, "nothing_to_do", step=state.global_step, last=state.max_steps)
+        self.has_begun = False
+        self._first_step = state.global_step
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._begin(args, state, kwargs["model"])
+
+    def continued_step(self) -> int | None:
+        """Step up to which the files in the output directory are of this run; None where it is a new one."""
+        start = self.trainer.run_start
+        return self._first_step if start is not None and start.continues else None
+
+    def _begin(self, args: Any, state: Any, model: nn.Module) -> None:
+        """Take over the directory, once for each call of `train`."""
+        if self.has_begun:
+            return
+        self.has_begun = True
         if not state.is_world_process_zero:
             return
+        self.trainer.check_lock()
         folder = Path(args.output_dir)
-        model = kwargs["model"]
-        path = folder / files.RUN_FILE
+        shutil.rmtree(folder / UNFINISHED, ignore_errors=True)  # of a killed run
+        files.remove_scratch(folder)
+        step = self.continued_step()
+        if step is None:
+            place = files.set_aside(folder, own_checkpoints(folder))
+            if place is not None:
+                logger.warning(f"The earlier run in {folder} is in {place} now.")
+                if self.trainer.log_completions:  # TRL has made the folder when it was constructed
+                    (folder / "completions").mkdir()
+        else:
+            self._drop_after(folder, step)
         files.store_rows(folder, self.facts["data"], self.rows)
-        options = stored_options(args, model)
-        is_resumed = state.global_step > 0 and path.is_file()
-        before = files.read_json(path) if is_resumed else {}
-        segments = before.get("segments", [])
-        if not segments or segments[-1]["options"] != options:
-            segments.append({"step": state.global_step, "options": options})
+        files.write_json(folder / files.RUN_FILE, self._description(folder, args, model, step))
+        self._write_logs(folder)
+
+    def _description(self, folder: Path, args: Any, model: nn.Module, step: int | None) -> dict[str, Any]:
+        """Content of `run.json`."""
+        earlier: dict[str, Any] = {}
+        if step is not None and (folder / files.RUN_FILE).exists():
+            try:
+                earlier = files.read_run_file(folder)
+            except ValueError as error:
+                logger.warning(f"{error} It is written again, and its `segments` begin at step {step}.")
+        start = self.trainer.run_start
+        segments = earlier.get("segments") or []
+        stored = merged_options(segments)
+        changed = {name: value for name, value in start.options.items() if name not in stored or stored[name] != value}
+        if changed:
+            segments.append({"step": self._first_step, "options": changed})
         run = {
             "config": args.to_dict(),
             "seed": args.seed,
             "model": getattr(model, "name_or_path", "") or type(model).__name__,
             "parameters": sum(full_shape(p).numel() for p in model.parameters()),
-            "run": before.get("run") or uuid4().hex,
+            "run": start.run or earlier.get("run") or uuid4().hex,
             "segments": segments,
+            "saved": earlier.get("saved") or [],
             **self.facts,
         }
-        files.write_json(path, json.loads(json.dumps(run, default=str)))
-        if state.global_step == 0 and any(row.get("step") for row in files.read_lines(folder / files.LOG_FILE)):
-            logger.warning(f"This run replaces the log of an earlier one in {folder}. Another folder keeps both.")
-        files.keep_up_to(folder / files.LOG_FILE, state.global_step)
-        files.keep_up_to(folder / files.EVALUATIONS_FILE, state.global_step or -1)
+        return json.loads(json.dumps(run, default=str))
+
+    def _drop_after(self, folder: Path, step: int) -> None:
+        """Drop what the run wrote after the step that it resumes from."""
+        files.keep_up_to(folder / files.LOG_FILE, step)
+        files.keep_up_to(folder / files.EVALUATIONS_FILE, step)
         for pattern in ("completions/completions_*.parquet", f"{files.MAPS_FOLDER}/step-*.json"):
             for path in folder.glob(pattern):
-                step = path.stem.removeprefix("completions_").removeprefix("step-")
-                if step.isdecimal() and int(step) > state.global_step:
+                number = path.stem.removeprefix("completions_").removeprefix("step-")
+                if number.isdecimal() and int(number) > step:
                     path.unlink()
+
+    def note_saved(self, names: set[str]) -> None:
+        """Add names in the output directory to `saved` of `run.json`: files and folders of the run's models."""
+        folder = Path(self.trainer.args.output_dir)
+        if self.has_begun and names and (folder / files.RUN_FILE).exists():
+            run = files.read_run_file(folder)
+            files.write_json(folder / files.RUN_FILE, run | {"saved": sorted(names.union(run.get("saved") or []))})
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if not state.is_world_process_zero or not logs:
             return
-        path = Path(args.output_dir) / files.LOG_FILE
+        self.trainer.check_lock()
         self._unwritten.append({"step": state.global_step, **logs})
+        if "train_runtime" in logs:  # the end of a run without a step
+            self._begin(args, state, self.trainer.accelerator.unwrap_model(self.trainer.model))
+        if self.has_begun:
+            self._write_logs(Path(args.output_dir))
+
+    def _write_logs(self, folder: Path) -> None:
+        path = folder / files.LOG_FILE
+        if not self._unwritten:
+            return
         try:
             files.append_lines(path, *self._unwritten)
             self._unwritten.clear()

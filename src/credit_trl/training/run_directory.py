@@ -6,6 +6,7 @@
     evaluations/step-000005/     one evaluation: settings.json, samples.jsonl, result.json
     credit_maps/step-000005.json token maps
     _rows/train.parquet          rows that were a `Dataset` object, from which `credit-eval RUN` reads them
+    _earlier_1/                  the files of an earlier run in this directory
 
 Uploads to the hub skip what begins with an underscore, as rows may be private.
 
@@ -21,8 +22,8 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -39,17 +40,38 @@ MAPS_FOLDER = "credit_maps"
 SETTINGS_FILE = "settings.json"
 RESULT_FILE = "result.json"
 LOCK_FILE = ".run_lock"
+EARLIER = "_earlier_"
+CARD = "README.md"
 MAX_STORED_BYTES = 10**9
+
+# Names that a run writes into its directory, besides the saved models, which `run.json` lists, and checkpoints.
+_RUN_NAMES = (
+    *(LOG_FILE, EVALUATIONS_FILE, EVALUATIONS_FOLDER, ROWS_FOLDER, MAPS_FOLDER, "completions", "credit_eval"),
+    *("report.html", "report.md", "report.json", "trainer_state.json", "all_results.json", "eval_results.json"),
+)
+# Ending of the files that `write_atomically` renames, which a killed process leaves.
+_SCRATCH = ".credit_trl.tmp"
+# Fields of `run.json` that are read again -> type.
+_RUN_FIELDS = {"run": str, "config": dict, "segments": list, "saved": list, "data": dict}
 
 
 def write_atomically(path: str | Path, text: str) -> None:
     """Replace a file in one step: readers see the old or the new content. It is on disk when this returns."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    scratch.write_text(text, encoding="utf-8", newline="\n")
+    scratch = path.with_name(f".{path.name}.{os.getpid()}{_SCRATCH}")
+    scratch.unlink(missing_ok=True)  # and with it a link to another file
+    with scratch.open("x", encoding="utf-8", newline="\n") as file:
+        file.write(text)
     sync(scratch)
     os.replace(scratch, path)
+
+
+def remove_scratch(folder: Path) -> None:
+    """Remove what `write_atomically` left in a run directory whose process was killed."""
+    for place in ("", f"{EVALUATIONS_FOLDER}/*/", f"{MAPS_FOLDER}/"):
+        for scratch in folder.glob(f"{place}.*{_SCRATCH}"):
+            scratch.unlink(missing_ok=True)
 
 
 def sync(path: Path) -> None:
@@ -77,13 +99,17 @@ def append_lines(path: str | Path, *rows: Mapping[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     length = path.stat().st_size if path.is_file() else 0
     try:
-        with path.open("a", encoding="utf-8", newline="\n") as file:
+        with open(path, "a", encoding="utf-8", newline="\n", opener=_open_without_link) as file:
             file.write("".join(map(json_line, rows)))
         sync(path)
     except OSError:
         if path.is_file():
             os.truncate(path, length)  # a full disk may have taken a part
         raise
+
+
+def _open_without_link(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 def read_lines(path: str | Path) -> list[dict[str, Any]]:
@@ -116,51 +142,231 @@ def _json_object(text: bytes, place: str) -> dict[str, Any]:
     return value
 
 
+def read_steps(path: str | Path) -> list[dict[str, Any]]:
+    """Read `log.jsonl` or `evaluations.jsonl`, as `read_lines`; each row has its step.
+
+    Raises:
+        ValueError: a line is damaged; the message names file and line.
+    """
+    rows = read_lines(path)
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row.get("step"), int):
+            raise ValueError(f"{path}, line {number}: `step` is {row.get('step')!r}, no number. Remove the line.")
+    return rows
+
+
+def read_run_file(folder: str | Path) -> dict[str, Any]:
+    """Read `run.json` of a run directory.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: it is no JSON, or a field has another type.
+    """
+    path = Path(folder) / RUN_FILE
+    run = read_json(path)
+    for name, kind in _RUN_FIELDS.items():
+        if not isinstance(run.get(name), kind | None):
+            raise ValueError(f"{path}: `{name}` is {run[name]!r}, expected a {kind.__name__}. Restore it from a copy.")
+    for segment in run.get("segments") or ():
+        if not (isinstance(segment, dict) and isinstance(segment.get("step"), int)):
+            raise ValueError(f"{path}: a segment is {segment!r}, expected a `step` with `options`. Restore it.")
+    return run
+
+
 class RunLockedError(RuntimeError):
-    """Another trainer uses the run directory."""
+    """Another trainer uses the run directory, or it is no longer the one that this trainer began to use."""
+
+
+class RunLock:
+    """The lock of a run directory: an exclusive `flock` of the folder and of a file in it.
+
+    The system releases it when its process ends in any way, so that no lock is stale. Where folders have no locks, as
+    on NFS, the file has one. A file that is removed or a folder that is moved is noticed by `check`.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._descriptors: dict[Path, int] = {}
+        # A child would hold the lock beyond the death of this process.
+        os.register_at_fork(after_in_child=self._close)
+
+    def acquire(self) -> None:
+        """Take the lock, as `run_lock`."""
+        path = self.folder / LOCK_FILE
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            while not self._is_current():  # a process that ends removes the file that another one has just opened
+                self._close()
+                self._descriptors[self.folder] = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
+                self._lock(self.folder)
+                self._descriptors[path] = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+                if not self._lock(path):
+                    logger.warning(f"{path} cannot be locked: start no second trainer in {self.folder}.")
+        except BlockingIOError as error:
+            self._close()
+            raise RunLockedError(
+                f"{self.folder} is used by another trainer: {_holder(path)}. Wait for it, end that process, or set "
+                "another `output_dir`."
+            ) from error
+        except OSError as error:
+            self._close()
+            kind = "a symbolic link" if path.is_symlink() else "no file that can be opened"
+            place = f"{path} is {kind}" if os.path.lexists(path) else f"{self.folder} is no folder that can be used"
+            raise ValueError(f"{place} ({error.strerror}). Remove it, or set another `output_dir`.") from error
+        holder = f"process {os.getpid()} on {socket.gethostname()}, started {datetime.now():%Y-%m-%d %H:%M:%S}"
+        os.ftruncate(self._descriptors[path], 0)
+        os.pwrite(self._descriptors[path], holder.encode(), 0)
+
+    def check(self) -> None:
+        """Raise `RunLockedError` where folder or file were moved, removed or replaced since."""
+        if not self._is_current():
+            raise RunLockedError(
+                f"{self.folder} was moved, or {LOCK_FILE} in it was removed, while this run used it, so another "
+                "trainer may write there. The run ends and writes nothing more. Resume it from its last checkpoint."
+            )
+
+    def release(self) -> None:
+        """Remove the file and release the lock."""
+        if self._is_current():
+            (self.folder / LOCK_FILE).unlink()
+        self._close()
+
+    def _lock(self, path: Path) -> bool:
+        """Whether the file system has locks for it. Raises `BlockingIOError` where another process holds it."""
+        try:
+            fcntl.flock(self._descriptors[path], fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise
+        except OSError:
+            return False
+        return True
+
+    def _is_current(self) -> bool:
+        """Whether the lock is taken, and folder and file are those that are locked."""
+        try:
+            states = [(os.fstat(descriptor), os.stat(path)) for path, descriptor in self._descriptors.items()]
+        except OSError:
+            return False
+        return bool(states) and all(os.path.samestat(*pair) for pair in states)
+
+    def _close(self) -> None:
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+        self._descriptors.clear()
+
+
+def _holder(path: Path) -> str:
+    """Process, host and start of the holder of a lock, which its file has."""
+    with suppress(OSError):
+        return path.read_text("utf-8", errors="replace")[:200] or "it has just started"
+    return f"its {LOCK_FILE} was removed"
 
 
 @contextmanager
-def run_lock(folder: Path) -> Iterator[None]:
+def run_lock(folder: Path) -> Iterator[RunLock]:
     """Hold the lock of a run directory inside the block. One process of a run calls it.
 
-    The system releases the lock (`flock`, on network file systems too) when its process ends in any way, so that no
-    lock is stale. On a file system without locks the run goes on with a warning.
+    On a file system without locks the run goes on with a warning.
 
     Raises:
         RunLockedError: another process holds it; the message names its host, process and start.
+        ValueError: the folder cannot be used.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / LOCK_FILE
-    with path.open("a+") as file:
-        # A child would hold the lock beyond the death of this process.
-        os.register_at_fork(after_in_child=file.close)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise RunLockedError(
-                f"{folder} is used by another trainer: {path.read_text()}. Wait for it, end it, or set another "
-                f"`output_dir`. If it no longer runs, remove {path}."
-            ) from error
-        except OSError as error:
-            logger.warning(f"{path} cannot be locked ({error}): start no second trainer in {folder}.")
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}, started {datetime.now():%Y-%m-%d %H:%M:%S}")
-        file.flush()
-        yield
-        file.truncate(0)
+    lock = RunLock(folder)
+    lock.acquire()
+    try:
+        yield lock
+    finally:
+        lock.release()
+
+
+def refuse_links(folder: Path, more: Iterable[str] = ()) -> None:
+    """Refuse a run directory where a name that the run writes is a symbolic link, as its target would be changed.
+
+    `more` are further paths in it, such as checkpoints.
+
+    Raises:
+        ValueError: the message names the link.
+    """
+    for path in [*(folder / name for name in (RUN_FILE, *_RUN_NAMES)), *map(Path, more)]:
+        if path.is_symlink():
+            raise ValueError(
+                f"{path} is a symbolic link, and a run does not write through links. Remove it, or set another "
+                "`output_dir`; a checkpoint elsewhere is resumed by its own path."
+            )
 
 
 def run_id(folder: str | Path) -> str | None:
-    """Name of the run in a directory, a new one where a run starts at step 0; None without one."""
-    path = Path(folder) / RUN_FILE
-    return read_json(path).get("run") if path.is_file() else None
+    """Name of the run in a directory, a new one where a run starts at step 0; None without one that can be read."""
+    with suppress(OSError, ValueError):  # the run that resumes warns about it
+        return read_run_file(folder).get("run")
+    return None
 
 
 def keep_up_to(path: str | Path, step: int) -> None:
-    """Drop the lines of a JSON Lines file whose `step` is above the step that a run resumes from."""
-    if Path(path).is_file():
-        write_atomically(path, "".join(json_line(row) for row in read_lines(path) if row.get("step", 0) <= step))
+    """Drop the lines of a JSON Lines file whose `step` is above the step that a run resumes from.
+
+    Lines that cannot be read are dropped with a warning.
+    """
+    path = Path(path)
+    if not path.is_file():
+        return
+    kept = []
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
+        try:
+            row = _json_object(line, f"{path}, line {number}")
+            is_early = row.get("step", 0) <= step
+        except (ValueError, TypeError) as error:
+            logger.warning(f"Line {number} of {path} is dropped: {error}")
+            continue
+        if is_early:
+            kept.append(json_line(row))
+    write_atomically(path, "".join(kept))
+
+
+def holds_run(folder: Path) -> bool:
+    """Whether a run has written into a directory."""
+    return any((folder / name).exists() for name in (RUN_FILE, LOG_FILE, EVALUATIONS_FILE))
+
+
+def set_aside(folder: Path, checkpoints: Iterable[str]) -> Path | None:
+    """Move the files of an earlier run into `_earlier_<n>` of its directory; None where there is nothing to keep.
+
+    `checkpoints` are its checkpoints. `run.json` lists the files of its models and is moved last, so that a process
+    that is killed meanwhile has the next one move the others.
+    """
+    saved = []
+    with suppress(OSError, ValueError):
+        saved = read_run_file(folder).get("saved") or []
+    names = [
+        *_RUN_NAMES,
+        *([CARD] if _is_model_card(folder / CARD) else []),
+        *(Path(path).name for path in checkpoints),
+        *filter(_is_name, saved),
+    ]
+    present = [name for name in names if os.path.lexists(folder / name)]
+    if not (present and holds_run(folder)):
+        return None
+    count = 1
+    while (folder / f"{EARLIER}{count}" / RUN_FILE).exists():
+        count += 1
+    place = folder / f"{EARLIER}{count}"
+    place.mkdir(exist_ok=True)
+    for name in dict.fromkeys([*present, RUN_FILE]):
+        with suppress(FileNotFoundError):
+            os.rename(folder / name, place / name)
+    sync(folder)
+    return place
+
+
+def _is_model_card(path: Path) -> bool:
+    """Whether TRL wrote a file, as it does with every checkpoint."""
+    return path.is_file() and "generated_from_trainer" in path.read_text("utf-8", errors="replace")
+
+
+def _is_name(name: Any) -> bool:
+    """Whether a name that `run.json` lists is that of a file in its folder."""
+    return isinstance(name, str) and name not in ("", ".", "..") and Path(name).name == name
 
 
 def without_nan(value: Any) -> Any:

@@ -52,6 +52,17 @@ def nonfinite_weight(model: nn.Module, teacher: Mapping[str, Tensor]) -> str | N
     return None
 
 
+def nonfinite_moment(optimizer: Any) -> str | None:
+    """The first number of an optimizer's state that is not finite, in words; None without any, or without a state."""
+    for group in getattr(optimizer, "param_groups", ()):
+        for weight in group["params"]:
+            for name, value in getattr(optimizer, "state", {}).get(weight, {}).items():
+                is_number = isinstance(value, Tensor) and value.is_floating_point() and value.itemsize > 1
+                if is_number and not local_part(value).isfinite().all():
+                    return f"optimizer's `{name}` of a weight of shape {tuple(weight.shape)}"
+    return None
+
+
 def source_of(
     model: nn.Module, teacher: Mapping[str, Tensor], batches: Iterable[Mapping[str, Any]], loss_is_finite: bool
 ) -> str:

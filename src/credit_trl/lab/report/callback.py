@@ -84,7 +84,7 @@ class ReportCallback(OptionalCallback):
         if "reward" in (logs or {}):
             self.attempt(self._log_step, Path(args.output_dir), state, logs)
         started = time.monotonic()
-        if started >= self._next_report:
+        if started >= self._next_report and self.trainer.run_log.has_begun:
             self.attempt(write_report, [args.output_dir])
             ended = time.monotonic()
             self._next_report = ended + max(_SECONDS, _REST * (ended - started))

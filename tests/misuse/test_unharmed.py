@@ -1,0 +1,108 @@
+"""A call that fails before its first update leaves the folder of an earlier run as it was, byte for byte."""
+
+import math
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from datasets import Dataset
+from peft import LoraConfig
+
+from tables import tables_of
+from tiny import build_model, build_tokenizer, length_verdicts
+
+HERE = Path(__file__).parent
+TABLE = yaml.safe_load((HERE / "unharmed.yaml").read_text("utf-8"))
+
+
+def failing(error: BaseException):
+    """A reward function, or weight of tokens, that raises an error."""
+
+    def function(*arguments, **columns):
+        raise error
+
+    return function
+
+
+def wait(completions, **columns):
+    time.sleep(1.0)
+    return [0.0] * len(completions)
+
+
+def model_of_nan() -> torch.nn.Module:
+    model = build_model(build_tokenizer())
+    model.model.norm.weight.data.fill_(math.nan)
+    return model
+
+
+def changed(dataset: Dataset) -> Dataset:
+    """The rows, of which the last has another answer."""
+    rows = dataset.to_list()
+    rows[-1]["answer"] = "99"
+    return Dataset.from_list(rows)
+
+
+OBJECTS = {
+    "weights of NaN": lambda dataset: model_of_nan(),
+    "wider": lambda dataset: build_model(build_tokenizer(), hidden_size=48),
+    "weight that fails": lambda dataset: failing(KeyError("no such column")),
+    "weight of another shape": lambda dataset: lambda credit: {"distillation": credit.entropy[:, :1]},
+    "verifier that fails": lambda dataset: failing(KeyError("no such column")),
+    "verifier that is interrupted": lambda dataset: failing(KeyboardInterrupt()),
+    "verifier that exits": lambda dataset: failing(SystemExit(3)),
+    "verifier without memory": lambda dataset: failing(torch.OutOfMemoryError("out of memory")),
+    "verifier that waits": lambda dataset: wait,
+    "sums": lambda dataset: dataset,
+    "other sums": changed,
+    "one sum less": lambda dataset: dataset.select(range(11)),
+    "sums in another order": lambda dataset: dataset.select(range(11, -1, -1)),
+    "LoRA": lambda dataset: LoraConfig(r=4, target_modules=["q_proj"]),
+}
+
+
+@pytest.fixture
+def train(make_trainer, dataset, unharmed):
+    """Call `train` as a row of the table says."""
+
+    def call(row) -> None:
+        arguments = {name: OBJECTS[value](dataset) for name, value in row.get("arguments", {}).items()}
+        options = {"save_strategy": "steps", "save_steps": 1, **row.get("options", {})}
+        if "output_dir" in options:
+            options["output_dir"] = str(unharmed.parent / options["output_dir"])
+        resume = row.get("resume")
+        if resume not in (None, "latest"):
+            resume = str(unharmed / resume)
+        trainer = make_trainer(**{"reward_funcs": length_verdicts, **arguments, **options})
+        trainer.train(resume_from_checkpoint=resume, resume_changes=row.get("changes", "refuse"))
+
+    return call
+
+
+def text_of(row) -> str:
+    return str({name: value for name, value in row.items() if name != "says"})
+
+
+@pytest.mark.parametrize("row", TABLE["calls"], ids=text_of)
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("run_callbacks")
+def test_failed_call_leaves_the_earlier_run_as_it_was(train, row):
+    with pytest.raises(BaseException) as failed:  # noqa: PT011
+        train(row)
+    message = f"{type(failed.value).__name__} {failed.value}"
+    assert [part for part in row["says"] if part not in message] == [], message
+
+
+@pytest.mark.parametrize("option", TABLE["resumed"])
+def test_resume_with_a_changed_option_is_refused_with_it(train, option):
+    value = TABLE["resumed"][option]
+    with pytest.raises(ValueError, match=rf"`{option}`: .* -> .*`resume_changes='allow'`"):
+        train({"resume": "latest", "options": {"max_steps": 3, option: value}})
+
+
+def test_eighty_failing_calls_and_commands_are_tried_on_an_earlier_run():
+    mistakes = yaml.safe_load((HERE / "mistakes.yaml").read_text("utf-8"))
+    commands = tables_of(str(HERE.parent / "cli" / "test_errors.py"))
+    tried = [*TABLE["calls"], *TABLE["resumed"], *mistakes["trainer"], *mistakes["step"], *commands["training"]]
+    assert len(tried) >= 80
