@@ -173,7 +173,7 @@ class ResumableTrainer(GRPOTrainer):
             broadcast_object_list(shared)
             self.run_start = start = shared[0]
             if start.checkpoint is not None:
-                self._check_options(Path(start.checkpoint), resume_changes)
+                self._check_options(start, resume_changes)
             elif resume_from_checkpoint is True:
                 raise ValueError(f"{output_dir} has no checkpoint of this run. `{LATEST}` starts a run without one.")
             self._step = 0
@@ -193,21 +193,22 @@ class ResumableTrainer(GRPOTrainer):
         if resume_from_checkpoint:
             requested = LATEST if resume_from_checkpoint is True else str(resume_from_checkpoint)
             checkpoint = checkpoint_to_resume(requested, output_dir)
-        state = None if checkpoint is None else read_state(checkpoint)
+        state: CheckpointState | None = None
         if checkpoint is not None:
+            state = read_state(checkpoint)
             refuse_pickles(Path(checkpoint))
         states = [_state_or_none(path) for path in checkpoints] + [state]
         count = max((one.start for one in states if one is not None), default=0) + 1
         continues = state is not None and state.run in (None, run_id(output_dir))
         return RunStart(checkpoint, state and state.run, count, continues, run_options(self))
 
-    def _check_options(self, checkpoint: Path, resume_changes: str) -> None:
+    def _check_options(self, start: RunStart, resume_changes: str) -> None:
         """Compare the options of a checkpoint with those of this run before anything is loaded."""
-        changed = describe_change(read_state(checkpoint).options, self.run_start.options)
+        changed = describe_change(read_state(start.checkpoint).options, start.options)
         if changed and resume_changes != "allow":
             raise ValueError(
-                f"{checkpoint} was saved with other options than this run has: {'; '.join(changed)}. Resume with "
-                "those of the checkpoint, start a new run, or allow the change: `resume_changes='allow'` "
+                f"{start.checkpoint} was saved with other options than this run has: {'; '.join(changed)}. Resume "
+                "with those of the checkpoint, start a new run, or allow the change: `resume_changes='allow'` "
                 "(`--resume_changes allow`)."
             )
 

@@ -22,7 +22,7 @@ from credit_trl.contexts.tokens import TokenContexts
 from credit_trl.rollout.batch import GenerationBatch, loss_mask
 from credit_trl.teacher.sharding import full_shape
 from credit_trl.training import run_directory as files
-from credit_trl.training.checkpoints import UNFINISHED, own_checkpoints
+from credit_trl.training.checkpoints import UNFINISHED, RunStart, own_checkpoints
 from credit_trl.training.run_options import merged_options
 
 logger = logging.getLogger(__name__)
@@ -136,22 +136,23 @@ class RunLog(TrainerCallback):
             except ValueError as error:
                 logger.warning(f"{error} It is written again, and its `segments` begin at step {step}.")
         start = self.trainer.run_start
-        segments = earlier.get("segments") or []
-        stored = merged_options(segments)
-        changed = {name: value for name, value in start.options.items() if name not in stored or stored[name] != value}
-        if changed:
-            segments.append({"step": self._first_step, "options": changed})
         run = {
             "config": args.to_dict(),
             "seed": args.seed,
             "model": getattr(model, "name_or_path", "") or type(model).__name__,
             "parameters": sum(full_shape(p).numel() for p in model.parameters()),
             "run": start.run or earlier.get("run") or uuid4().hex,
-            "segments": segments,
+            "segments": self._segments(start, earlier.get("segments") or []),
             "saved": earlier.get("saved") or [],
             **self.facts,
         }
         return json.loads(json.dumps(run, default=str))
+
+    def _segments(self, start: RunStart, segments: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The segments of a run, and a new one where its options have changed."""
+        stored = merged_options(segments)
+        changed = {name: value for name, value in start.options.items() if name not in stored or stored[name] != value}
+        return [*segments, {"step": self._first_step, "options": changed}] if changed else segments
 
     def _drop_after(self, folder: Path, step: int) -> None:
         """Drop what the run wrote after the step that it resumes from."""
