@@ -408,7 +408,7 @@ def test_reports_during_training_take_little_time(tmp_path, monkeypatch):
     monkeypatch.setattr(callback, "write_report", write)
     monkeypatch.setattr(callback.time, "monotonic", lambda: now[0])
     args, state = SimpleNamespace(output_dir=str(tmp_path)), SimpleNamespace(is_world_process_zero=True)
-    report = ReportCallback(None)
+    report = ReportCallback(SimpleNamespace(run_log=SimpleNamespace(has_begun=True)))
     report.on_train_begin(args, state, None)
     for now[0] in (105.0, 110.0, 120.0, 160.0, 161.0, 300.0):
         report.on_log(args, state, None)
