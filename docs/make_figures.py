@@ -30,9 +30,9 @@ from matplotlib.patches import Rectangle
 
 from credit_trl.contexts.prompts import user_text
 from credit_trl.lab.analysis import Checkpoint, TokenMap, analysis_config, map_response, sample_rollouts
+from credit_trl.run_directory import EVALUATIONS_FILE, read_lines
 from credit_trl.tasks import load_task
 from credit_trl.tasks.quickstart import SHORTCUT_THOUGHT, TEMPLATES
-from credit_trl.training.run_directory import EVALUATIONS_FILE, read_lines
 
 STUDY = Path(__file__).parents[1] / "examples" / "study"
 sys.path.append(str(STUDY))

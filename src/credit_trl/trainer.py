@@ -32,6 +32,7 @@ from credit_trl.rollout.batch import (
 from credit_trl.rollout.thinking import mark_thinking
 from credit_trl.rollout.verdict import VerdictLog, VerifierPolicy
 from credit_trl.rollout.vllm import PolicyGeneration
+from credit_trl.run_directory import describe_data
 from credit_trl.teacher import causal_lm
 from credit_trl.teacher.external import build_teacher
 from credit_trl.teacher.models import Teacher, TeacherUpdate
@@ -41,7 +42,6 @@ from credit_trl.training.check_model import check_logits, check_model
 from credit_trl.training.check_run import check_run
 from credit_trl.training.checkpoints import ResumableTrainer
 from credit_trl.training.metrics import Alarms, TokenMetrics, context_metrics, drop_undefined, teacher_success_weights
-from credit_trl.training.run_directory import describe_data
 from credit_trl.training.step import CreditStep
 from credit_trl.training.weights import WeightChange, reduce_gradients_in_fp32
 from credit_trl.trl_compat import check_behaviour, check_returned, get_config_model_id
@@ -117,8 +117,7 @@ class CreditTrainer(ResumableTrainer):
         distills = args.distillation_weight > 0.0 or token_weight is not None
         datasets = checks.named_datasets(train_dataset, eval_dataset)
         checks.check_datasets(args, datasets, reward_funcs, kwargs, distills=distills)
-        checks.check_output_dir(args)
-        checks.check_teacher(args)
+        checks.check_paths(args)
         checks.check_engine_options(args)
         if distills:
             fit_batch(args, len(train_dataset) if isinstance(train_dataset, Dataset) else None)

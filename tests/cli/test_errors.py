@@ -12,7 +12,7 @@ from transformers.utils.logging import disable_progress_bar
 from credit_trl import cli
 from credit_trl.cli import errors, training
 from credit_trl.cli.options_file import load_yaml
-from credit_trl.training.run_directory import run_lock
+from credit_trl.run_directory import run_lock
 from tables import tables_of
 
 TABLES = tables_of(__file__)

@@ -12,8 +12,8 @@ from credit_trl import CreditTrainer, Verdict, cli
 from credit_trl.cli import training
 from credit_trl.cli.data import CreditScriptArguments, describe
 from credit_trl.cli.run_folder import model_of_run, read_run, task_of_run
+from credit_trl.run_directory import describe_data, describe_function, describe_rows
 from credit_trl.tasks.registry import task_of_data
-from credit_trl.training.run_directory import describe_data, describe_function, describe_rows
 from tiny import declared_entry_points
 
 

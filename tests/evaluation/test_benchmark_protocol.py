@@ -15,8 +15,8 @@ from credit_trl.evaluation import EvaluationConfig, evaluate
 from credit_trl.evaluation.generation import Response
 from credit_trl.evaluation.protocol import EvaluationMismatchError, distinct_names, sample_seed, task_rows
 from credit_trl.evaluation.verdicts import task_verdicts
+from credit_trl.run_directory import RunLockedError
 from credit_trl.tasks.registry import Task, batch_of
-from credit_trl.training.run_directory import RunLockedError
 
 LETTERS = "ABCD"
 

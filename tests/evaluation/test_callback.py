@@ -12,8 +12,8 @@ from transformers import TrainerCallback
 from credit_trl import Verdict
 from credit_trl.evaluation import EvaluationCallback, engines, evaluate
 from credit_trl.evaluation.engines import weight_fingerprint
+from credit_trl.run_directory import keep_up_to, read_lines
 from credit_trl.tasks.registry import Task, batch_of
-from credit_trl.training.run_directory import keep_up_to, read_lines
 
 
 def odd_length(response: str, answer: str, *, truncated: bool = False) -> Verdict:

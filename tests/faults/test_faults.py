@@ -11,7 +11,7 @@ import pytest
 from transformers.trainer_utils import get_last_checkpoint
 
 from credit_trl.cli.preemption import REQUEUE
-from credit_trl.training.run_directory import run_lock
+from credit_trl.run_directory import run_lock
 from faults import launching
 from faults.faulty_run import FAULTS, STEPS, Fault
 

@@ -10,8 +10,8 @@ import transformers.trainer
 from huggingface_hub.utils import filter_repo_objects
 
 from credit_trl.cli.run_folder import model_of_run
+from credit_trl.run_directory import append_lines, read_lines
 from credit_trl.training.checkpoints import checkpoint_to_resume
-from credit_trl.training.run_directory import append_lines, read_lines
 from tiny import file_hashes
 
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from credit_trl.cli.run_folder import add_run_arguments, model_of_run, read_run, task_of_run
+from credit_trl.run_directory import RUN_FILE
 from credit_trl.sandbox import choose_sandbox
 from credit_trl.tasks.registry import TRAINING_ROWS
-from credit_trl.training.run_directory import RUN_FILE
 
 EVALUATION_FOLDER = "credit_eval"  # of a run directory
 

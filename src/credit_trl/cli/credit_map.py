@@ -11,8 +11,8 @@ from tqdm.auto import tqdm
 
 from credit_trl.cli.options_file import read_options
 from credit_trl.cli.run_folder import add_run_arguments, model_of_run, read_run, task_of_run
+from credit_trl.run_directory import MAPS_FOLDER, RUN_FILE
 from credit_trl.sandbox import choose_sandbox
-from credit_trl.training.run_directory import MAPS_FOLDER, RUN_FILE
 
 if TYPE_CHECKING:
     from credit_trl.config import CreditConfig

@@ -8,9 +8,9 @@ from typing import Any, Literal
 from trl import DatasetMixtureConfig, ScriptArguments, get_dataset
 
 from credit_trl.cli.errors import suggest
+from credit_trl.run_directory import describe_data, describe_rows
 from credit_trl.sandbox import choose_sandbox
 from credit_trl.tasks.registry import import_named, load_task, task_of_data
-from credit_trl.training.run_directory import describe_data, describe_rows
 
 
 def _option(text: str, default: Any = None) -> Any:

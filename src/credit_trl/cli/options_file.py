@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from credit_trl.training.run_directory import RUN_FILE
+from credit_trl.run_directory import RUN_FILE
 
 MAX_DEPTH = 32  # nested mappings and lists
 MAX_NODES = 20_000  # keys and values, those of aliases and merged mappings counted each time they are used

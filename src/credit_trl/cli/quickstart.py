@@ -19,11 +19,11 @@ from credit_trl.lab import analysis
 from credit_trl.lab.analysis.token_classes import task_classes
 from credit_trl.lab.report import write_report
 from credit_trl.lab.report.logs import LogLines
+from credit_trl.run_directory import EVALUATIONS_FOLDER, MAPS_FOLDER, RESULT_FILE, describe_data, read_json
 from credit_trl.tasks import quickstart
 from credit_trl.tasks.registry import load_task
 from credit_trl.teacher.models import Teacher
 from credit_trl.trainer import CreditTrainer
-from credit_trl.training.run_directory import EVALUATIONS_FOLDER, MAPS_FOLDER, RESULT_FILE, describe_data, read_json
 
 CLASSES = ("cue", "topic", "tool", "city")  # of tokens, besides "generic"
 

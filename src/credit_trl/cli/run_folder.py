@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from credit_trl.cli.data import import_function
+from credit_trl.run_directory import LOG_FILE, RUN_FILE, describe_function, read_json, read_lines
 from credit_trl.tasks.registry import load_task, task_of_data
 from credit_trl.tasks.task import Task
-from credit_trl.training.run_directory import LOG_FILE, RUN_FILE, describe_function, read_json, read_lines
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from transformers import Trainer, TrainerCallback
 
+from credit_trl import run_directory as files
 from credit_trl.evaluation.config import EvaluationConfig
 from credit_trl.evaluation.engines import TrainerEngine
 from credit_trl.evaluation.protocol import EvaluationMismatchError, evaluate, task_rows
@@ -16,7 +17,6 @@ from credit_trl.evaluation.result import Evaluation, score_text
 from credit_trl.evaluation.verdicts import VerifierFailed
 from credit_trl.rollout.verdict import VerifierPolicy
 from credit_trl.tasks.registry import Task, load_task
-from credit_trl.training import run_directory as files
 
 logger = logging.getLogger(__name__)
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
+from credit_trl import run_directory as files
 from credit_trl import tasks
 from credit_trl.contexts.prompts import check_rows, row_prompt
 from credit_trl.evaluation.config import EvaluationConfig, SamplingConfig
@@ -27,7 +28,6 @@ from credit_trl.evaluation.verdicts import Sample, Unit, grade
 from credit_trl.rollout.batch import prompt_key
 from credit_trl.rollout.verdict import transferable
 from credit_trl.tasks.registry import Task, load_task
-from credit_trl.training import run_directory as files
 from credit_trl.training.checks import check_column_names
 
 SAMPLES_FILE = "samples.jsonl"

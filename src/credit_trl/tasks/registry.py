@@ -2,7 +2,7 @@
 
 A name is a built-in task (`BUILT_IN`), with an option after a colon where its module declares one, or one's own: a
 module, or `package.module:name`. A module is imported when its name is loaded. `task_of_data` makes a task of the
-description of a run's data and verifier in `run.json` (`credit_trl.training.run_directory`).
+description of a run's data and verifier in `run.json` (`credit_trl.run_directory`).
 """
 
 import difflib

@@ -37,11 +37,7 @@ from trl import GRPOTrainer
 
 from credit_trl.config import refusal
 from credit_trl.rollout.verdict import transferable
-from credit_trl.teacher.causal_lm import load_renamed_weights
-from credit_trl.teacher.models import Teacher
-from credit_trl.teacher.sharding import full_tensor
-from credit_trl.training.metrics import Alarms
-from credit_trl.training.run_directory import (
+from credit_trl.run_directory import (
     LOCK_FILE,
     RunLock,
     read_json,
@@ -51,6 +47,10 @@ from credit_trl.training.run_directory import (
     sync,
     write_atomically,
 )
+from credit_trl.teacher.causal_lm import load_renamed_weights
+from credit_trl.teacher.models import Teacher
+from credit_trl.teacher.sharding import full_tensor
+from credit_trl.training.metrics import Alarms
 from credit_trl.training.run_options import describe_change, run_options
 from credit_trl.training.weights import NonFiniteError, guarded, nonfinite_moment, nonfinite_weight, source_of
 from credit_trl.trl_compat import RepeatSampler, check_returned, check_trl
@@ -297,7 +297,8 @@ class ResumableTrainer(GRPOTrainer):
         output_dir = Path(self._get_output_dir(trial))
         with raised_on_all():
             self.check_lock()
-            if moment := nonfinite_moment(self.optimizer):
+            moment = nonfinite_moment(self.optimizer)
+            if moment is not None:
                 raise NonFiniteError(f"The {moment} is not finite, so nothing is saved. {self._last_checkpoint()}")
         finished = output_dir / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         unfinished = output_dir / UNFINISHED / finished.name

@@ -25,8 +25,8 @@ from credit_trl.training.step import engine_role
 from credit_trl.trl_compat import get_callable_name
 
 
-def check_output_dir(args: CreditConfig) -> None:
-    """Refuse an `output_dir` that is a file, or a link without a target.
+def check_paths(args: CreditConfig) -> None:
+    """Refuse an `output_dir` that is a file, or a link without a target, and a teacher that cannot be loaded.
 
     Raises:
         ValueError: see above.
@@ -35,6 +35,7 @@ def check_output_dir(args: CreditConfig) -> None:
     if os.path.lexists(folder) and not folder.is_dir():
         kind = "a link to nothing" if folder.is_symlink() and not folder.exists() else "a file"
         raise ValueError(f"`output_dir={args.output_dir}` is {kind}. Name a folder, which may be new.")
+    check_teacher(args)
 
 
 def check_teacher(args: CreditConfig) -> None:

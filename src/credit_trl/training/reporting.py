@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers import TrainerCallback
 
+from credit_trl import run_directory as files
 from credit_trl.contexts.images import thumbnail
 from credit_trl.contexts.prompts import images_of
 from credit_trl.contexts.tokens import TokenContexts
 from credit_trl.rollout.batch import GenerationBatch, loss_mask
 from credit_trl.teacher.sharding import full_shape
-from credit_trl.training import run_directory as files
 from credit_trl.training.checkpoints import UNFINISHED, RunStart, own_checkpoints
 from credit_trl.training.run_options import merged_options
 

@@ -24,7 +24,7 @@ from credit_trl.lab.analysis.tokentext import visible
 from credit_trl.lab.report import ReportCallback, callback, write_report, write_token_maps
 from credit_trl.lab.report.comparison import compare_arms, curves, training_table
 from credit_trl.lab.report.runs import arms_of, differing_options, load_run
-from credit_trl.training.run_directory import append_lines, read_json, write_json
+from credit_trl.run_directory import append_lines, read_json, write_json
 from lab.drawn import HOSTILE, drawn_map
 from tables import tables_of
 from tiny import declared_entry_points

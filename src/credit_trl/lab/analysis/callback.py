@@ -19,9 +19,9 @@ from credit_trl.lab.analysis.responses import Rollout, data_url, with_contrasts
 from credit_trl.lab.analysis.tokenmap import TokenMap, map_response, read_maps, write_maps
 from credit_trl.lab.analysis.vocabulary_logps import RolloutContexts, vocabulary_logps
 from credit_trl.rollout.batch import content_key
+from credit_trl.run_directory import MAPS_FOLDER
 from credit_trl.teacher.models import Teacher
 from credit_trl.teacher.sharding import reshard
-from credit_trl.training.run_directory import MAPS_FOLDER
 
 logger = logging.getLogger(__name__)
 

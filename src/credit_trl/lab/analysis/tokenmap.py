@@ -26,8 +26,8 @@ from credit_trl.lab.analysis.responses import Rollout, rollout_contexts
 from credit_trl.lab.analysis.token_classes import Classify, default_classes
 from credit_trl.lab.analysis.tokentext import TokenText, token_texts, visible
 from credit_trl.lab.analysis.vocabulary_logps import CreditFormula, CreditLogps, RolloutContexts, credit_logps
+from credit_trl.run_directory import write_atomically
 from credit_trl.tasks.escaping import markdown_table, pluralized, table_cell
-from credit_trl.training.run_directory import write_atomically
 
 # Quantities of a map and their symbols, the default one first; `CreditFormula.meanings` explains them.
 QUANTITIES = {

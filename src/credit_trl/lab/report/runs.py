@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from pyarrow import parquet
 
-from credit_trl.training import run_directory as files
+from credit_trl import run_directory as files
 
 COMPLETIONS = "completions"
 SCORE = "score"  # avg@k in an evaluation

@@ -15,7 +15,7 @@ from credit_trl.contexts.prompts import Prompt, user_text
 from credit_trl.lab.analysis.responses import Rollout, feedback_text
 from credit_trl.lab.analysis.tokenmap import QUANTITIES, TokenMap, read_maps, scores_record, summarize_maps
 from credit_trl.lab.analysis.tokentext import visible
-from credit_trl.training.run_directory import MAPS_FOLDER
+from credit_trl.run_directory import MAPS_FOLDER
 
 # Quantile of a group's magnitudes at which colours saturate. A lower one hides the change of large values in training.
 SATURATION = 0.99

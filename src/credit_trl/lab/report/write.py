@@ -29,9 +29,9 @@ from credit_trl.lab.report.runs import (
     short_names,
 )
 from credit_trl.lab.report.token_maps import maps_section, read_run_maps, turns
+from credit_trl.run_directory import read_json, without_nan, write_atomically, write_json
 from credit_trl.sandbox.protocol import excerpt
 from credit_trl.tasks.escaping import markdown_table, table_cell
-from credit_trl.training.run_directory import read_json, without_nan, write_atomically, write_json
 
 # `ensure_ascii` escapes U+2028 and U+2029, which end a line in a script.
 _ESCAPES = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"})

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from credit_trl.training import run_directory
-from credit_trl.training.run_directory import LOCK_FILE, RunLockedError, run_lock
+from credit_trl import run_directory
+from credit_trl.run_directory import LOCK_FILE, RunLockedError, run_lock
 from tables import tables_of
 
 TABLES = tables_of(__file__)

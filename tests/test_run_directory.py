@@ -5,8 +5,8 @@ import json
 import pytest
 from datasets import Dataset
 
-from credit_trl.training import run_directory
-from credit_trl.training.run_directory import append_lines, keep_up_to, read_lines, write_atomically, write_json
+from credit_trl import run_directory
+from credit_trl.run_directory import append_lines, keep_up_to, read_lines, write_atomically, write_json
 
 
 def test_read_lines_skips_unfinished_and_names_broken_lines(tmp_path):
