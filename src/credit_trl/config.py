@@ -10,7 +10,8 @@ import os
 import re
 import string
 import warnings
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import InitVar, dataclass
 from numbers import Integral
 from pathlib import Path
@@ -255,9 +256,17 @@ class CreditConfig(GRPOConfig):
 
     def to_dict(self) -> dict[str, Any]:
         """Options for logs. Access tokens in loading options are masked, as transformers masks those outside."""
-        options = super().to_dict()
-        secret = {name: own for name, own in options.items() if isinstance(own, dict) and own.get("token")}
-        return options | {name: own | {"token": "<TOKEN>"} for name, own in secret.items()}
+        return {name: _without_tokens(value) for name, value in super().to_dict().items()}
+
+    @contextmanager
+    def masked_tokens(self) -> Iterator[None]:
+        """Mask the access tokens in loading options while the block pickles the options."""
+        options = {name: value for name, value in vars(self).items() if isinstance(value, dict)}
+        vars(self).update({name: _without_tokens(value) for name, value in options.items()})
+        try:
+            yield
+        finally:
+            vars(self).update(options)
 
     @classmethod
     def paper(cls, benchmark: str, output_dir: str, **overrides: Any) -> CreditConfig:
@@ -288,6 +297,21 @@ class CreditConfig(GRPOConfig):
         return self.contrastive_coef != 0.0
 
 
+def _without_tokens(value: Any) -> Any:
+    """A value with the access tokens masked that dictionaries in it hold."""
+    if isinstance(value, list | tuple) and type(value) in (list, tuple):
+        return type(value)(map(_without_tokens, value))
+    if type(value) is not dict:
+        return value
+    masked = {}
+    for name, entry in value.items():
+        is_token = name in _TOKEN_NAMES and isinstance(entry, str)
+        masked[name] = "<TOKEN>" if is_token else _without_tokens(entry)
+    return masked
+
+
+# Arguments of `from_pretrained` and of the hub's functions that hold an access token.
+_TOKEN_NAMES = {"token", "use_auth_token", "auth_token", "hf_token", "hub_token"}
 _BATCH_SIZES = (
     "per_device_train_batch_size gradient_accumulation_steps generation_batch_size steps_per_generation".split()
 )

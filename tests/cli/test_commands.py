@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import subprocess
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -212,3 +213,20 @@ def test_unsupported_trl_is_one_line_of_a_command(monkeypatch, tmp_path, capsys)
     assert cli.main(["credit-report"]) == 1
     [line] = capsys.readouterr().err.splitlines()
     assert re.match("trl credit-report: error: TRL .* has no module .*, so .*: pip install", line)
+
+
+@pytest.mark.parametrize(
+    ("module", "says"), [("credit_trl", "is of credit-trl"), ("trl", "is TRL's own"), (None, "no `trl`")]
+)
+def test_version_says_which_trl_is_on_the_path(monkeypatch, tmp_path, capsys, module, says):
+    if module is not None:
+        script = tmp_path / "trl"
+        script.write_text(f"#!/usr/bin/env python\nfrom {module}.cli import main\nmain()\n")
+        script.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert cli.main(["--version"]) == 0
+    versions, place = capsys.readouterr().out.splitlines()
+    assert versions == f"trl {version('trl')}, credit-trl {version('credit-trl')}"
+    assert says in place
+    assert module is None or str(tmp_path / "trl") in place
+    assert ("reinstall credit-trl with `pip" in place) == (module == "trl")

@@ -116,6 +116,25 @@ def test_checkpoint_is_pushed_under_its_final_name(make_trainer, tmp_path, monke
     assert torch.load(checkpoint / "training_args.bin", weights_only=False).push_to_hub
 
 
+def test_saved_options_hold_no_nested_token(make_trainer, tmp_path):
+    trainer = make_trainer(max_steps=1)
+    loading = {
+        "token": "hf_secret",
+        "processor_kwargs": [{"hub_token": "hf_secret"}],
+        "pad_token": "<pad>",
+        "token_ids": [1],
+    }
+    trainer.args.teacher_model_init_kwargs = loading
+    trainer.train()
+    trainer.save_model(str(tmp_path / "final"))
+    assert trainer.args.teacher_model_init_kwargs is loading
+    assert loading["token"] == "hf_secret"
+    for folder in (tmp_path / "run" / "checkpoint-1", tmp_path / "final"):
+        assert all(b"hf_secret" not in path.read_bytes() for path in folder.iterdir())
+        options = torch.load(folder / "training_args.bin", weights_only=False).teacher_model_init_kwargs
+        assert options == loading | {"token": "<TOKEN>", "processor_kwargs": [{"hub_token": "<TOKEN>"}]}
+
+
 def test_best_checkpoint_has_its_final_name(make_trainer, dataset, tmp_path):
     trainer = make_trainer(eval_rows=dataset.select(range(2)), **TABLES["best"])
     trainer.train()

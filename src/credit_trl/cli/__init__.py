@@ -9,11 +9,13 @@ A command is a module with `add_arguments(parser)` and `run(args) -> int`, impor
 
 import importlib
 import os
+import shutil
 import signal
 import sys
 from argparse import ArgumentParser, HelpFormatter
 from functools import partial
 from importlib.metadata import version
+from pathlib import Path
 
 from credit_trl.cli.errors import USER_ERRORS, is_user_error, report_user_error, spell_unencodable, suggest
 
@@ -35,8 +37,8 @@ def main(argv: list[str] | None = None) -> int:
     spell_unencodable()
     command = next((token for token in argv if not token.startswith("-")), None)
     if command is None:
-        _help_parser().parse_args(argv)  # exits on `--help` and `--version`
-        _help_parser().print_help()
+        options = _help_parser().parse_args(argv)  # exits on `--help`
+        print(_versions()) if options.version else _help_parser().print_help()
         return 0
     if command not in COMPANIONS and command != TRAINING[0]:
         return _run_trl(command, argv)
@@ -94,6 +96,20 @@ def _run_companion(name: str, argv: list[str]) -> int:
         raise KeyboardInterrupt("; the same command continues" if continues else "") from None
 
 
+def _versions() -> str:
+    """Versions of TRL and of this package, and whose script `trl` on the path is: both packages install one."""
+    versions = ", ".join(f"{name} {version(name)}" for name in ("trl", "credit-trl"))
+    script = shutil.which("trl")
+    if script is None:
+        return f"{versions}\nno `trl` stands on the path"
+    if b"credit_trl" in Path(script).read_bytes():
+        return f"{versions}\n{script} is of credit-trl"
+    return (
+        f"{versions}\n{script} is TRL's own, without `credit`: use `credit-trl credit`, or reinstall credit-trl with "
+        "`pip install --force-reinstall --no-deps` or `uv pip install --reinstall --no-deps`"
+    )
+
+
 def _help_parser() -> ArgumentParser:
     """Parser of `trl --help`: the commands of TRL and of this package in alphabetical order."""
     from credit_trl.trl_compat import get_commands
@@ -101,8 +117,7 @@ def _help_parser() -> ArgumentParser:
     lines = {command.name: command.help_text for command in get_commands()} | dict([TRAINING])
     lines |= {name: line for name, (_, line) in COMPANIONS.items()}
     parser = ArgumentParser(prog="trl", allow_abbrev=False)
-    versions = ", ".join(f"{name} {version(name)}" for name in ("trl", "credit-trl"))
-    parser.add_argument("--version", action="version", version=versions)
+    parser.add_argument("--version", action="store_true", help="versions, and which `trl` stands on the path")
     subparsers = parser.add_subparsers(help="available commands", dest="command", metavar="COMMAND")
     for name in sorted(lines):
         subparsers.add_parser(name, help=lines[name])

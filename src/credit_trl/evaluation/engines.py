@@ -135,7 +135,10 @@ class VLLMEngine(Engine):
         except ImportError as error:
             raise ImportError("`engine='vllm'` needs vLLM: pip install vllm, or use transformers.") from error
         path = model_path(name)
-        self.llm = LLM(model=path, **options)
+        try:
+            self.llm = LLM(model=path, **options)
+        except TypeError as error:
+            raise TypeError(f"`engine_options` are not those of `vllm.LLM`: {error}") from error
         reads_images = self.llm.model_config.is_multimodal_model
         tokenizer = AutoProcessor.from_pretrained(path) if reads_images else self.llm.get_tokenizer()
         super().__init__(name, tokenizer, batch_size, chat_template_kwargs)

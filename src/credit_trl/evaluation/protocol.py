@@ -20,6 +20,7 @@ from tqdm.auto import tqdm
 
 from credit_trl import run_directory as files
 from credit_trl import tasks
+from credit_trl.config import refuse_unknown
 from credit_trl.contexts.prompts import check_rows, row_prompt
 from credit_trl.evaluation.config import EvaluationConfig, SamplingConfig
 from credit_trl.evaluation.engines import Engine, TrainerEngine, TransformersEngine, VLLMEngine
@@ -98,14 +99,27 @@ def make_engine(model: Any, config: EvaluationConfig) -> Engine:
         options["batch_size"] = config.batch_size
     if isinstance(model, str | Path):
         start = VLLMEngine if config.engine == "vllm" else TransformersEngine.from_pretrained
-        return start(str(model), **options)
+        return _started(start, str(model), options=options)
     if hasattr(model, "accelerator") and hasattr(model, "processing_class"):
-        return TrainerEngine(model, **options)
+        return _started(TrainerEngine, model, options=options)
     if callable(getattr(model, "session", None)):
         return model
     if config.tokenizer is None:
         raise ValueError("Evaluating a model in memory needs its tokenizer: pass `tokenizer`.")
-    return TransformersEngine(model, config.tokenizer, **options)
+    return _started(TransformersEngine, model, config.tokenizer, options=options)
+
+
+def _started(start: Callable[..., Engine], *arguments: Any, options: Mapping[str, Any]) -> Engine:
+    """The engine with these options.
+
+    Raises:
+        TypeError: an option is unknown.
+    """
+    parameters = inspect.signature(start).parameters.values()
+    if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters):
+        names = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
+        refuse_unknown("engine_options", "option", options, names)
+    return start(*arguments, **options)
 
 
 def task_rows(task: Task, config: EvaluationConfig) -> list[dict[str, Any]]:

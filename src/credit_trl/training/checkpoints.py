@@ -280,7 +280,8 @@ class ResumableTrainer(GRPOTrainer):
                 if is_of_run and self._lock is None:
                     held.enter_context(run_lock(root))
             earlier = _file_versions(root) if is_of_run else {}
-            super().save_model(output_dir, _internal_call)
+            with self.args.masked_tokens():
+                super().save_model(output_dir, _internal_call)
             if is_of_run and target == root:
                 self.run_log.note_saved({name for name, v in _file_versions(root).items() if earlier.get(name) != v})
             elif is_of_run:
@@ -348,7 +349,8 @@ class ResumableTrainer(GRPOTrainer):
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Push as transformers does, once the checkpoint has its final name."""
         if self._save_dir is None:
-            super()._push_from_checkpoint(checkpoint_folder)
+            with self.args.masked_tokens():
+                super()._push_from_checkpoint(checkpoint_folder)
 
     def _save_progress(self, folder: Path) -> None:
         """Write the count of passes and, inside a generation batch, this process's part of the batch."""
