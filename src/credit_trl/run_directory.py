@@ -123,8 +123,8 @@ def read_lines(path: str | Path) -> list[dict[str, Any]]:
     path = Path(path)
     if not path.is_file():
         return []
-    *whole, _unfinished = path.read_bytes().split(b"\n")
-    return [_json_object(line, f"{path}, line {number}") for number, line in enumerate(whole, 1)]
+    *complete_lines, _unfinished = path.read_bytes().split(b"\n")
+    return [_json_object(line, f"{path}, line {number}") for number, line in enumerate(complete_lines, 1)]
 
 
 def read_json(path: str | Path) -> dict[str, Any]:
@@ -389,7 +389,7 @@ def describe_data(
     functions = list(reward_funcs) if isinstance(reward_funcs, list | tuple) else [reward_funcs]
     return {
         **{"task": None, "train": None, "test": None, "train_split": "train", **places},
-        "reward_funcs": [describe_function(one) for one in functions],
+        "reward_funcs": [describe_function(function) for function in functions],
         "reward_weights": None if reward_weights is None else list(reward_weights),
         "folder": os.getcwd(),
         "versions": {name: version(name) for name in ("credit-trl", "trl", "datasets")},

@@ -48,7 +48,7 @@ def report_user_error(command: str, error: BaseException, code: int = 1) -> int:
     tqdm = sys.modules.get("tqdm.std")
     for bar in list(getattr(tqdm and tqdm.tqdm, "_instances", ())):
         bar.close()  # so that the error begins on a line of its own
-    text = printable(str(error), kept="\n")
+    text = printable(str(error), allowed="\n")
     print(f"{command}: error: {text}{_user_line(error)}", file=sys.stderr)
     return code
 
@@ -102,7 +102,7 @@ def report_failed_process(command: str, error: ChildFailedError) -> int:
         return REQUEUE
     rank, failure = min(error.failures.items(), key=lambda item: order(item[1]))
     reason = failure.message["message"] if isinstance(failure.message, dict) else failure.message
-    text = printable(reason, kept="\n")
+    text = printable(reason, allowed="\n")
     print(f"{command}: error: process {rank} failed: {text}", file=sys.stderr)
     return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
 

@@ -100,8 +100,8 @@ def _check_choice(sandbox: str) -> None:
     if sandbox.startswith(("http://", "https://")):
         parse_address(sandbox)
     elif sandbox not in TIERS:
-        shown = sandbox.rpartition("@")[2]
-        raise ValueError(f"--sandbox {shown}: expected one of {', '.join(TIERS)}, or an address (http://...).")
+        without_user = sandbox.rpartition("@")[2]
+        raise ValueError(f"--sandbox {without_user}: expected one of {', '.join(TIERS)}, or an address (http://...).")
 
 
 def _open_local(tier: str, workers: int) -> Sandbox:

@@ -66,14 +66,14 @@ class Batch:
     def done(self, index: int, outcome: Outcome) -> None:
         """Record the outcome of a started program. Skips the waiting programs of its group if that stops it."""
         self.running.remove(index)
-        kept = self._record(index, outcome)
+        recorded = self._record(index, outcome)
         group = self.programs[index].group
         self._spent[group] += outcome.seconds
         if group is None:
             return
         if group in self._since_failure:
             self._since_failure[group] += outcome.seconds
-        elif kept.status != "ok":
+        elif recorded.status != "ok":
             self._since_failure[group] = 0.0
         if outcome.status in self._stops or self._since_failure.get(group, -math.inf) > self._failed_group_seconds:
             self._stopped.add(group)

@@ -84,7 +84,7 @@ def package_directories(directories: Iterable[str]) -> list[str]:
 
     Many interpreters have `site-packages` inside of the standard library (python.org's images, conda, uv).
     """
-    found = set()
+    real_directories = set()
     for directory in directories:
         root = os.path.realpath(directory)
         for kind in _PACKAGES:
@@ -92,8 +92,12 @@ def package_directories(directories: Iterable[str]) -> list[str]:
                 for path in glob.glob(os.path.join(glob.escape(directory), below, kind)):
                     real = os.path.realpath(path)
                     if os.path.isdir(real) and real.startswith(root + "/"):
-                        found.add(directory + real[len(root) :])
-    return [path for path in sorted(found) if not any(path.startswith(other + "/") for other in found)]
+                        real_directories.add(directory + real[len(root) :])
+    return [
+        path
+        for path in sorted(real_directories)
+        if not any(path.startswith(parent + "/") for parent in real_directories)
+    ]
 
 
 def loaders() -> list[str]:

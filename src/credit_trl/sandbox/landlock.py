@@ -78,7 +78,7 @@ class Landlock(Isolation):
         """Grant a file, or a directory: entry by entry if it has hidden parts, as a rule covers all that is below."""
         if not os.path.isdir(path):
             self._grant(path, _READ_FILE)
-        elif not any(inside.startswith(path + "/") for inside in hidden):
+        elif not any(path_within.startswith(path + "/") for path_within in hidden):
             self._grant(path, _READ_FILE | _READ_DIR)
         else:
             self._grant(path, _READ_DIR)

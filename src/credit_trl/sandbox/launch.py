@@ -152,7 +152,7 @@ def sealed_file(content: bytes) -> int:
 def resource_limits(limits: Limits, isolation: Isolation) -> list[tuple[int, int, int]]:
     """Arguments of the driver's `setrlimit` calls, (resource, soft, hard), at most this process's own hard limits."""
     seconds = math.ceil(limits.cpu_seconds)
-    wanted = [
+    limits_of_kind = [
         (resource.RLIMIT_CPU, seconds, seconds + 1),  # SIGXCPU, then SIGKILL
         (resource.RLIMIT_AS, limits.memory_bytes, limits.memory_bytes),
         (resource.RLIMIT_FSIZE, _FILE_BYTES, _FILE_BYTES),
@@ -162,9 +162,9 @@ def resource_limits(limits: Limits, isolation: Isolation) -> list[tuple[int, int
     ]
     if isolation.counts_own_users:
         tasks = limits.processes + OWN_TASKS
-        wanted.append((resource.RLIMIT_NPROC, tasks, tasks))
+        limits_of_kind.append((resource.RLIMIT_NPROC, tasks, tasks))
     bounded = []
-    for kind, *values in wanted:
+    for kind, *values in limits_of_kind:
         ceiling = resource.getrlimit(kind)[1] % (1 << 64)  # "infinity" is -1
         bounded.append((kind, *(min(value, ceiling) for value in values)))
     stack = resource.getrlimit(resource.RLIMIT_STACK)[1]

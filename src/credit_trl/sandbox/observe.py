@@ -62,8 +62,10 @@ def processor_times(processes: dict[int, list[str]]) -> ProcessorTimes:
             ran, waited, *_ = map(int, _read(f"/proc/{process}/task/{thread}/schedstat").split() or (0, 0))
             active[thread] = (ran + waited) / 1e9
             of_threads += ran / 1e9
-        own = max((user + system) / _TICKS, of_threads)  # the first has ended threads too, and is rounded down
-        total += own + (user_of_children + system_of_children) / _TICKS
+        thread_seconds = max(
+            (user + system) / _TICKS, of_threads
+        )  # the first has ended threads too, and is rounded down
+        total += thread_seconds + (user_of_children + system_of_children) / _TICKS
     return ProcessorTimes(total, active)
 
 
@@ -76,7 +78,7 @@ def is_runnable(pid: int) -> bool:
 
 def descendants(pid: int) -> dict[int, list[str]]:
     """Thread ids by process id of a process and its descendants, parents first, without those that end meanwhile."""
-    found: dict[int, list[str]] = {}
+    threads_of: dict[int, list[str]] = {}
     pending = [pid]
     while pending:
         process = pending.pop()
@@ -84,8 +86,8 @@ def descendants(pid: int) -> dict[int, list[str]]:
             threads = os.listdir(f"/proc/{process}/task")
             for thread in threads:
                 pending += children(process, thread)
-            found[process] = threads
-    return found
+            threads_of[process] = threads
+    return threads_of
 
 
 def children(pid: int, thread: str | None = None) -> list[int]:
@@ -106,5 +108,5 @@ def _read(path: str) -> bytes:
 def _held(pid: int, threads: Sequence[str]) -> int:
     """Bytes that a process holds, as a thread shows that has not ended; 0 for an ended process."""
     statuses = (_read(f"/proc/{pid}/task/{thread}/status") for thread in threads)
-    sizes = (sum(map(int, re.findall(rb"^Vm(?:RSS|Swap|PTE):\s+(\d+)", one, re.MULTILINE))) for one in statuses)
+    sizes = (sum(map(int, re.findall(rb"^Vm(?:RSS|Swap|PTE):\s+(\d+)", status, re.MULTILINE))) for status in statuses)
     return 1024 * next(filter(None, sizes), 0)

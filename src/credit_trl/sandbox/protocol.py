@@ -225,14 +225,14 @@ class Channel:
         self.stream.close()
 
 
-def printable(text: str, kept: str = "") -> str:
+def printable(text: str, allowed: str = "") -> str:
     """Text with its non-printable characters spelled out, so that it cannot control a terminal or start a line."""
-    return "".join(c if c.isprintable() or c in kept else f"⟨U+{ord(c):04X}⟩" for c in text)
+    return "".join(c if c.isprintable() or c in allowed else f"⟨U+{ord(c):04X}⟩" for c in text)
 
 
-def excerpt(text: str, kept: int = 8192) -> str:
+def excerpt(text: str, size: int = 8192) -> str:
     """A text of at most `kept` characters, or both ends of a longer one and the number of characters between them."""
-    dropped = len(text) - kept
+    dropped = len(text) - size
     if dropped <= 0:
         return text
-    return f"{text[: kept // 2]}\n[... {dropped:,} characters dropped ...]\n{text[-kept // 2 :]}"
+    return f"{text[: size // 2]}\n[... {dropped:,} characters dropped ...]\n{text[-size // 2 :]}"

@@ -82,8 +82,8 @@ class RemoteSandbox(Sandbox):
             while not batch.finished and time.monotonic() < until:
                 while (index := batch.take(self.workers)) is not None:
                     requests[threads.submit(self._run_program, batch.programs[index], until)] = index
-                left = min(until - time.monotonic(), threading.TIMEOUT_MAX)
-                for request in wait(requests, max(0.0, left), FIRST_COMPLETED).done:
+                seconds_left = min(until - time.monotonic(), threading.TIMEOUT_MAX)
+                for request in wait(requests, max(0.0, seconds_left), FIRST_COMPLETED).done:
                     index = requests.pop(request)
                     try:
                         outcome = request.result()
@@ -118,8 +118,8 @@ class RemoteSandbox(Sandbox):
         most = 12 * limits.output_bytes + MIB
         is_tls = self._address.scheme == "https"
         kind = http.client.HTTPSConnection if is_tls else http.client.HTTPConnection
-        left = min(until - time.monotonic(), limits.wall_seconds + _ALLOWANCE_SECONDS)
-        connection = kind(self._address.hostname, self._address.port, timeout=max(0.01, left))
+        seconds_left = min(until - time.monotonic(), limits.wall_seconds + _ALLOWANCE_SECONDS)
+        connection = kind(self._address.hostname, self._address.port, timeout=max(0.01, seconds_left))
         try:
             with contextlib.closing(connection):
                 path = self._address.path.rstrip("/") + "/run_code"

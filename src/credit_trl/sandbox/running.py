@@ -58,12 +58,12 @@ class RunningProgram:
         threads: dict[str, tuple[float, float]] = {}
         for thread, active in times.active.items():
             is_new = thread not in self._threads
-            before = (0.0, last_total) if is_new else self._threads[thread]
-            if active == before[0]:
-                threads[thread] = before  # a wait for a processor counts when it ends
+            previous = (0.0, last_total) if is_new else self._threads[thread]
+            if active == previous[0]:
+                threads[thread] = previous  # a wait for a processor counts when it ends
                 continue
             threads[thread] = (active, total)
-            longest = max(longest, (active - before[0]) - (total - before[1]))
+            longest = max(longest, (active - previous[0]) - (total - previous[1]))
         idle = (now - first_at) - (total - first_total)
         self.delayed = max(0.0, min(self.delayed + longest, idle))
         self.is_starved = total - last_total < 0.2 * (now - last_at)

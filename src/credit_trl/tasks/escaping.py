@@ -11,12 +11,12 @@ def table_cell(text: str) -> str:
     return re.sub(r"<(?=[A-Za-z/!?])", "&lt;", printable(text)).replace("|", "\\|")
 
 
-def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
+def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]], left_aligned: int = 1) -> str:
     """A Markdown table without a final newline, whose first `left` columns are aligned left and the others right.
 
     Cells are not escaped: untrusted text passes through `table_cell` first.
     """
-    alignment = ["---"] * left + ["---:"] * (len(columns) - left)
+    alignment = ["---"] * left_aligned + ["---:"] * (len(columns) - left_aligned)
     lines = (columns, alignment, *rows)
     return "\n".join("|" + "".join(f" {cell} |" if cell else " |" for cell in line) for line in lines)
 

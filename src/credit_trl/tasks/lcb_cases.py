@@ -70,10 +70,10 @@ def parse_answer(answer: Answer) -> Cases:
         data = json.loads(answer) if isinstance(answer, str) else answer
         cases = Cases(*(data[field] for field in FIELDS))
     except (ValueError, RecursionError, TypeError, KeyError) as error:
-        shown = f"{', '.join(FIELDS)}, or its JSON text, got {answer!r:.100}"
-        raise ValueError(f"A code answer is an object with {shown}.") from error
+        expected_form = f"{', '.join(FIELDS)}, or its JSON text, got {answer!r:.100}"
+        raise ValueError(f"A code answer is an object with {expected_form}.") from error
     lists = [cases.inputs, cases.outputs]
-    are_texts = all(isinstance(one, list) and all(isinstance(text, str) for text in one) for one in lists)
+    are_texts = all(isinstance(texts, list) and all(isinstance(text, str) for text in texts) for texts in lists)
     is_number = isinstance(cases.time_limit, int | float)
     rules = {
         "`inputs` and `outputs` are lists of texts": are_texts,
@@ -86,9 +86,9 @@ def parse_answer(answer: Answer) -> Cases:
         if not is_met:
             raise ValueError(f"A code answer's {rule}, got {data!r:.200}.")
     functional = zip(cases.inputs, cases.outputs, strict=True) if cases.is_functional else ()
-    for index, (given, expected) in enumerate(functional):
+    for index, (arguments, expected) in enumerate(functional):
         try:
-            for line in (*given.split("\n"), expected):
+            for line in (*arguments.split("\n"), expected):
                 json.loads(line, parse_int=_exact_integer)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"Functional test {index} is not JSON, one argument per line: {error}") from error
@@ -164,8 +164,8 @@ def same_return_value(returned: str, expected: str) -> bool:
     """
     try:
         # `parse_constant=float` makes a new object of each NaN: lists with the same NaN object would be equal
-        given = json.loads(returned, parse_constant=float, parse_int=_exact_integer)
-        return bool(given == json.loads(expected, parse_int=_exact_integer))
+        value = json.loads(returned, parse_constant=float, parse_int=_exact_integer)
+        return bool(value == json.loads(expected, parse_int=_exact_integer))
     except (ValueError, RecursionError):
         return False
 
@@ -175,7 +175,7 @@ def _same_line(printed: str, expected: str) -> bool:
         return True
     try:
         pairs = zip(printed.split(), expected.split(), strict=True)
-        return all(Decimal(token) == Decimal(other) for token, other in pairs)
+        return all(Decimal(token) == Decimal(expected_token) for token, expected_token in pairs)
     except (InvalidOperation, ValueError):  # not a number, a signalling NaN, or another number of tokens
         return False
 
@@ -223,8 +223,8 @@ def feedback(results: Sequence[Result], truncated: bool = False) -> str | None:
         return [index for index, result in enumerate(results) if result.status in statuses]
 
     wrong = sorted(with_status("wrong"), key=lambda index: results[index].length)
-    shown = [*wrong[:1], *with_status(*ERRORS)[:1], *with_status("timeout")[:1], *wrong[1:]][:SHOWN_FAILURES]
-    failures = [results[index].failure for index in sorted(shown)]
+    selected = [*wrong[:1], *with_status(*ERRORS)[:1], *with_status("timeout")[:1], *wrong[1:]][:SHOWN_FAILURES]
+    failures = [results[index].failure for index in sorted(selected)]
     if truncated and failures:
         failures.insert(0, CUT_OFF)
     return _cut("\n\n".join(failures), TOTAL) or None
@@ -245,8 +245,8 @@ def short_error(traceback: str) -> str:
     for line in traceback.split("\n"):
         if match := re.match(r' +File "([^"]*)", line (\d+)(?:, in (.*))?$', line):
             file, number, function = match.groups()
-            inside = "" if function in (None, "<module>") else f" in {function}"
-            frames.append(f"Line {number}{inside} ({file})")
+            place = "" if function in (None, "<module>") else f" in {function}"
+            frames.append(f"Line {number}{place} ({file})")
             exception = []
         elif frames and line.startswith("    ") and not exception:
             frames[-1] += f"\n    {_cut(line)}"

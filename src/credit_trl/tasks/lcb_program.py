@@ -75,16 +75,16 @@ def _opening(line: str) -> tuple[str, str, int] | None:
     runs = list(_MARKS.finditer(line))
     if len(runs) % 2 == 0:  # pairs of fences in a line are code inside prose
         return None
-    last = runs[-1]
-    form = _INFO_AFTER_PROSE if line[: last.start()].strip() else _INFO
-    info = form.fullmatch(line, last.end())
-    return info and (last[0], (info[1] or info[2] or "").lower(), last.start())
+    run = runs[-1]
+    form = _INFO_AFTER_PROSE if line[: run.start()].strip() else _INFO
+    info = form.fullmatch(line, run.end())
+    return info and (run[0], (info[1] or info[2] or "").lower(), run.start())
 
 
 def _unindented(code: list[str], column: int) -> str:
     """Code of an indented block (in a list) without the fence's indentation, or that of its first line if smaller."""
-    first = next((line for line in code if line.strip()), "")
-    indent = min(column, len(first) - len(first.lstrip()))
+    first_line = next((line for line in code if line.strip()), "")
+    indent = min(column, len(first_line) - len(first_line.lstrip()))
     return "\n".join(line[min(indent, len(line) - len(line.lstrip())) :] for line in code)
 
 
@@ -105,6 +105,6 @@ def prelude_for(source: str) -> str:
 @functools.cache
 def _public_names(module: str) -> set[str]:
     """The name of a module and the names that a starred import of it binds."""
-    found = importlib.import_module(module)
-    public = getattr(found, "__all__", None) or [name for name in dir(found) if not name.startswith("_")]
+    imported = importlib.import_module(module)
+    public = getattr(imported, "__all__", None) or [name for name in dir(imported) if not name.startswith("_")]
     return {module, *public}

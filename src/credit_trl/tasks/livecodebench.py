@@ -81,11 +81,11 @@ def build(
         raise ValueError(f"LiveCodeBench has no split {split!r}; use train (half the tests) or test (all tests).")
     if release not in OPTION[1]:
         raise ValueError(f"LiveCodeBench has no release {release!r}; use one of {', '.join(OPTION[1])}.")
-    first = date.fromisoformat(since)
+    start = date.fromisoformat(since)
     end = date.fromisoformat(until)
     problems: dict[str, dict[str, Any]] = {}
     for row in _rows(path, release, hub):
-        if first <= _contest_date(row) < end:
+        if start <= _contest_date(row) < end:
             problem = _problem(row, split, seed)
             if problem["id"] in problems:
                 raise row.error("question_id", f"{row['question_id']!r} occurs before")
@@ -170,17 +170,17 @@ def _programs(source: str, cases: Cases, group: int) -> list[Program]:
     )
     common = {"source": source, "prelude": prelude_for(source), "limits": limits, "group": group}
     if not cases.is_functional:
-        return [Program(stdin=given, **common) for given in cases.inputs]
-    arguments = [f"[{given.replace(chr(10), ', ')}]" for given in cases.inputs]
-    return [Program(fn_name=cases.fn_name, arguments=given, **common) for given in arguments]
+        return [Program(stdin=text, **common) for text in cases.inputs]
+    arguments = [f"[{text.replace(chr(10), ', ')}]" for text in cases.inputs]
+    return [Program(fn_name=cases.fn_name, arguments=text, **common) for text in arguments]
 
 
 def _result(cases: Cases, place: int, outcome: Outcome) -> Result:
     if outcome.status != "ok":
         return result_of(cases, place, outcome.status, error=outcome.error)
-    given = outcome.value if cases.is_functional else outcome.stdout
+    answer = outcome.value if cases.is_functional else outcome.stdout
     is_same = lcb_cases.same_return_value if cases.is_functional else lcb_cases.same_output
-    return result_of(cases, place, "passed" if is_same(given, cases.outputs[place]) else "wrong", given)
+    return result_of(cases, place, "passed" if is_same(answer, cases.outputs[place]) else "wrong", answer)
 
 
 def _verdict(results: Sequence[Result] | None, truncated: bool) -> Verdict:

@@ -110,8 +110,8 @@ def group_of(cue: str) -> str:
 def draw_question(rng: random.Random, cue: str, cities: Sequence[str] = CITIES) -> Question:
     """Draw a question about `cue` with its true topic among four shuffled options and a city out of `cities`."""
     topic = TOPIC_OF[cue]
-    others = rng.sample([other for other in TOPICS if other != topic], len(LETTERS) - 1)
-    options = rng.sample([topic, *others], len(LETTERS))
+    wrong_topics = rng.sample([wrong_topic for wrong_topic in TOPICS if wrong_topic != topic], len(LETTERS) - 1)
+    options = rng.sample([topic, *wrong_topics], len(LETTERS))
     return Question(cue, rng.choice(cities), tuple(options), topic)
 
 

@@ -34,23 +34,23 @@ class ModelTeacher(CopyTeacher):
 
     def __init__(self, student: nn.Module, accelerator: Accelerator, config: CreditConfig) -> None:
         name = config.teacher_model_name_or_path
-        own = config.teacher_model_init_kwargs or {}
-        options = {"dtype": "auto", "trust_remote_code": config.trust_remote_code} | own
+        init_kwargs = config.teacher_model_init_kwargs or {}
+        options = {"dtype": "auto", "trust_remote_code": config.trust_remote_code} | init_kwargs
         configs = (student.config, AutoConfig.from_pretrained(name, **teacher_place(config)))
         # Quantized weights cannot be moved between devices.
-        if "quantization_config" in own or hasattr(configs[1], "quantization_config"):
+        if "quantization_config" in init_kwargs or hasattr(configs[1], "quantization_config"):
             if is_zero3(accelerator):
                 raise ValueError(
                     "ZeRO-3 cannot partition the quantized weights of the teacher. Use FSDP2 or ZeRO-2, or a teacher "
                     "without a `quantization_config`."
                 )
             options.setdefault("device_map", {"": accelerator.device})
-        read_images = all(hasattr(one, "vision_config") for one in configs)
+        read_images = all(hasattr(model_config, "vision_config") for model_config in configs)
         auto = AutoModelForImageTextToText if read_images else AutoModelForCausalLM
         model = auto.from_pretrained(name, **options).requires_grad_(False)
         _pad_vocabulary(model, full_shape(student.get_output_embeddings().weight)[0])
         commit = getattr(model.config, "_commit_hash", None)
-        self.identity = {"name": name, "revision": own.get("revision"), "commit": commit}
+        self.identity = {"name": name, "revision": init_kwargs.get("revision"), "commit": commit}
         if not getattr(model, "is_quantized", False):  # quantized weights stay where they were loaded
             model = place_frozen(model, accelerator)
         super().__init__(student, accelerator, model)
@@ -80,19 +80,21 @@ class ModelTeacher(CopyTeacher):
         """
         path = Path(directory) / SOURCE_FILE
         saved = json.loads(path.read_text()) if path.is_file() else {}
-        own = self.identity
-        kind = "revision" if None in (saved.get("commit"), own["commit"]) else "commit"
-        if saved.get("name") == own["name"] and saved[kind] != own[kind]:
+        identity = self.identity
+        kind = "revision" if None in (saved.get("commit"), identity["commit"]) else "commit"
+        if saved.get("name") == identity["name"] and saved[kind] != identity[kind]:
             raise ValueError(
-                f"{path} was saved with the {kind} {saved[kind]!r} of the teacher {own['name']!r}, and this run has "
-                f"{own[kind]!r}. Resume with `teacher_model_init_kwargs={{'revision': {saved[kind]!r}}}`."
+                f"{path} was saved with the {kind} {saved[kind]!r} of the teacher {identity['name']!r}, and this run "
+                f"has {identity[kind]!r}. Resume with `teacher_model_init_kwargs={{'revision': {saved[kind]!r}}}`."
             )
 
 
 def teacher_place(config: CreditConfig) -> dict[str, Any]:
     """Options of the teacher's weights that its configuration and its tokenizer are loaded with too."""
-    own = config.teacher_model_init_kwargs or {}
-    places = {name: own[name] for name in ("revision", "subfolder", "token", "cache_dir") if name in own}
+    init_kwargs = config.teacher_model_init_kwargs or {}
+    places = {
+        name: init_kwargs[name] for name in ("revision", "subfolder", "token", "cache_dir") if name in init_kwargs
+    }
     return {"trust_remote_code": config.trust_remote_code} | places
 
 
@@ -125,18 +127,22 @@ def _pad_vocabulary(model: PreTrainedModel, size: int) -> None:
                     parameter.data[rows:] = parameter.data[:rows].mean(dim=0)
 
 
-def check_same_vocabulary(own: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, name: str) -> None:
+def check_same_vocabulary(
+    policy_tokenizer: PreTrainedTokenizerBase, teacher_tokenizer: PreTrainedTokenizerBase, name: str
+) -> None:
     """Check that the tokenizers of the policy and of the teacher called `name` give every id the same token.
 
     Raises:
         ValueError: they differ; the message has the first differing id.
     """
-    ours, theirs = ({i: token for token, i in one.get_vocab().items()} for one in (own, other))
+    ours, theirs = (
+        {i: token for token, i in tokenizer.get_vocab().items()} for tokenizer in (policy_tokenizer, teacher_tokenizer)
+    )
     differing = [i for i in ours.keys() | theirs.keys() if ours.get(i) != theirs.get(i)]
     if differing:
-        first = min(differing)
+        first_id = min(differing)
         raise ValueError(
-            f"The teacher {name!r} has another vocabulary than the policy: the first differing id is {first}, "
-            f"{ours.get(first)!r} for the policy and {theirs.get(first)!r} for the teacher ({len(differing)} of "
+            f"The teacher {name!r} has another vocabulary than the policy: the first differing id is {first_id}, "
+            f"{ours.get(first_id)!r} for the policy and {theirs.get(first_id)!r} for the teacher ({len(differing)} of "
             f"{len(ours)} ids differ). Use one with the policy's tokenizer, or TRL's GOLD, which needs no common one."
         )

@@ -34,7 +34,7 @@ def image_inputs(
     Raises:
         ValueError: the model has no vision tower.
     """
-    present = [own for own in images if own is not None]
+    present = [prompt_images for prompt_images in images if prompt_images is not None]
     if not present:
         return {}
     tower = backbone(model)
@@ -49,20 +49,22 @@ def image_inputs(
     inputs["attention_mask"] = (padded >= 0).long()
     inputs = {name: to_device(values, device) for name, values in inputs.items()}
     if takes_features:
-        for own in present:
-            if id(own) not in encoded:
-                names = inspect.signature(tower.get_image_features).parameters.keys() & own.tensors.keys()
-                read = {name: to_device(own.tensors[name], device) for name in names}
-                encoded[id(own)] = tower.get_image_features(**read, return_dict=True)
-        inputs["mm_encoder_outputs"] = {"image": _joined_features([encoded[id(own)] for own in present])}
+        for prompt_images in present:
+            if id(prompt_images) not in encoded:
+                names = inspect.signature(tower.get_image_features).parameters.keys() & prompt_images.tensors.keys()
+                tower_inputs = {name: to_device(prompt_images.tensors[name], device) for name in names}
+                encoded[id(prompt_images)] = tower.get_image_features(**tower_inputs, return_dict=True)
+        inputs["mm_encoder_outputs"] = {
+            "image": _joined_features([encoded[id(prompt_images)] for prompt_images in present])
+        }
     return inputs
 
 
 def _joined_features(outputs: list[Any]) -> Any:
     """Outputs of the tower for several lists of images as one: features of each image, and of each layer."""
-    joined = {"pooler_output": _joined([own.pooler_output for own in outputs])}
+    joined = {"pooler_output": _joined([output.pooler_output for output in outputs])}
     if getattr(outputs[0], "deepstack_features", None) is not None:
-        layers = zip(*(own.deepstack_features for own in outputs), strict=True)
+        layers = zip(*(output.deepstack_features for output in outputs), strict=True)
         joined["deepstack_features"] = list(map(_joined, layers))
     return type(outputs[0])(**joined)
 
@@ -78,5 +80,9 @@ def zero_of_tower(model: nn.Module) -> Tensor | float:
     DDP waits for the gradients of the tower also on a process whose micro-batch has no images.
     """
     causal_lm = unwrap_adapters(model)
-    read = {id(p) for part in (causal_lm.get_decoder(), causal_lm.get_output_embeddings()) for p in part.parameters()}
-    return sum(p.flatten()[0] * 0.0 for p in causal_lm.parameters() if p.requires_grad and id(p) not in read)
+    text_parameters = {
+        id(p) for part in (causal_lm.get_decoder(), causal_lm.get_output_embeddings()) for p in part.parameters()
+    }
+    return sum(
+        p.flatten()[0] * 0.0 for p in causal_lm.parameters() if p.requires_grad and id(p) not in text_parameters
+    )

@@ -82,9 +82,9 @@ class Teacher:
         for teacher, student in self.pairs():
             with gathered([teacher, student]):
                 # In fp32: pairwise summation is precise enough, and not every device has fp64.
-                held = (x.to_local() if hasattr(x, "to_local") else x for x in (teacher, student))
-                own, trained = (x.to(self.device, torch.float32) for x in held)
-                difference = difference + (own - trained).square().sum()
+                local = (x.to_local() if hasattr(x, "to_local") else x for x in (teacher, student))
+                scored, trained = (x.to(self.device, torch.float32) for x in local)
+                difference = difference + (scored - trained).square().sum()
                 norm = norm + trained.square().sum()
         if self._is_fsdp2():
             difference, norm = (self.accelerator.reduce(x, reduction="sum") for x in (difference, norm))
@@ -97,9 +97,9 @@ class Teacher:
         """
         weights: dict[str, Tensor] = {}
         for name, weight in self.named_weights().items():
-            whole = full_tensor(weight)  # a collective: every process must call it
+            gathered_weight = full_tensor(weight)  # a collective: every process must call it
             if writes:
-                weights[name] = whole.detach().cpu().contiguous()
+                weights[name] = gathered_weight.detach().cpu().contiguous()
         if weights:
             save_file(weights, Path(directory) / TEACHER_FILE)
 
@@ -110,8 +110,8 @@ class Teacher:
         Raises:
             FileNotFoundError, ValueError: the checkpoint has no teacher, or one with other parameters.
         """
-        own = self.named_weights()
-        if not own:
+        named = self.named_weights()
+        if not named:
             return
         path = Path(directory) / TEACHER_FILE
         if not path.is_file():
@@ -120,12 +120,12 @@ class Teacher:
                 "checkpoint of a run with the same `teacher_model_kind`, or start a new run from its weights."
             )
         with safe_open(path, framework="pt") as saved:  # one tensor at a time
-            if differing := own.keys() ^ saved.keys():
+            if differing := named.keys() ^ saved.keys():
                 raise ValueError(
                     f"{path} and this run's teacher have different parameters (for example {sorted(differing)[:3]}). "
                     "Resume with the same fine-tuning method (full or LoRA) and LoRA configuration."
                 )
-            for name, weight in own.items():
+            for name, weight in named.items():
                 copy_full(weight, saved.get_tensor(name))
 
     def unwrapped(self, model: nn.Module) -> nn.Module:
@@ -177,8 +177,8 @@ class CopyTeacher(Teacher):
 
     def named_weights(self) -> dict[str, Tensor]:
         shared = set(map(id, self.student.parameters()))
-        own = _parameters(self.unwrapped(self.model))
-        return {name: weight for name, weight in own.items() if id(weight) not in shared}
+        parameters = _parameters(self.unwrapped(self.model))
+        return {name: weight for name, weight in parameters.items() if id(weight) not in shared}
 
 
 class AdapterTeacher(Teacher):
@@ -255,8 +255,8 @@ class AdapterTeacher(Teacher):
     def _adapter(self) -> dict[str, Tensor]:
         """The weights of the frozen adapter, by the names of the trained one's."""
         mark = f".{ADAPTER_NAME}"
-        own = [(name, p) for name, p in _parameters(self.student).items() if f"{mark}." in f"{name}."]
-        return {name.replace(mark, f".{self.trained}"): p for name, p in own}
+        adapter = [(name, p) for name, p in _parameters(self.student).items() if f"{mark}." in f"{name}."]
+        return {name.replace(mark, f".{self.trained}"): p for name, p in adapter}
 
 
 def make_teacher(

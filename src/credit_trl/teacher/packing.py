@@ -63,9 +63,9 @@ class RowLayout:
             pieces, or None if they are the row's.
         """
         if self._varlen is None:
-            own = torch.arange(sum(self.lengths)).split(self.lengths)
-            pairs = zip(self.parents, own, strict=True)
-            keys = [piece if parent is None else torch.cat([own[parent], piece]) for parent, piece in pairs]
+            piece_columns = torch.arange(sum(self.lengths)).split(self.lengths)
+            pairs = zip(self.parents, piece_columns, strict=True)
+            keys = [piece if parent is None else torch.cat([piece_columns[parent], piece]) for parent, piece in pairs]
             key_lengths = list(map(len, keys))
             bounds = {f"cu_seq_{name}": _bounds(of, device) for name, of in (("q", self.lengths), ("k", key_lengths))}
             bounds |= {"max_q": max(self.lengths), "max_k": max(key_lengths)}
@@ -88,22 +88,22 @@ def packed_row(
     """
     order = sorted(range(len(sequences)), key=sequences.__getitem__) if shares else range(len(sequences))
     sharing = PrefixSharing()
-    for one, other in itertools.pairwise(order):
-        sharing.add(common_prefix_length(sequences[one], sequences[other]) if shares else 0)
+    for previous, following in itertools.pairwise(order):
+        sharing.add(common_prefix_length(sequences[previous], sequences[following]) if shares else 0)
     pieces: list[tuple[int, int | None]] = []  # tokens, parent
-    own: list[list[int]] = [[] for _ in sequences]  # pieces of each sequence
+    pieces_of: list[list[int]] = [[] for _ in sequences]  # pieces of each sequence
     for start, end, common in sharing.groups():
         parent = len(pieces) if common else None
         if common:
             pieces.append((common, None))
         for i in order[start:end]:
-            own[i] = [] if parent is None else [parent]
+            pieces_of[i] = [] if parent is None else [parent]
             if len(sequences[i]) > common:
-                own[i].append(len(pieces))
+                pieces_of[i].append(len(pieces))
                 pieces.append((len(sequences[i]) - common, parent))
     lengths, parents = map(list, zip(*pieces, strict=True))
     of_piece = torch.arange(sum(lengths)).split(lengths)
-    indices = torch.cat([of_piece[piece] for of_sequence in own for piece in of_sequence])
+    indices = torch.cat([of_piece[piece] for of_sequence in pieces_of for piece in of_sequence])
     ids = torch.empty(sum(lengths), dtype=torch.long)
     ids[indices] = torch.tensor(list(itertools.chain(*sequences)))
     positions = torch.empty_like(ids)
@@ -185,8 +185,8 @@ def packed_sdpa(
             mask = _causal_mask(q.shape[2], k.shape[2], window, k.device)
         elif parent is not None:
             q = torch.cat([queries[parent], q], dim=2)
-        whole = sdpa_attention_forward(module, q, k, v, mask, **kwargs)[0]
-        outputs.append(whole[:, -row_layout.lengths[piece] :])
+        attended = sdpa_attention_forward(module, q, k, v, mask, **kwargs)[0]
+        outputs.append(attended[:, -row_layout.lengths[piece] :])
     return torch.cat(outputs, dim=1), None
 
 
@@ -261,9 +261,9 @@ def cannot_pack(model: nn.Module) -> str | None:
         )
     config = unwrap_adapters(model).config.get_text_config()
     allowed = _PACKABLE_LAYERS - ({"chunked_attention"} if "sdpa" in implementation else set())
-    others = sorted(set(getattr(config, "layer_types", None) or ()) - allowed)
-    if others:
-        return f"its {', '.join(others)} layers do not keep packed sequences apart"
+    unsupported = sorted(set(getattr(config, "layer_types", None) or ()) - allowed)
+    if unsupported:
+        return f"its {', '.join(unsupported)} layers do not keep packed sequences apart"
     if implementation == "flex_attention":
         return None
     layers = _layer_options(model)

@@ -112,8 +112,8 @@ def token_states(
 
         def run(input_ids: Tensor) -> Tensor:
             with teacher.autocast():
-                shown = image_inputs(unwrapped, ids, images, device, encoded)
-                outputs = backbone(unwrapped)(**(inputs | {"input_ids": input_ids} | shown), use_cache=False)
+                image_kwargs = image_inputs(unwrapped, ids, images, device, encoded)
+                outputs = backbone(unwrapped)(**(inputs | {"input_ids": input_ids} | image_kwargs), use_cache=False)
                 return head_input(unwrapped, outputs.last_hidden_state)
 
         # In the wrapper's forward, so that a sharded teacher gathers its weights.
@@ -134,11 +134,13 @@ def _sequences_of(contexts: Sequence[TokenContexts], batch: CompletionBatch) -> 
     is_scored = batch.loss_mask.any(dim=1).tolist()
     return {
         i: [
-            _Sequence(i, k, ids, completions[i], columns, own.images[k] if own.images else None)
-            for k, (ids, columns) in enumerate(own.sequences())
+            _Sequence(
+                i, k, ids, completions[i], columns, sample_contexts.images[k] if sample_contexts.images else None
+            )
+            for k, (ids, columns) in enumerate(sample_contexts.sequences())
         ]
-        for i, own in enumerate(contexts)
-        if own.teacher is not None and is_scored[i]
+        for i, sample_contexts in enumerate(contexts)
+        if sample_contexts.teacher is not None and is_scored[i]
     }
 
 
@@ -155,31 +157,31 @@ def _states_of(
     sizes = torch.bincount(rows, minlength=len(group)).tolist()
     places = dict(zip(group, torch.arange(len(rows)).split(sizes), strict=True))  # of each sample's tokens
     count = 1 + max(sequence.context for of_pass in of_group for sequence in of_pass)
-    kept: Tensor | None = None
+    flat_states: Tensor | None = None
     for of_pass in of_group:
         hidden, indices = forward(of_pass)
-        if kept is None:
-            kept = hidden.new_empty(count * len(rows), hidden.shape[-1])
+        if flat_states is None:
+            flat_states = hidden.new_empty(count * len(rows), hidden.shape[-1])
         firsts = itertools.accumulate(map(len, of_pass), initial=0)
-        read: list[Tensor] = []
+        read_positions: list[Tensor] = []
         written: list[Tensor] = []
-        for sequence, first in zip(of_pass, firsts, strict=False):
-            own = places[sequence.sample]
-            read.append(first + sequence.positions(columns[own]) - 1)
-            written.append(sequence.context * len(rows) + own)
-        at = to_device(torch.stack([torch.cat(written), indices[torch.cat(read)]]), device)
-        kept[at[0]] = hidden[at[1]]
-    states = kept.view(count, len(rows), -1)
+        for sequence, start in zip(of_pass, firsts, strict=False):
+            sample_rows = places[sequence.sample]
+            read_positions.append(start + sequence.positions(columns[sample_rows]) - 1)
+            written.append(sequence.context * len(rows) + sample_rows)
+        at = to_device(torch.stack([torch.cat(written), indices[torch.cat(read_positions)]]), device)
+        flat_states[at[0]] = hidden[at[1]]
+    states = flat_states.view(count, len(rows), -1)
     at = to_device(torch.stack([samples[rows], columns]), device)
     return at[0], at[1], states[0], states[1:]
 
 
 def _groups(sequences: dict[int, list[_Sequence]], batch_tokens: int, packed: bool) -> Iterator[list[int]]:
     """Samples with equally many prompts, in groups of at most `PASSES_PER_GROUP` passes."""
-    sizes = {i: sum(map(len, own)) for i, own in sequences.items()}
+    sizes = {i: sum(map(len, sample_sequences)) for i, sample_sequences in sequences.items()}
     tokens = PASSES_PER_GROUP * batch_tokens
     group: list[int] = []
-    in_order = {i: own[0].prompt if packed else [sizes[i]] for i, own in sequences.items()}
+    in_order = {i: sample_sequences[0].prompt if packed else [sizes[i]] for i, sample_sequences in sequences.items()}
     for sample in sorted(sequences, key=lambda i: (len(sequences[i]), in_order[i])):
         same_count = not group or len(sequences[group[0]]) == len(sequences[sample])
         if group and (not same_count or sum(sizes[i] for i in [*group, sample]) > tokens):
@@ -200,7 +202,7 @@ def passes(
     batch: list[_Sequence] = []
     real = 0
     sharing = PrefixSharing()
-    for sequence in sorted(sequences, key=lambda own: own.prompt if packed else [len(own)]):
+    for sequence in sorted(sequences, key=lambda candidate: candidate.prompt if packed else [len(candidate)]):
         tokens = real + len(sequence) if packed else (len(batch) + 1) * len(sequence)
         padding = tokens - real - len(sequence)
         if shares and batch:
@@ -224,8 +226,8 @@ class Sequences:
     width: int  # T
     # Indices of the chosen completion tokens in the flattened (B, T), ascending, on the device of the micro-batch.
     chosen: Int[Tensor, " N"]
-    # Indices of the tokens before them in the sequences one after the other, in main memory.
-    before: Int[Tensor, " N"]
+    # Indices of the tokens that predict them in the sequences one after the other, in main memory.
+    predicting: Int[Tensor, " N"]
     # Of each sample; None where no prompt of the generation batch has images.
     images: Sequence[PromptImages | None] | None
 
@@ -253,10 +255,10 @@ def chosen_sequences(batch: dict[str, Any], mask: Bool[Tensor, "B T"]) -> Sequen
     rows, columns = picked.nonzero()
     lengths = valid.sum(axis=1)
     # `cumsum` counts from 1, and position t − 1 predicts token t: hence − 2.
-    before = (lengths.cumsum() - lengths)[rows] + valid.cumsum(axis=1)[rows, prompt + columns] - 2
-    read = [own[kept.astype(bool)].tolist() for own, kept in zip(ids, valid, strict=True)]
+    predicting = (lengths.cumsum() - lengths)[rows] + valid.cumsum(axis=1)[rows, prompt + columns] - 2
+    valid_ids = [row_ids[is_valid.astype(bool)].tolist() for row_ids, is_valid in zip(ids, valid, strict=True)]
     chosen = to_device(torch.from_numpy(rows * width + columns), mask.device)
-    return Sequences(read, width, chosen, torch.from_numpy(before), batch.get("prompt_images"))
+    return Sequences(valid_ids, width, chosen, torch.from_numpy(predicting), batch.get("prompt_images"))
 
 
 def policy_states(
@@ -286,7 +288,7 @@ def policy_states(
     extra = {"output_router_logits": True} if router_loss else {}
     images = image_inputs(model, sequences.ids, sequences.images or (), device, {})
     outputs = backbone(model)(**(inputs | images), use_cache=False, **extra)
-    hidden = outputs.last_hidden_state.flatten(0, 1)[to_device(indices[sequences.before], device)]
+    hidden = outputs.last_hidden_state.flatten(0, 1)[to_device(indices[sequences.predicting], device)]
     aux_loss = _router_loss(model, outputs, mask) if router_loss else None
     if sequences.images is not None and not images:
         hidden = hidden + zero_of_tower(model)

@@ -123,8 +123,8 @@ def frozen_copy(model: PreTrainedModel, accelerator: Accelerator | None, *, prec
     if accelerator is None or accelerator.distributed_type not in ("FSDP", "DEEPSPEED"):
         for name, parameter in model.named_parameters(remove_duplicate=False):  # tied ones by each of their names
             if not parameter.requires_grad:  # of a vision tower, for example
-                owner, _, own = name.rpartition(".")
-                setattr(copied.get_submodule(owner), own, parameter)
+                owner, _, attribute = name.rpartition(".")
+                setattr(copied.get_submodule(owner), attribute, parameter)
     return copied
 
 
@@ -177,12 +177,12 @@ def _zero3_copy(model: PreTrainedModel, accelerator: Accelerator, precise: bool)
     copied.requires_grad_(False)
     if uses_fp32_lm_head(model):
         use_fp32_lm_head(copied)
-    named = dict(model.named_parameters())
+    parameters = dict(model.named_parameters())
     buffers = dict(model.named_buffers())
     with torch.no_grad():
         for name, parameter in copied.named_parameters():
-            with gathered([named[name]]), gathered([parameter], write=True):
-                parameter.copy_(named[name])
+            with gathered([parameters[name]]), gathered([parameter], write=True):
+                parameter.copy_(parameters[name])
         for name, buffer in copied.named_buffers():  # not partitioned; some route tokens to experts
             buffer.copy_(buffers[name])
     return _zero3_engine(copied, config)

@@ -54,16 +54,18 @@ def check_run(trainer: Any) -> str:
     options |= {"save_strategy": "steps", "logging_strategy": "steps", "eval_strategy": "no", "learning_rate": 0.0}
     options |= {"eval_on_start": False, "lr_scheduler_type": "constant", "lr_scheduler_kwargs": {}}
     options |= {"output_dir": str(output_dir / ".check"), "load_best_model_at_end": False, "push_to_hub": False}
-    own = {name: vars(trainer)[name] for name in (*_CHANGED, *_COPIED) if name in vars(trainer)}
+    attributes = {name: vars(trainer)[name] for name in (*_CHANGED, *_COPIED) if name in vars(trainer)}
     try:
-        vars(trainer).update({name: copy.copy(own[name]) for name in _COPIED if name in own})
+        vars(trainer).update({name: copy.copy(attributes[name]) for name in _COPIED if name in attributes})
         vars(trainer).update(
             log_completions=False, mask_truncated_completions=False, optimizer=None, lr_scheduler=None
         )
         vars(trainer.args).update(options)
         callbacks = trainer.callback_handler.callbacks
-        kept = [one for one in callbacks if isinstance(one, DefaultFlowCallback | TeacherUpdate)]
-        trainer.callback_handler.callbacks = [*kept, meter]
+        callbacks_of_step = [
+            duration for duration in callbacks if isinstance(duration, DefaultFlowCallback | TeacherUpdate)
+        ]
+        trainer.callback_handler.callbacks = [*callbacks_of_step, meter]
         if trainer.credit_step is not None:
             trainer.credit_step.prepare = meter.prepare
         with torch.random.fork_rng():
@@ -72,16 +74,16 @@ def check_run(trainer: Any) -> str:
         files = [path for path in output_dir.glob(".check/checkpoint-*/**/*") if path.is_file()]
         size = sum(path.stat().st_size for path in files) / 1e9
     finally:
-        vars(trainer).update(own)
+        vars(trainer).update(attributes)
         if trainer.accelerator.is_main_process:
             shutil.rmtree(output_dir / ".check", ignore_errors=True)
-            made = [output_dir, *([] if output_dir.is_absolute() else output_dir.parents[:-1])]
-            for folder in made:
+            new_folders = [output_dir, *([] if output_dir.is_absolute() else output_dir.parents[:-1])]
+            for folder in new_folders:
                 if folder.is_dir() and not any(folder.iterdir()):
                     folder.rmdir()
     meter.rows["a checkpoint"] = f"{size:10.3f} GB"
     seconds = [steps * (end - start) / meter.updates for start, end in pairwise(meter.times)]
-    usual, longest = (timedelta(seconds=round(one)) for one in seconds)
+    usual, longest = (timedelta(seconds=round(duration)) for duration in seconds)
     lines = [
         meter.rollout,
         "one step at the longest lengths, on this process",
@@ -110,11 +112,15 @@ class StepMeter(TrainerCallback):
         """`CreditStep.prepare`, with contexts of `max_reprompt_len` tokens in the second batch."""
         args = self.trainer.args
         if self.rollout:
-            contexts = [one if one.teacher is None else _lengthened(one, args.max_reprompt_len) for one in contexts]
+            contexts = [
+                index if index.teacher is None else _lengthened(index, args.max_reprompt_len) for index in contexts
+            ]
         prepared = self._prepare(batch, tensors, contexts)
         lengths = tensors["completion_mask"].sum(dim=1).tolist()
-        read = zip(contexts, lengths, strict=True)
-        teacher = sum(len(ids) + length for own, length in read for ids, _ in own.sequences())
+        with_lengths = zip(contexts, lengths, strict=True)
+        teacher = sum(
+            len(ids) + length for sample_contexts, length in with_lengths for ids, _ in sample_contexts.sequences()
+        )
         self.rows["tokens, student"] = f"{int(tensors['prompt_mask'].sum()) + sum(lengths):10,}"
         self.rows["tokens, teacher"] = f"{teacher:10,}"
         if not self.rollout:
@@ -148,10 +154,12 @@ class StepMeter(TrainerCallback):
     def on_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """What the step holds, before the gradients are freed."""
         states = self.trainer.optimizer.state.values()
-        held = {"weights": [*model.parameters()], "gradients": [one.grad for one in model.parameters()]}
-        held["optimizer's state"] = [value for one in states for value in one.values() if torch.is_tensor(value)]
-        held["teacher's weights"] = [*self.trainer._teacher_weights().values()]
-        self.rows |= {name: _size(tensors) for name, tensors in held.items()}
+        tensors_of = {"weights": [*model.parameters()], "gradients": [item.grad for item in model.parameters()]}
+        tensors_of["optimizer's state"] = [
+            value for item in states for value in item.values() if torch.is_tensor(value)
+        ]
+        tensors_of["teacher's weights"] = [*self.trainer._teacher_weights().values()]
+        self.rows |= {name: _size(tensors) for name, tensors in tensors_of.items()}
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if not self.rollout:  # without a teacher
@@ -169,10 +177,10 @@ class StepMeter(TrainerCallback):
 
 def _size(tensors: list[Any]) -> str:
     """GiB of the local shards of tensors, with their dtypes."""
-    there = [one for one in tensors if one is not None]
-    local = list(map(local_part, there))
-    dtypes = {str(one.dtype).removeprefix("torch.") for one in local}
-    return f"{sum(one.nbytes for one in local) / 2**30:10.3f} GiB  {', '.join(sorted(dtypes))}"
+    present = [tensor for tensor in tensors if tensor is not None]
+    local = list(map(local_part, present))
+    dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in local}
+    return f"{sum(tensor.nbytes for tensor in local) / 2**30:10.3f} GiB  {', '.join(sorted(dtypes))}"
 
 
 def _lengthened(contexts: TokenContexts, length: int) -> TokenContexts:
@@ -187,7 +195,11 @@ def _rollout_block(
     """Prompt, completion, verdict, prompts of the teacher, and tokens by R_t of a local sample."""
     decode = trainer._tokenizer.decode
     ids = batch.completion_ids[sample]
-    teacher, contrast, *_ = [*(decode(read)[:SHOWN_CHARACTERS] for read, _ in contexts.sequences()), "none", "none"]
+    teacher, contrast, *_ = [
+        *(decode(prompt_ids)[:SHOWN_CHARACTERS] for prompt_ids, _ in contexts.sequences()),
+        "none",
+        "none",
+    ]
     parts = {
         "prompt": batch.prompts[sample],
         "completion": decode(ids)[:SHOWN_CHARACTERS],
@@ -198,7 +210,8 @@ def _rollout_block(
     if advantage is None:
         return text_block(parts)
     tokens = [
-        _coloured(escape_controls(decode([one])), value) for one, value in zip(ids, advantage.tolist(), strict=False)
+        _coloured(escape_controls(decode([token_id])), value)
+        for token_id, value in zip(ids, advantage.tolist(), strict=False)
     ]
     title = "--- R_t of the tokens: red is rewarded, blue is punished"
     return "\n".join([text_block(parts), title, "".join(tokens), "---"])

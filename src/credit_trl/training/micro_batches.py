@@ -48,10 +48,14 @@ def evened(batches: Sequence[dict[str, Any]], exchanged: int, packed: bool) -> l
     """
     result = []
     for start in range(0, len(batches), exchanged):
-        inside = batches[start : start + exchanged]
-        merged = {name: _join([batch[name] for batch in inside]) for name in inside[0]}
+        exchanged_batches = batches[start : start + exchanged]
+        merged = {name: _join([batch[name] for batch in exchanged_batches]) for name in exchanged_batches[0]}
         lengths = (merged["prompt_mask"].sum(dim=1) + merged["completion_mask"].sum(dim=1)).tolist()
-        groups = even_groups(lengths, len(inside), packed) if len(inside) > 1 else [list(range(len(lengths)))]
+        groups = (
+            even_groups(lengths, len(exchanged_batches), packed)
+            if len(exchanged_batches) > 1
+            else [list(range(len(lengths)))]
+        )
         result += [without_padding(take_rows(merged, rows)) for rows in groups]
     return result
 
@@ -87,10 +91,10 @@ def _join(values: list[Any]) -> Any:
 def take_rows(batch: dict[str, Any], rows: list[int]) -> dict[str, Any]:
     """Some samples of a batch, by one index that is copied to the device."""
     index = to_device(torch.tensor(rows), batch["completion_ids"].device)
-    taken = dict(batch)
+    selected = dict(batch)
     for name, values in batch.items():
         if isinstance(values, Tensor):
-            taken[name] = values[index] if values.ndim else values
+            selected[name] = values[index] if values.ndim else values
         elif values is not None:
-            taken[name] = [values[i] for i in rows]
-    return taken
+            selected[name] = [values[i] for i in rows]
+    return selected

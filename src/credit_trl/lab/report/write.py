@@ -179,7 +179,7 @@ def report_markdown(document: Mapping[str, Any]) -> str:
     """Scores, differences, training and options as Markdown; the curves are in the JSON file."""
     parts = [f"# {table_cell(document['title'])}"]
     if document["comparison"]:
-        parts.append(markdown_table(_COLUMNS, map(_score_cells, document["comparison"]), left=2))
+        parts.append(markdown_table(_COLUMNS, map(_score_cells, document["comparison"]), left_aligned=2))
     parts.append(markdown_table(_TRAINING_COLUMNS, map(_training_cells, document["training"])))
     options = document["options"]
     rows = ([table_cell(str(value)) for value in row.values()] for row in options)
