@@ -25,7 +25,7 @@ def print_help(parser: TrlParser, topic: str | None, recipes: Iterable[str]) -> 
         rows = textwrap.wrap(", ".join(recipes), WIDTH - 25, break_on_hyphens=False)
         defaults = {action.dest: action.default for action in parser._actions}
         text = text.format(**defaults, recipes=textwrap.indent("\n".join(rows), " " * 25))
-        print(re.sub(r"(?m)^( *--[\w-]+|\w+$)", lambda found: bold(found[0]), text.rstrip()))
+        print(re.sub(r"(?m)^( *--[\w-]+|\w+$)", lambda match: bold(match[0]), text.rstrip()))
         return
     lines = []
     for section, actions in _named(parser, topic.lower()).items():
@@ -40,23 +40,27 @@ def _named(parser: TrlParser, word: str) -> dict[str, list[argparse.Action]]:
     from credit_trl.config import CreditConfig
 
     script, config, model, mixture = parser.dataclass_types
-    own = set(CreditConfig.__annotations__)
+    credit_names = set(CreditConfig.__annotations__)
     classes = {
-        "data, verifier and evaluation": {field.name for one in (script, mixture) for field in fields(one)},
+        "data, verifier and evaluation": {field.name for action in (script, mixture) for field in fields(action)},
         "model": {field.name for field in fields(model)},
-        "credit, teacher and feedback": own,
-        "training, of TRL and transformers": {field.name for field in fields(config)} - own,
+        "credit, teacher and feedback": credit_names,
+        "training, of TRL and transformers": {field.name for field in fields(config)} - credit_names,
     }
-    found = [one for one in parser._actions if word == "all" or word in f"{one.dest} {one.help}".lower()]
-    titled = {title: [one for one in found if one.dest in names] for title, names in classes.items()}
+    matching = [
+        action for action in parser._actions if word == "all" or word in f"{action.dest} {action.help}".lower()
+    ]
+    titled = {title: [action for action in matching if action.dest in names] for title, names in classes.items()}
     return {title: actions for title, actions in titled.items() if actions}
 
 
 def _rows(action: argparse.Action) -> list[str]:
     """An option's name, its wrapped description, and its values and default."""
-    shown = "" if action.default in (None, argparse.SUPPRESS) else f" (default {action.default})".replace("\n", "\\n")
+    default = (
+        "" if action.default in (None, argparse.SUPPRESS) else f" (default {action.default})".replace("\n", "\\n")
+    )
     values = "|".join(map(str, action.choices)) if action.choices else getattr(action.type, "__name__", "")
-    texts = (" ".join((action.help or "").split()), f"{values}{shown}".strip())
+    texts = (" ".join((action.help or "").split()), f"{values}{default}".strip())
     wrapped = (textwrap.wrap(text, WIDTH - 6, break_on_hyphens=False) for text in texts)
     return [f"  {bold(f'--{action.dest}')}", *(f"      {row}" for rows in wrapped for row in rows)]
 

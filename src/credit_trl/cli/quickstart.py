@@ -63,16 +63,21 @@ def run_quickstart(output_dir: str | Path, steps: int = 130, **options: Any) -> 
     maps_before = token_maps(trainer, "before")
     trainer.train()
     maps_after = token_maps(trainer, "after")
-    shown = sorted((one for one in maps_before if one.response.privileged), key=lambda one: one.response.reward)
-    shown = shown[:SHOWN]
-    pairs = [*shown, *token_maps(trainer, "after", [one.response for one in shown])]
+    shown_maps = sorted(
+        (token_map for token_map in maps_before if token_map.response.privileged),
+        key=lambda token_map: token_map.response.reward,
+    )
+    shown_maps = shown_maps[:SHOWN]
+    pairs = [*shown_maps, *token_maps(trainer, "after", [token_map.response for token_map in shown_maps])]
     analysis.write_maps(pairs, directory / MAPS_FOLDER / "before_and_after.json")
     trainer.save_model(str(directory / "model"))
     trainer.accelerator.end_training()
-    before, after = (read_json(directory / EVALUATIONS_FOLDER / f"step-{at:06d}" / RESULT_FILE) for at in (0, steps))
+    result_before, result_after = (
+        read_json(directory / EVALUATIONS_FOLDER / f"step-{at:06d}" / RESULT_FILE) for at in (0, steps)
+    )
     credit = _credit_lines(analysis.summarize_maps(maps_before), analysis.summarize_maps(maps_after))
     link = f"report: {write_report([directory])} (open it in a browser)"
-    return "\n".join([*_accuracy_lines(before, after), "", *credit, "", link])
+    return "\n".join([*_accuracy_lines(result_before, result_after), "", *credit, "", link])
 
 
 def quickstart_trainer(config: CreditConfig) -> CreditTrainer:
@@ -113,26 +118,31 @@ def token_maps(
     return [analysis.map_response(checkpoint, response, trainer.args, classify=classify) for response in responses]
 
 
-def _accuracy_lines(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+def _accuracy_lines(result_before: Mapping[str, Any], result_after: Mapping[str, Any]) -> list[str]:
     """Table in per cent, with 95 % intervals over prompts."""
-    lines = [f"held-out avg@{after['k']}, %     before -> after   95 % CI after      format before -> after"]
-    for group in (name for name in quickstart.GROUPS if name in after["groups"]):
-        score = {name: 100 * value for name, value in after["groups"][group].items()}
+    lines = [f"held-out avg@{result_after['k']}, %     before -> after   95 % CI after      format before -> after"]
+    for group in (name for name in quickstart.GROUPS if name in result_after["groups"]):
+        score = {name: 100 * value for name, value in result_after["groups"][group].items()}
         interval = f"[{score['low']:.1f}, {score['high']:.1f}]"
-        first, last = (100 * one["group_metrics"][group]["format"] for one in (before, after))
+        format_before, format_after = (
+            100 * result["group_metrics"][group]["format"] for result in (result_before, result_after)
+        )
         lines.append(
-            f"  {f'{group} cues':<20}{100 * before['groups'][group]['mean']:8.1f} -> {score['mean']:5.1f}   "
-            f"{interval:<16}{first:9.1f} -> {last:5.1f}"
+            f"  {f'{group} cues':<20}{100 * result_before['groups'][group]['mean']:8.1f} -> {score['mean']:5.1f}   "
+            f"{interval:<16}{format_before:9.1f} -> {format_after:5.1f}"
         )
     return lines
 
 
-def _credit_lines(before: DataFrame, after: DataFrame) -> list[str]:
+def _credit_lines(summary_before: DataFrame, summary_after: DataFrame) -> list[str]:
     """Table of the mean S_t in nats by token class."""
     lines = ["S_t, nats a token          before -> after   share of |S| before"]
     for name in (*CLASSES, "generic"):
-        values = [f"{one['specific'][name]:z.2f}" if name in one.index else "none" for one in (before, after)]
-        share = f"{100 * before['of_specific'][name]:.1f} %" if name in before.index else ""
+        values = [
+            f"{summary['specific'][name]:z.2f}" if name in summary.index else "none"
+            for summary in (summary_before, summary_after)
+        ]
+        share = f"{100 * summary_before['of_specific'][name]:.1f} %" if name in summary_before.index else ""
         title = "generic (template)" if name == "generic" else name
         lines.append(f"  {title:<20}{values[0]:>8} -> {values[1]:>5}   {share:>12}")
     return lines

@@ -80,12 +80,12 @@ def _follow_moves(data: dict[str, Any], output_dir: str, folder: Path) -> None:
     """Update paths of `describe_data` in the run directory, and in the folder of its start if both have moved."""
     started = Path(data["folder"])
     written = started / output_dir
-    inside = Path(os.path.relpath(written, started)).parts
-    if folder.parts[-len(inside) :] == inside:
-        data["folder"] = str(folder.parents[len(inside) - 1])
+    relative_parts = Path(os.path.relpath(written, started)).parts
+    if folder.parts[-len(relative_parts) :] == relative_parts:
+        data["folder"] = str(folder.parents[len(relative_parts) - 1])
     moves = {written: folder, started: Path(data["folder"])}
     for place in filter(None, (data["train"], data["test"])):
         path = Path(place["path"] or "")
-        old = next((one for one in moves if path.is_relative_to(one)), None)
+        old = next((old_folder for old_folder in moves if path.is_relative_to(old_folder)), None)
         if old is not None:
             place["path"] = str(moves[old] / path.relative_to(old))
