@@ -230,3 +230,12 @@ def test_version_says_which_trl_is_on_the_path(monkeypatch, tmp_path, capsys, mo
     assert says in place
     assert module is None or str(tmp_path / "trl") in place
     assert ("reinstall credit-trl with `pip" in place) == (module == "trl")
+
+
+@pytest.mark.parametrize(("line", "starts"), TABLES["processes"])
+def test_as_many_processes_start_as_are_asked_for(line, starts, tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "false")
+    (tmp_path / "fsdp.yaml").write_text(TABLES["fsdp"])
+    monkeypatch.chdir(tmp_path)
+    launched = credit.launch_arguments([*line.split(), "--task", "quickstart", *ON_CPU])
+    assert {name: getattr(launched, name) for name in starts} == starts

@@ -17,7 +17,7 @@ TABLES = tables_of(__file__)
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 TRL = ["-m", "credit_trl", "credit"]
-TWO = "--multi_gpu --num_processes 2 --num_machines 1 --mixed_precision no --dynamo_backend no".split()
+TWO = "--num_processes 2 --num_machines 1 --mixed_precision no --dynamo_backend no".split()
 RUN = TABLES["run"].split()
 
 

@@ -124,7 +124,9 @@ def launch_arguments(argv: list[str]) -> Namespace:
         is_file = word.endswith((".yaml", ".yml", ".json"))
         fix = f"did you mean `--config {word}`?" if is_file else "every value follows its option, as in `--task NAME`."
         raise ValueError(f"unexpected `{word}`; {fix}")
-    parser = make_parser(prog=PROG, processes=processes_of(launched))
+    count = processes_of(launched)
+    start_processes(launched, count)
+    parser = make_parser(prog=PROG, processes=count)
     script, *_ = parser.parse_args_and_config(argv, return_remaining_strings=True)
     if script.task is not None:
         check_name(script.task)
@@ -157,16 +159,39 @@ def one_config(given: Namespace, others: list[str]) -> Iterator[list[str]]:
 def processes_of(launched: Namespace) -> int:
     """Number of processes that accelerate starts: that of the line or the YAML, of its own file, or one per GPU."""
     import torch
-    from accelerate.commands.config.config_args import default_config_file, load_config_from_file
 
     count = launched.num_processes
-    if count is None and os.path.isfile(launched.config_file or default_config_file):
-        count = load_config_from_file(launched.config_file).num_processes
+    file = accelerate_settings(launched)
+    if count is None and file is not None:
+        count = file.num_processes
     if count is None:
         count = max(torch.cuda.device_count(), 1)
     if count < 1:
         raise ValueError(f"--num_processes: must be at least 1, got {count}")
     return count
+
+
+def accelerate_settings(launched: Namespace) -> Any:
+    """Content of accelerate's file of settings, None without one."""
+    from accelerate.commands.config.config_args import default_config_file, load_config_from_file
+
+    has_file = os.path.isfile(launched.config_file or default_config_file)
+    return load_config_from_file(launched.config_file) if has_file else None
+
+
+def start_processes(launched: Namespace, count: int) -> None:
+    """Let accelerate start `count` processes also where it would start one: on a CPU, or without `--multi_gpu`."""
+    from accelerate.utils import DistributedType
+
+    file = accelerate_settings(launched)
+    starts_them = ("multi_gpu", "use_deepspeed", "use_fsdp", "use_megatron_lm", "tpu", "mpirun_hostfile")
+    is_distributed = file is not None and file.distributed_type not in (DistributedType.NO, DistributedType.MULTI_CPU)
+    if count == 1 or is_distributed or any(getattr(launched, name, None) for name in starts_them):
+        return
+    if launched.cpu:
+        launched.cpu = False
+        os.environ["ACCELERATE_USE_CPU"] = "true"
+    launched.multi_gpu = True  # torchrun's processes, which use gloo on a CPU
 
 
 def check_type(action: Action, value: Any) -> None:
