@@ -92,3 +92,61 @@ def test_of_many_that_start_at_once_one_takes_the_lock(tmp_path):
     for thread in threads:
         thread.join()
     assert (len(acquired), len(refused)) == (1, 7)
+
+
+def test_removed_lock_file_lets_no_second_trainer_in(tmp_path):
+    with run_lock(tmp_path) as lock:
+        (tmp_path / LOCK_FILE).unlink()
+        with pytest.raises(RunLockedError, match="end that process"), run_lock(tmp_path):
+            pass
+        with pytest.raises(RunLockedError, match=f"{LOCK_FILE} in it was removed"):
+            lock.check()
+
+
+def test_removed_lock_file_is_noticed_where_folders_have_no_locks(tmp_path, monkeypatch):
+    flock = run_directory.fcntl.flock
+
+    def of_files(descriptor, kind):
+        if os.path.isdir(f"/proc/self/fd/{descriptor}"):
+            raise OSError(errno.EBADF, "Bad file descriptor")
+        flock(descriptor, kind)
+
+    monkeypatch.setattr(run_directory.fcntl, "flock", of_files)
+    with run_lock(tmp_path) as lock:
+        with pytest.raises(RunLockedError), run_lock(tmp_path):
+            pass
+        (tmp_path / LOCK_FILE).unlink()
+        with run_lock(tmp_path), pytest.raises(RunLockedError):
+            lock.check()
+        assert (tmp_path / LOCK_FILE).exists() is False
+
+
+def test_moved_folder_is_noticed_and_a_new_one_has_a_lock_of_its_own(tmp_path):
+    with run_lock(tmp_path / "run") as lock:
+        lock.check()
+        (tmp_path / "run").rename(tmp_path / "moved")
+        with run_lock(tmp_path / "run") as second:
+            second.check()
+            with pytest.raises(RunLockedError, match="was moved"):
+                lock.check()
+
+
+def test_lock_leaves_nothing_behind(tmp_path):
+    with run_lock(tmp_path):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["link", "folder", "file instead of a folder"])
+def test_what_cannot_be_a_lock_is_refused_and_stays_as_it_is(tmp_path, kind):
+    folder, target = tmp_path / "run", tmp_path / "target"
+    target.write_text("mine")
+    if kind == "file instead of a folder":
+        folder = target
+    else:
+        folder.mkdir()
+        place = folder / LOCK_FILE
+        place.symlink_to(target) if kind == "link" else place.mkdir()
+    with pytest.raises(ValueError, match=r"Remove it, or set another `output_dir`"), run_lock(folder):
+        pass
+    assert target.read_text() == "mine"

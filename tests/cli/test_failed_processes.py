@@ -46,6 +46,13 @@ def test_last_line_is_the_cause_of_the_failed_process(run, task, code, reason):
 
 
 @pytest.mark.slow
+def test_two_processes_train_on_a_cpu(run):
+    trained = run(*TRL, *TWO, "--task", "tasks:Asked", *RUN)
+    assert trained.returncode == 0, trained.stderr[-3000:]
+    assert "on 2 x cpu" in trained.stdout
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("processes", [[], TWO], ids=["one", "two"])
 def test_sigterm_to_the_command_ends_it_with_a_checkpoint(run, tmp_path, processes):

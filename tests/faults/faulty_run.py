@@ -31,8 +31,10 @@ from trl.generation.vllm_client import VLLMClient
 import tiny
 from credit_trl import CreditConfig, CreditTrainer
 from credit_trl.cli.preemption import SaveOnSigterm
+from credit_trl.lab.report import ReportCallback
 from credit_trl.rollout import vllm
 from credit_trl.rollout.verdict import Verdict
+from credit_trl.training import checkpoints
 from distributed import cpu_fsdp2
 
 STEPS = 5
@@ -175,10 +177,13 @@ def run(folder: str, variant: str, fault: Fault | None, rank: int, processes: in
         cpu_fsdp2.install()
     if "service" in variant:
         start_service()
+    if "jumps" in variant:
+        let_the_clock_jump(out)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     trainer = make_trainer(out, variant, processes)
     trainer.add_callback(SaveOnSigterm())
     assert trainer.accelerator.num_processes == processes
+    assert any(isinstance(callback, ReportCallback) for callback in trainer.callback_handler.callbacks)
     if fault is not None and fault.rank == rank:
         schedule(fault, trainer)
     trainer.train(resume_from_checkpoint="latest")
@@ -189,14 +194,31 @@ def run(folder: str, variant: str, fault: Fault | None, rank: int, processes: in
         dist.barrier()
 
 
+def let_the_clock_jump(out: Path) -> None:
+    """Give each launch a clock that is hours ahead or behind, by its number, as on another host."""
+    counter = out / "launches"
+    number = int(counter.read_text()) + 1 if counter.exists() else 1
+    counter.write_text(str(number))
+    offset = (-1) ** number * 3600.0 * number
+    clock, finish = time.time, checkpoints.finish
+
+    def finish_at_the_time(unfinished: Path, finished: Path) -> None:
+        finish(unfinished, finished)
+        os.utime(finished, (time.time(), time.time()))
+
+    time.time = lambda: clock() + offset
+    checkpoints.finish = finish_at_the_time
+
+
 def make_trainer(out: Path, variant: str, processes: int) -> CreditTrainer:
     """Twelve prompts, two per generation batch; half of the checkpoints lie inside a generation batch."""
     tokenizer = tiny.build_tokenizer()
     questions = [f"{a}+{b}=" for a in range(3) for b in range(4)]
     rows = [{"prompt": [{"role": "user", "content": q}], "answer": str(int(q[0]) + int(q[2]))} for q in questions]
-    saving = {"save_steps": 100 if "rarely" in variant else 1, "save_total_limit": 3 if "keeps" in variant else 1}
+    saving = {"save_steps": 100 if "rarely" in variant else 1, "save_total_limit": 2 if "jumps" in variant else 1}
     sizes = {"per_device_train_batch_size": 4 // processes, "max_steps": STEPS}
-    config = CreditConfig(str(out), **sizes, **saving, **FAULTS["options"])
+    options = FAULTS["options"] | ({"steps_per_generation": 3} if "jumps" in variant else {})
+    config = CreditConfig(str(out), **sizes, **saving, **options)
     adapter = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     torch.manual_seed(0)
     trainer_options = {"processing_class": tokenizer, "peft_config": adapter if "lora" in variant else None}

@@ -1,5 +1,7 @@
 """A hundred faults, drawn at random, hit runs one after the other; each run ends bit for bit as an undisturbed one.
 
+The runs have the callbacks of every run, three steps a generation batch and two checkpoints, and a clock that jumps.
+
 A fault that cannot be survived is refused with a sentence that names the file and what to do, and the test does that.
 `FAULT_SEED=7 make test-faults` draws other faults; the seed is part of the name of each test.
 """
@@ -20,6 +22,8 @@ from faults.faulty_run import FAULTS, STEPS, Fault
 
 SEED = int(os.environ.get("FAULT_SEED", "0"))
 RUNS, FAULTS_A_RUN = 20, 5
+VARIANT = "jumps"
+BATCH_STEPS, LIMIT = 3, 2  # optimizer steps of a generation batch, checkpoints that are kept
 
 KINDS = FAULTS["endings"]
 DAMAGES = ("flipped bit", "truncated file")
@@ -34,6 +38,19 @@ def deal(seed: int) -> list[list[str]]:
     return [deck[n::RUNS] for n in range(RUNS)]
 
 
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.rpartition("-")[2])
+
+
+def written_at(checkpoint: Path) -> int:
+    """When the first file of a checkpoint was written, by the clock of the system, in nanoseconds."""
+    return min(path.stat().st_ctime_ns for path in checkpoint.iterdir())
+
+
+def is_half_removed(checkpoint: Path) -> bool:
+    return len(list(checkpoint.glob("*.safetensors"))) < 2  # policy and teacher
+
+
 class FaultyRun:
     """A run in a folder, and the faults that hit it."""
 
@@ -42,7 +59,6 @@ class FaultyRun:
         self.expected = expected
         self.draw = draw
         self.folder = folder
-        self.keeps = draw.random() < 0.5  # more than one checkpoint
         self.changed: dict[Path, int] = {}  # damaged file -> its time; a checkpoint that is written again has another
         self.history: list[object] = []
         folder.mkdir()
@@ -51,15 +67,15 @@ class FaultyRun:
         """Run to the end or the fault; return the exit code and what was logged meanwhile."""
         log = self.folder / "log_0.txt"
         size_before = log.stat().st_size if log.exists() else 0
-        [code] = launching.launch(self.context, self.folder, variant + ("-keeps" if self.keeps else ""), fault)
+        [code] = launching.launch(self.context, self.folder, VARIANT + variant, fault)
         self.history.append((fault, code))
         return code, log.read_bytes()[size_before:].decode(errors="replace")
 
     def checkpoints(self) -> dict[int, bool]:
-        """Step of each checkpoint, from the oldest to the newest, and whether it is damaged."""
+        """Step of each checkpoint, in the order in which they were written, and whether it is damaged."""
+        paths = sorted(self.folder.glob("checkpoint-*"), key=written_at)
         damaged = {f.parent for f, changed in self.changed.items() if f.exists() and f.stat().st_mtime_ns == changed}
-        is_damaged = {int(path.name.rpartition("-")[2]): path in damaged for path in self.folder.glob("checkpoint-*")}
-        return dict(sorted(is_damaged.items()))
+        return {step_of(path): path in damaged or is_half_removed(path) for path in paths}
 
     @property
     def step(self) -> int:
@@ -68,7 +84,9 @@ class FaultyRun:
 
     def resume(self, fault: Fault | None, variant: str = "") -> tuple[int, str]:
         """Launch again. A damaged newest checkpoint is warned about, or refused if there is no older one."""
-        damaged = [self.folder / f"checkpoint-{step}" for step in self.checkpoints() if step > self.step]
+        steps = list(self.checkpoints())
+        newer = steps[steps.index(self.step) + 1 :] if self.step else steps
+        damaged = [self.folder / f"checkpoint-{step}" for step in newer]
         if damaged and not self.step:
             code, said = self.launch(None)
             assert code == 1, self.history
@@ -100,10 +118,13 @@ class FaultyRun:
                 steps = range(done + 1, STEPS + 1)
             elif point.startswith("update"):
                 steps = range(done, STEPS)
-            else:  # once in a generation batch of two steps
-                steps = range(done + done % 2, STEPS, 2)
-            if when == "half" and (kind != "kill" or ("old one" in point and (self.keeps or not done))):
+            else:  # once in a generation batch
+                steps = range(-(-done // BATCH_STEPS) * BATCH_STEPS, STEPS, BATCH_STEPS)
+            if when == "half" and kind != "kill":
                 continue
+            if when == "half" and "old one" in point:
+                present = sum(step <= done for step in self.checkpoints())
+                steps = [step for step in steps if present + step - done > LIMIT]
             if kind.startswith("nan") and not point.startswith(BEFORE_BACKWARD):
                 continue
             places += [Fault(point, step, kind=kind) for step in steps]
@@ -121,7 +142,7 @@ class FaultyRun:
         fault = self.draw.choice(self.places(kind))
         if kind == "second":
             threading.Thread(target=self.start_second, daemon=True).start()
-        code, said = self.resume(fault, "service" if kind == "service" else "")
+        code, said = self.resume(fault, "-service" if kind == "service" else "")
         codes, reason = KINDS[kind]
         assert code in (REQUEUE if valid_code == "requeue" else valid_code for valid_code in codes), (
             self.history,
@@ -138,7 +159,7 @@ class FaultyRun:
         """Start another trainer in the folder while the first one waits, and let that go on."""
         while not (self.folder / "waits").exists():
             time.sleep(0.02)
-        self.history.append(("second trainer", launching.launch(self.context, self.folder)))
+        self.history.append(("second trainer", launching.launch(self.context, self.folder, VARIANT)))
         (self.folder / "continues").touch()
 
     def damage(self, kind: str) -> None:
@@ -167,7 +188,7 @@ def test_run_hit_by_random_faults_ends_as_an_undisturbed_one(context, uninterrup
         if run is not None and run.step == STEPS:
             run.finish()
             run = None
-        run = run or FaultyRun(context, uninterrupted("", 1), tmp_path / str(position), draw)
+        run = run or FaultyRun(context, uninterrupted(VARIANT, 1), tmp_path / str(position), draw)
         if run.hit(kind):
             run = None
     if run is not None:

@@ -1,20 +1,27 @@
 """Atomic checkpoints: complete or absent, and earlier ones survive a full disk."""
 
 import errno
+import io
 import json
+import math
 import os
+import shutil
+import time
 from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
 
 import pytest
 import torch
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 
 from credit_trl import CreditTrainer
+from credit_trl.run_directory import LOCK_FILE, RunLockedError, read_steps, write_atomically
 from credit_trl.training import checkpoints
 from credit_trl.training.checkpoints import UNFINISHED, CheckpointError, checkpoint_to_resume, find_damage
+from credit_trl.training.weights import NonFiniteError
 from tables import tables_of
+from tiny import file_hashes
 
 TABLES = tables_of(__file__)
 
@@ -144,3 +151,140 @@ def test_best_checkpoint_has_its_final_name(make_trainer, dataset, tmp_path):
     saved = tmp_path / "run" / f"checkpoint-{trainer.state.best_global_step}"
     state = json.loads((saved / "trainer_state.json").read_text())
     assert state["best_model_checkpoint"] == str(best)
+
+
+class AtStep(TrainerCallback):
+    """Calls a function when a step has ended, before its checkpoint is written."""
+
+    def __init__(self, step, function):
+        self.step, self.function = step, function
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            self.function(**kwargs)
+
+
+@pytest.mark.parametrize("jump", [-3600.0, 3600.0])
+def test_order_of_checkpoints_is_the_step_whatever_the_clock_says(make_trainer, tmp_path, monkeypatch, jump):
+    trainer = make_trainer(save_total_limit=2, max_steps=4)
+    finish, clock = checkpoints.finish, time.time
+
+    def finish_and_jump(unfinished, finished):
+        finish(unfinished, finished)
+        at = clock() + jump * trainer.state.global_step
+        monkeypatch.setattr(time, "time", lambda: at)
+        os.utime(finished, (at, at))
+
+    monkeypatch.setattr(checkpoints, "finish", finish_and_jump)
+    trainer.train()
+    assert names(tmp_path / "run") == ["checkpoint-3", "checkpoint-4"]
+    assert checkpoint_to_resume("latest", tmp_path / "run") == str(tmp_path / "run" / "checkpoint-4")
+    make_trainer(save_total_limit=2, max_steps=12).train(resume_from_checkpoint="latest")
+    assert sorted(names(tmp_path / "run")) == ["checkpoint-11", "checkpoint-12"]
+
+
+@pytest.mark.parametrize("kind", ["moved", "removed", "lock removed", "lock replaced"])
+def test_run_whose_folder_or_lock_is_gone_ends_and_writes_nothing(make_trainer, tmp_path, kind):
+    run = tmp_path / "run"
+    changes = {
+        "moved": lambda **_: run.rename(tmp_path / "moved"),
+        "removed": lambda **_: shutil.rmtree(run),
+        "lock removed": lambda **_: (run / LOCK_FILE).unlink(),
+        "lock replaced": lambda **_: write_atomically(run / LOCK_FILE, "another"),
+    }
+    trainer = make_trainer()
+    trainer.add_callback(AtStep(2, changes[kind]))
+    with pytest.raises(RunLockedError, match=r"was moved, or .run_lock in it was removed.*Resume it from its last"):
+        trainer.train()
+    place = tmp_path / "moved" if kind == "moved" else run
+    assert names(place) == ([] if kind == "removed" else ["checkpoint-1"])
+    assert run.exists() is (kind in ("lock removed", "lock replaced"))
+    if kind != "removed":
+        make_trainer(output_dir=str(place)).train(resume_from_checkpoint="latest")
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_optimizer_state_that_is_not_finite_is_not_saved(make_trainer, tmp_path, value):
+    def poison(optimizer, **_):
+        state = next(iter(optimizer.state.values()))
+        state["exp_avg_sq"].view(-1)[0] = value
+
+    trainer = make_trainer()
+    trainer.add_callback(AtStep(2, poison))
+    with pytest.raises(NonFiniteError, match=r"optimizer's `exp_avg_sq`.* nothing is saved.*checkpoint-1"):
+        trainer.train()
+    assert names(tmp_path / "run") == ["checkpoint-1"]
+
+
+@pytest.mark.parametrize("name", ["log.jsonl", "run.json", "evaluations.jsonl", "evaluations", "checkpoint-9"])
+def test_links_in_a_run_folder_are_refused_and_not_followed(make_trainer, tmp_path, name):
+    target = tmp_path / "target"
+    target.mkdir() if name in ("evaluations", "checkpoint-9") else target.write_text("mine")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / name).symlink_to(target)
+    expected = file_hashes(tmp_path)
+    with pytest.raises(ValueError, match=f"{name} is a symbolic link.*Remove it, or set another `output_dir`"):
+        make_trainer().train()
+    assert file_hashes(tmp_path) == expected
+
+
+def test_clean_up_removes_only_what_a_run_wrote(make_trainer, tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    for name in (".my.notes.2026.tmp", ".run.json.12.credit_trl.tmp"):
+        (run / name).touch()
+    make_trainer(max_steps=1).train()
+    assert {path.name for path in run.glob(".*.tmp")} == {".my.notes.2026.tmp"}
+
+
+def rewrite(path: Path, content: bytes) -> None:
+    """Replace a file of a checkpoint, and its hash in the manifest."""
+    path.write_bytes(content)
+    checkpoints.write_manifest(path.parent, checkpoints.hash_files(path.parent))
+
+
+@pytest.mark.parametrize(("file", "content", "message"), TABLES["unreadable"])
+def test_unreadable_file_is_one_sentence_with_its_path(earlier_run, make_trainer, file, content, message):
+    path = earlier_run / "checkpoint-2" / file
+    if content == "a folder":
+        path.unlink()
+        path.mkdir()
+    elif content == "pickle":
+        rewrite(path, torch_bytes(Path("x")))
+    else:
+        state = json.loads(path.read_text())
+        rewrite(path, json.dumps({**state, **content}).encode())
+    with pytest.raises(ValueError, match=f"{path}.*{message}") as refused:
+        make_trainer(max_steps=3).train(resume_from_checkpoint=str(path.parent))
+    assert "weights_only" not in str(refused.value)
+
+
+def torch_bytes(value) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize(("file", "content", "warning"), TABLES["damaged"])
+def test_damaged_file_of_the_run_is_warned_about_and_ends_no_resume(
+    earlier_run, make_trainer, caplog, file, content, warning
+):
+    (earlier_run / file).write_text(content)
+    trainer = make_trainer(max_steps=3)
+    trainer.train(resume_from_checkpoint="latest")
+    assert warning in caplog.text
+    assert trainer.state.global_step == 3
+    run = json.loads((earlier_run / "run.json").read_text())
+    assert run["segments"][-1]["options"]["seed"] == 1
+    assert [row["step"] for row in read_steps(earlier_run / "log.jsonl")][-1] == 3
+
+
+@pytest.mark.parametrize(("code", "limit", "remedy"), TABLES["remedies"])
+def test_advice_after_a_failed_checkpoint_fits_its_cause(make_trainer, monkeypatch, code, limit, remedy):
+    def fail(*args, **kwargs):
+        raise OSError(getattr(errno, code), os.strerror(getattr(errno, code)))
+
+    monkeypatch.setattr(CreditTrainer, "_save_progress", fail)
+    monkeypatch.setattr(checkpoints.resource, "getrlimit", lambda kind: (limit, limit))
+    with pytest.raises(CheckpointError, match=remedy):
+        make_trainer().train()

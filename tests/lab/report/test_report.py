@@ -476,3 +476,15 @@ def test_reports_and_maps_that_fail_warn_once_and_end_no_run(run_callbacks, make
     assert trainer.state.global_step == 2
     messages = [record.message for record in caplog.records if "continues without it" in record.message]
     assert [message.split()[0] for message in messages] == ["CreditMapCallback", "ReportCallback"]
+
+
+def test_options_that_a_resumed_run_changed_have_their_steps(tmp_path, scores):
+    run = make_run(tmp_path / "run", scores[0], contrastive_coef=0.2)
+    segments = [{"step": 0, "options": {"contrastive_coef": 0.1, "seed": 1}}]
+    segments += [{"step": 3, "options": {"contrastive_coef": 0.2}}]
+    write_json(run / "run.json", read_json(run / "run.json") | {"segments": segments})
+    page = write_report([run])
+    document = read_json(page.with_suffix(".json"))
+    assert document["options"][0]["contrastive_coef"] == "0.1, from step 3: 0.2"
+    assert document["changes"] == [3]
+    assert "0.1, from step 3: 0.2" in page.with_suffix(".md").read_text()

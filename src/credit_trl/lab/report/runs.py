@@ -31,6 +31,7 @@ class Run:
     options: Mapping[str, Any]  # configuration and facts of `run.json`, such as model and rows; empty without the file
     log: Sequence[Mapping[str, Any]]  # rows of `log.jsonl`
     evaluations: Sequence[Mapping[str, Any]]  # rows of `evaluations.jsonl`, sorted by step
+    segments: Sequence[Mapping[str, Any]] = ()  # of `run.json`: steps at which options changed
 
     @property
     def seed(self) -> int | None:
@@ -42,9 +43,17 @@ class Run:
         return str(self.evaluations[-1]["task"]) if self.evaluations else ""
 
     def text(self, option: str) -> str:
-        """An option's value as text or JSON."""
-        value = self.options.get(option)
-        return value if isinstance(value, str) else json.dumps(value, sort_keys=True)
+        """An option's value as text or JSON, with the steps at which a resumed run changed it."""
+        changes = [segment for segment in self.segments[1:] if option in segment["options"]]
+        if not changes:
+            return _text(self.options.get(option))
+        values = [_text(self.segments[0]["options"].get(option))]
+        values += [f"from step {segment['step']}: {_text(segment['options'][option])}" for segment in changes]
+        return ", ".join(values)
+
+    def changed_options(self) -> list[str]:
+        """Names of the options that a resumed run changed."""
+        return sorted({name for segment in self.segments[1:] for name in segment["options"]})
 
     def series(self, name: str) -> dict[int, float]:
         """A logged number by step, or the `SCORE` of the evaluations."""
@@ -85,10 +94,10 @@ def load_run(folder: str | Path) -> Run:
         ValueError: a file is damaged; the message names it.
     """
     folder = Path(folder)
-    evaluations = [row for row in files.read_lines(folder / files.EVALUATIONS_FILE) if row["score"] is not None]
+    evaluations = [row for row in files.read_steps(folder / files.EVALUATIONS_FILE) if row.get("score") is not None]
     evaluations.sort(key=lambda row: row["step"])
-    log = files.read_lines(folder / files.LOG_FILE)
-    described = files.read_json(folder / files.RUN_FILE) if (folder / files.RUN_FILE).is_file() else {}
+    log = files.read_steps(folder / files.LOG_FILE)
+    described = files.read_run_file(folder) if (folder / files.RUN_FILE).exists() else {}
     if not (evaluations or log or described) and (folder / files.RESULT_FILE).is_file():
         result = files.read_json(folder / files.RESULT_FILE)
         described = {"model": result.get("model")}
@@ -98,7 +107,8 @@ def load_run(folder: str | Path) -> Run:
             f"{folder} holds no run: none of run.json, log.jsonl, evaluations.jsonl and result.json. Pass the "
             "`output_dir` of a run, or that of `trl credit-eval`."
         )
-    described.pop("segments", None)  # of a resumed run, with options that the configuration has too
+    segments = described.pop("segments", None) or []
+    described.pop("saved", None)
     data = described.pop("data", None)
     if data is not None:
         described["reward_funcs"] = ", ".join(
@@ -106,7 +116,11 @@ def load_run(folder: str | Path) -> Run:
         )
         rows = data["train"] or {}
         described["rows"] = (rows.get("sha256") or "")[:8] or rows.get("name")  # of a file, or of the hub
-    return Run(folder, {**described.pop("config", {}), **described}, log, evaluations)
+    return Run(folder, {**described.pop("config", {}), **described}, log, evaluations, segments)
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, sort_keys=True)
 
 
 def arms_of(runs: Sequence[Run]) -> dict[str, list[Run]]:

@@ -131,6 +131,7 @@ def report_document(runs: Sequence[Run]) -> dict[str, Any]:
     arms = arms_of(runs)
     names = short_names([run.folder for run in runs])
     facts = [name for name in _FACTS if name in runs[0].options and effective_text(runs[0], name)]
+    facts += [name for name in runs[0].changed_options() if name not in facts]
     options = differing_options(runs) if len(runs) > 1 else facts
     return {
         "title": f"Run {visible(names[0])}" if len(runs) == 1 else f"{len(runs)} runs",
@@ -142,6 +143,7 @@ def report_document(runs: Sequence[Run]) -> dict[str, Any]:
             for name, run in zip(names, runs, strict=True)
         ],
         "curves": curves(arms),
+        "changes": sorted({segment["step"] for run in runs for segment in run.segments[1:]}),  # steps, in the curves
         "training": [row | {"arm": visible(row["arm"])} for row in training_table(arms)],
         "comparison": [row | {name: visible(row[name]) for name in ("task", "arm")} for row in compare_arms(arms)],
     }

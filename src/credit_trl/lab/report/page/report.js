@@ -133,7 +133,8 @@ const WIDTH = 360, HEIGHT = 170, LEFT = 58, RIGHT = 8, TOP = 8, BOTTOM = 22;
 
 function buildCurves() {
   const bands = data.runs.length > data.arms.length ? "Bands reach from the lowest to the highest run of an arm." : "The band of avg@k is its 95 % interval over prompts.";
-  byId("curves").querySelector(".note").append(" " + bands);
+  const changes = data.changes.length ? " A dotted line: a resumed run goes on with other options, see above." : "";
+  byId("curves").querySelector(".note").append(" " + bands + changes);
   if (data.arms.length > 1) {
     data.arms.forEach((_, index) => {
       const item = element("li");
@@ -172,6 +173,11 @@ function figureOf(curve) {
   }
   const [marks] = steps.length > 1 ? ticksOf(steps[0], steps.at(-1)) : [[steps[0]]];
   for (const mark of marks.filter(Number.isInteger)) svg.append(shape("text", { x: x(mark), y: HEIGHT - 6, "text-anchor": "middle" }, String(mark)));
+  for (const step of data.changes.filter((step) => step >= steps[0] && step <= steps.at(-1))) {
+    const line = shape("line", { class: "change", y1: TOP, y2: HEIGHT - BOTTOM, x1: x(step), x2: x(step) });
+    line.append(shape("title", {}, "Options changed at step " + step));
+    svg.append(line);
+  }
   for (const { arm, points: own } of curve.series) {
     const group = shape("g", { class: "c" + arm % 6 + (arm > 5 ? " again" : "") });
     const banded = own.filter((point) => typeof point[2] === "number" && typeof point[3] === "number");
