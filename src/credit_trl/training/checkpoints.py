@@ -199,7 +199,11 @@ class ResumableTrainer(GRPOTrainer):
             refuse_pickles(Path(checkpoint))
         states = [_state_or_none(path) for path in checkpoints] + [state]
         count = max((one.start for one in states if one is not None), default=0) + 1
-        continues = state is not None and state.run in (None, run_id(output_dir))
+        run = run_id(output_dir)
+        continues = False
+        if state is not None:
+            is_here = Path(checkpoint).resolve().parent == output_dir.resolve()
+            continues = is_here if None in (run, state.run) else run == state.run
         return RunStart(checkpoint, state and state.run, count, continues, run_options(self))
 
     def _check_options(self, start: RunStart, resume_changes: str) -> None:
@@ -469,11 +473,14 @@ def own_checkpoints(folder: str | Path) -> list[str]:
     changes the times of folders. Checkpoints of an earlier run in the directory name another run.
     """
     run = run_id(folder)
+    states = {path: _state_or_none(path) for path in sort_checkpoints(str(folder))}  # by step
+    latest = max((state.start for state in states.values() if state is not None), default=0)
     numbered = []
-    for path in sort_checkpoints(str(folder)):  # by step
-        state = _state_or_none(path)
-        if run is None or state is None or state.run in (None, run):
-            numbered.append((0 if state is None else state.start, path))
+    for path, state in states.items():
+        if state is None:  # a damaged one may be of the latest start
+            numbered.append((latest, path))
+        elif run is None or state.run in (None, run):
+            numbered.append((state.start, path))
     return [path for _, path in sorted(numbered, key=lambda pair: pair[0])]
 
 
