@@ -15,11 +15,14 @@ A process killed at any moment leaves each file complete, or with an unfinished 
 in `run.json` `credit_trl.tasks.registry` finds data and verifier again.
 """
 
+import errno
 import fcntl
 import hashlib
 import json
 import logging
 import os
+import resource
+import shutil
 import socket
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -367,6 +370,23 @@ def _is_model_card(path: Path) -> bool:
 def _is_name(name: Any) -> bool:
     """Whether a name that `run.json` lists is that of a file in its folder."""
     return isinstance(name, str) and name not in ("", ".", "..") and Path(name).name == name
+
+
+def file_versions(folder: Path) -> dict[str, tuple[int, int]]:
+    """Inode and time of each file in a folder, by name: both change where a file is written."""
+    files = (entry for entry in os.scandir(folder) if entry.is_file()) if folder.is_dir() else ()
+    return {file.name: (file.stat().st_ino, file.stat().st_mtime_ns) for file in files if file.name != LOCK_FILE}
+
+
+def write_advice(error: Exception, folder: Path) -> str:
+    """What makes it possible to write a checkpoint; the libraries' errors name the cause in their text only."""
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    free = shutil.disk_usage(folder).free if folder.is_dir() else 0
+    if limit != resource.RLIM_INFINITY and os.strerror(errno.ENOSPC) not in str(error):
+        return f"Raise the limit of {limit:,} bytes a file (`ulimit -f unlimited`)"
+    if isinstance(error, OSError) and error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return f"Make {folder} a folder that can be written"
+    return f"Make space, {free / 2**30:.2f} GiB are free in {folder}"
 
 
 def without_nan(value: Any) -> Any:

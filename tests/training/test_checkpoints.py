@@ -5,6 +5,7 @@ import io
 import json
 import math
 import os
+import resource
 import shutil
 import time
 from functools import partial
@@ -285,6 +286,6 @@ def test_advice_after_a_failed_checkpoint_fits_its_cause(make_trainer, monkeypat
         raise OSError(getattr(errno, code), os.strerror(getattr(errno, code)))
 
     monkeypatch.setattr(CreditTrainer, "_save_progress", fail)
-    monkeypatch.setattr(checkpoints.resource, "getrlimit", lambda kind: (limit, limit))
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (limit, limit))
     with pytest.raises(CheckpointError, match=remedy):
         make_trainer().train()

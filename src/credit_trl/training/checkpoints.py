@@ -7,14 +7,12 @@ All processes write a checkpoint into `<output_dir>/unfinished/`. All is synced 
 each file is added, and the folder is renamed to `checkpoint-<step>`. Only then are older checkpoints removed.
 """
 
-import errno
 import hashlib
 import json
 import logging
 import math
 import os
 import pickle
-import resource
 import shutil
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -38,13 +36,14 @@ from trl import GRPOTrainer
 from credit_trl.config import refusal
 from credit_trl.rollout.verdict import transferable
 from credit_trl.run_directory import (
-    LOCK_FILE,
     RunLock,
+    file_versions,
     read_json,
     refuse_links,
     run_id,
     run_lock,
     sync,
+    write_advice,
     write_atomically,
 )
 from credit_trl.teacher.causal_lm import load_renamed_weights
@@ -283,11 +282,11 @@ class ResumableTrainer(GRPOTrainer):
                     raise NonFiniteError(f"The {weight} is not finite, so nothing is saved. {self._last_checkpoint()}")
                 if is_of_run and self._lock is None:
                     held.enter_context(run_lock(root))
-            earlier = _file_versions(root) if is_of_run else {}
+            earlier = file_versions(root) if is_of_run else {}
             with self.args.masked_tokens():
                 super().save_model(output_dir, _internal_call)
             if is_of_run and target == root:
-                self.run_log.note_saved({name for name, v in _file_versions(root).items() if earlier.get(name) != v})
+                self.run_log.note_saved({name for name, v in file_versions(root).items() if earlier.get(name) != v})
             elif is_of_run:
                 self.run_log.note_saved({target.relative_to(root).parts[0]})
 
@@ -347,7 +346,7 @@ class ResumableTrainer(GRPOTrainer):
         except Exception as error:
             raise CheckpointError(
                 f"Step {self.state.global_step} could not be saved ({type(error).__name__}: {error}). "
-                f"{self._last_checkpoint()} {_remedy(error, output_dir)}, or change `output_dir`, and resume."
+                f"{self._last_checkpoint()} {write_advice(error, output_dir)}, or change `output_dir`, and resume."
             ) from error
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
@@ -541,23 +540,6 @@ def refuse_pickles(checkpoint: Path) -> None:
                 f"{path} holds Python objects besides tensors, which are not loaded, as they could run any code. "
                 "It was not saved by `CreditTrainer`: resume another checkpoint."
             ) from None
-
-
-def _file_versions(folder: Path) -> dict[str, tuple[int, int]]:
-    """Inode and time of each file in a folder, by name: both change where a file is written."""
-    files = (entry for entry in os.scandir(folder) if entry.is_file()) if folder.is_dir() else ()
-    return {file.name: (file.stat().st_ino, file.stat().st_mtime_ns) for file in files if file.name != LOCK_FILE}
-
-
-def _remedy(error: Exception, folder: Path) -> str:
-    """What makes it possible to write a checkpoint; the libraries' errors name the cause in their text only."""
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-    free = shutil.disk_usage(folder).free if folder.is_dir() else 0
-    if limit != resource.RLIM_INFINITY and os.strerror(errno.ENOSPC) not in str(error):
-        return f"Raise the limit of {limit:,} bytes a file (`ulimit -f unlimited`)"
-    if isinstance(error, OSError) and error.errno not in (errno.ENOSPC, errno.EDQUOT):
-        return f"Make {folder} a folder that can be written"
-    return f"Make space, {free / 2**30:.2f} GiB are free in {folder}"
 
 
 def hash_files(folder: Path) -> dict[str, str]:
