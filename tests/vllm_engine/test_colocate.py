@@ -13,15 +13,18 @@ pytest.importorskip("vllm", reason="no vLLM engine in this environment: run `mak
 
 import cpu_engine
 from engine_observer import as_in_engine, engine_weights, record, same_weights, token_logps
+from vllm import SamplingParams
 
 from credit_trl.evaluation import SamplingConfig
 from credit_trl.evaluation.engines import TrainerEngine
+from credit_trl.loss.sampling import _DEFAULTS, _NEUTRAL
 from tables import tables_of
 
 SAME = 1e-3  # nats; measured 1e-6
 STALE = 1e-2
 
-ADAPTERS = tables_of(__file__)["adapters"]
+TABLES = tables_of(__file__)
+ADAPTERS = TABLES["adapters"]
 
 
 @pytest.fixture(autouse=True)
@@ -259,3 +262,24 @@ def test_run_seed_determines_samples_of_colocated_engine(make_trainer):
     samples = sampled(1)
     assert samples == sampled(1)
     assert samples != sampled(2)
+
+
+@pytest.mark.parametrize("options", TABLES["sampling"].values(), ids=TABLES["sampling"])
+@pytest.mark.parametrize("updates", [1, 2])
+def test_the_ratio_of_truncated_samples_to_the_engine_is_1(make_trainer, options, updates):
+    """In the loss, or from TRL's correction before it; and what the loss reads is over the whole vocabulary."""
+    several = {"steps_per_generation": 2, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
+    trainer = make_trainer(max_steps=1, **(several if updates == 2 else {}), **options)
+    recording = record(trainer)
+    trainer.train()
+    row = next(row for row in trainer.state.log_history if "loss" in row)
+    assert row["sampling/importance_sampling_ratio/mean"] == pytest.approx(1.0, abs=2e-3)
+    assert row["sampling/importance_sampling_ratio/median"] == pytest.approx(1.0, abs=2e-3)
+    assert row["sampling/sampling_logp_difference/mean"] < SAME
+    assert recording.differences[0] > 0.03  # control: the engine's log-probabilities are of the kept tokens
+
+
+def test_options_of_the_engine_are_replayed_refused_or_neutral():
+    """A new option of vLLM is refused until it is known; a renamed one would be seen here."""
+    options = set(SamplingParams.__struct_fields__)
+    assert {"top_p", "top_k", "min_p", "logit_bias", *_NEUTRAL, *_DEFAULTS, "temperature"} <= options
