@@ -20,7 +20,6 @@ from dense import buckets, divergence
 TAILS = ("bucket", "renormalize")
 SUPPORTS = [("teacher_topk", tail, alpha) for tail in TAILS for alpha in (0.0, 0.5, 1.0)]
 SUPPORTS += [("sampled", tail, 1.0) for tail in TAILS]
-TAIL = -16.118095650958319  # log 1e-7
 
 
 @contextmanager
@@ -154,8 +153,7 @@ def dense(
     def on_support(logps: Tensor) -> Tensor:
         if support == "sampled" or is_whole:
             return logps.gather(-1, ids)
-        # The bucket of the tail is at least 1e-7, as TRL's.
-        return buckets(logps, ids, tail).clamp(min=-torch.inf if within else TAIL)
+        return buckets(logps, ids, tail)
 
     def average(parts: list[Tensor], otherwise: Tensor) -> Tensor:
         return sum(parts) / len(parts) if parts else torch.zeros_like(otherwise)

@@ -13,7 +13,6 @@ The last dimension is the vocabulary, or the buckets of a truncated support: K t
 bucket for the rest. Leading dimensions are free. The first dimension of `contrast_logps` is C.
 """
 
-import math
 from typing import Literal
 
 import torch
@@ -22,6 +21,10 @@ from torch import Tensor
 
 # Upper bound on the log-probability of the support, so that `log(1 - Σp)` stays finite.
 _MAX_LOG_MASS = -1e-7
+# Replaces −∞, the logit of a forbidden token: its exp is 0, and differences and products with 0 stay finite.
+IMPOSSIBLE = -1e15
+# Log-probabilities up to here, or their mean over contrasts, are of forbidden tokens.
+FORBIDDEN = -1e13
 
 Form = Literal["subtract", "guide"]
 
@@ -59,13 +62,17 @@ def credit_target(
     """a_t(v) = f_t(v) − λ Ĝ_t(v), the target of the student, not normalised.
 
     λ is one number, or one per position (0 where a sample has no contrast prompt). The form `"guide"` is
-    `f + λ (f − Ĝ)`, which equals f where teacher and contrasts agree.
+    `f + λ (f − Ĝ)`, which equals f where teacher and contrasts agree. The target of a token that the teacher or a
+    contrast forbids is `IMPOSSIBLE`.
     """
+    is_forbidden = torch.minimum(teacher_logps, generic_logps) <= FORBIDDEN
     if isinstance(contrastive_coef, Tensor):
         contrastive_coef = contrastive_coef.unsqueeze(-1)
     if form == "guide":
-        return teacher_logps + contrastive_coef * (teacher_logps - generic_logps)
-    return teacher_logps - contrastive_coef * generic_logps
+        target = teacher_logps + contrastive_coef * (teacher_logps - generic_logps)
+    else:
+        target = teacher_logps - contrastive_coef * generic_logps
+    return target.masked_fill(is_forbidden, IMPOSSIBLE)
 
 
 def credit_advantages(
@@ -102,20 +109,29 @@ def distillation_loss(
             There `q = softmax(a)`.
 
     Returns:
-        One loss per position, in nats.
+        One loss per position, in nats. Tokens of probability 0 contribute 0, as p log p does; the loss is infinite
+        where a token has none in the second distribution of a KL divergence alone.
     """
     target_logps = target_logps.detach()
     if alpha == 1.0:
-        return (student_logps.exp() * (student_logps - target_logps)).sum(-1)
+        return _mean(student_logps, student_logps - target_logps)
     target_logps = renormalize(target_logps)
     if alpha == 0.0:
-        return (target_logps.exp() * (target_logps - student_logps)).sum(-1)
+        return _mean(target_logps, target_logps - student_logps)
+    student_logps = student_logps.clamp(min=IMPOSSIBLE)  # `logaddexp` of two −∞ has no gradient
     log_alpha = student_logps.new_tensor(alpha).log()
     log_rest = student_logps.new_tensor(1.0 - alpha).log()
     mixture = torch.logaddexp(student_logps + log_rest, target_logps + log_alpha)
-    to_student = (student_logps.exp() * (student_logps - mixture)).sum(-1)
-    to_target = (target_logps.exp() * (target_logps - mixture)).sum(-1)
+    to_student = _mean(student_logps, student_logps - mixture)
+    to_target = _mean(target_logps, target_logps - mixture)
     return (1.0 - alpha) * to_student + alpha * to_target
+
+
+def _mean(logps: Float[Tensor, "*t v"], values: Float[Tensor, "*t v"]) -> Float[Tensor, "*t"]:
+    """Σ_v p(v) x(v), without tokens of probability 0; x is a difference of log-probabilities, and may be infinite."""
+    probabilities = logps.exp()
+    values = values.masked_fill(values >= -FORBIDDEN, torch.inf).masked_fill(probabilities == 0.0, 0.0)
+    return (probabilities * values).sum(-1)
 
 
 def add_tail_bucket(
@@ -125,14 +141,13 @@ def add_tail_bucket(
 
     Args:
         logps: log-probabilities of distinct tokens.
-        log_outside: the same value summed over the tokens outside, where available. It is more precise: with 1e-6
-            outside the support, the difference from 1 keeps one digit in fp32.
+        log_outside: the same value summed over the tokens outside, where available. It is exact for any value; the
+            difference from 1 keeps one digit in fp32 with 1e-6 outside, and is at least 1e-7.
     """
     if log_outside is None:
         log_mass = torch.logsumexp(logps, dim=-1).clamp(max=_MAX_LOG_MASS)
         log_outside = torch.log(-torch.expm1(log_mass))
-    floor = math.log(-math.expm1(_MAX_LOG_MASS))
-    return torch.cat([logps, log_outside.clamp(min=floor).unsqueeze(-1)], dim=-1)
+    return torch.cat([logps, log_outside.unsqueeze(-1)], dim=-1)
 
 
 def renormalize(logps: Float[Tensor, "*t k"]) -> Float[Tensor, "*t k"]:

@@ -293,7 +293,7 @@ def _chunk_loss(
 
 
 def _kl(logps: Float[Tensor, "n B"], other_logps: Float[Tensor, "n B"]) -> Float[Tensor, " n"]:
-    return torch.linalg.vecdot(logps.exp(), logps - other_logps)
+    return objective.distillation_loss(logps, other_logps, alpha=1.0)
 
 
 class Divergence(NamedTuple):

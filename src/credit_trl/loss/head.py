@@ -12,6 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 
+from credit_trl.objective import IMPOSSIBLE
 from credit_trl.teacher.causal_lm import unwrap_adapters
 from credit_trl.teacher.sharding import full_tensor
 
@@ -25,9 +26,6 @@ _ACCELERATOR_BYTES = 5 * 2**29
 _MOST_TOKENS = 8192
 # Elements of one block of logits on the CPU: 8 MB in fp32, so that exp and sums read it from cache.
 _CPU_BLOCK = 2**21
-
-# Replaces logits of the support: exp is 0, and products with 0 stay finite, unlike −∞.
-BLANK = -1e15
 
 
 def chunks(n: int, size: int) -> Iterator[slice]:
@@ -180,7 +178,7 @@ class LMHead:
     def finish(self, logits: Tensor, bias: Tensor | None) -> Tensor:
         """Apply bias, scale, soft-cap and temperature, in place."""
         if bias is not None:
-            logits += bias
+            logits += bias.to(logits.dtype).clamp(min=IMPOSSIBLE)  # −∞ forbids a token
         if self.softcap is not None:
             logits.mul_(self.scale / self.softcap).tanh_().mul_(self.softcap / self.temperature)
         elif self.scale != self.temperature:

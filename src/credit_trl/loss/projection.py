@@ -1,12 +1,13 @@
 """Projection of hidden states on the vocabulary and its backward pass, one chunk of tokens at a time."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from credit_trl.loss.head import BLANK, HeadGradients, LMHead, Statistics, accumulation_dtype, chunks, matmul_dtype
+from credit_trl.loss.head import HeadGradients, LMHead, Statistics, accumulation_dtype, chunks, matmul_dtype
+from credit_trl.objective import IMPOSSIBLE
 
 # Columns whose exponentials exist at once on an accelerator; blocks on a CPU are narrower.
 _FOLDED_COLUMNS = 2**15
@@ -18,12 +19,13 @@ _TOPK_GROUP = 32
 class Projection:
     """Distribution of one chunk over the vocabulary. Fields that were not requested are None."""
 
-    logits: Float[Tensor, "n V"] | None  # those of the support are replaced by `BLANK`
+    logits: Float[Tensor, "n V"] | None  # those of the support are replaced by `IMPOSSIBLE`
     log_normalizer: Float[Tensor, " n"]  # log Σ_v exp z_v
     entropy: Float[Tensor, " n"] | None  # nats
     ids: Int[Tensor, "n K"] | None = None  # the support
     columns: Float[Tensor, "n K"] | None = None  # logits of the support
     log_outside: Float[Tensor, " n"] | None = None  # log-probability outside, summed over the tokens outside
+    outside_normalizer: Float[Tensor, " n"] | None = None  # log Σ exp z over the tokens outside
     tokens: Int[Tensor, "n 1"] | None = None  # the sampled tokens
     token_logits: Float[Tensor, "n 1"] | None = None  # of the sampled tokens
 
@@ -121,14 +123,14 @@ def project(
         for entries, values in filter(None, taken):
             entries.take(i, logits, values)
         if ids is not None:
-            taken[1][0].put(i, logits, BLANK)
+            taken[1][0].put(i, logits, IMPOSSIBLE)
         if topk is None:
             statistics.fold(logits, scratch)
     token_logits, columns = (None if which is None else which[1] for which in taken)
     if topk is not None:
         ids = top_columns(out, topk)
         columns = out.gather(-1, ids)
-        out.scatter_(-1, ids, BLANK)
+        out.scatter_(-1, ids, IMPOSSIBLE)
         statistics = Statistics(wants_entropy)  # of the tokens outside, which lose no digits by a difference
         for block in blocks:
             statistics.fold(out[:, block], scratch)
@@ -138,7 +140,7 @@ def project(
     statistics.fold(columns, torch.empty_like(columns))
     log_normalizer, entropy = statistics.result()
     log_outside = outside - log_normalizer
-    return Projection(out, log_normalizer, entropy, ids, columns, log_outside, tokens, token_logits)
+    return Projection(out, log_normalizer, entropy, ids, columns, log_outside, outside, tokens, token_logits)
 
 
 def token_logps(head: LMHead, hidden: Float[Tensor, "N H"], tokens: Int[Tensor, "N 1"]) -> Float[Tensor, " N"]:
@@ -162,22 +164,18 @@ def backward_logps(
 
     They are G of the support, τ of `log_outside`, g of the sampled token, and η of the entropy H. As
     `log p_k = z_k − log Σ_v exp z_v`, with `c = Σ_k G_k + τ + g` those of the logits are `G_k − c p_k` on the support
-    and `(τ / p_outside − c) p_v` outside. The sampled token has g more, and every token `−η p_v (log p_v + H)`.
+    and `(τ − c p_outside) p_v / p_outside` outside. The sampled token has g more, every token `−η p_v (log p_v + H)`.
     """
     rate = head.scale / head.temperature
     total = torch.zeros_like(projection.log_normalizer) if column_grads is None else column_grads.sum(dim=-1)
     if token_grads is not None:
         total = total + token_grads
-    factor = -total
     if outside_grads is not None:
         total = total + outside_grads
-        share = outside_grads * (-projection.log_outside).exp().nan_to_num(posinf=0.0)
-        factor = share - total
     if entropy_grads is not None:
         total = total + entropy_grads * projection.entropy
-        factor = factor - entropy_grads * projection.entropy
         entropy_grads = entropy_grads * rate
-    factor = factor * rate
+    factor = -total * rate
     blocks = head.blocks(hidden)
     additions = []
     if column_grads is not None:
@@ -193,6 +191,13 @@ def backward_logps(
         slope = head.softcap_slope(projection.token_logits)
         values = values if slope is None else values * slope
         additions.append((ByBlock(projection.tokens, blocks).add, values))
+    if outside_grads is not None:  # p_v / p_outside has no overflow, however small both are
+        mass = projection.log_outside.exp()
+        factor = outside_grads * rate + factor * mass
+        if entropy_grads is not None:
+            entropy_grads = entropy_grads * mass
+            factor = factor - entropy_grads * projection.log_outside
+        projection = replace(projection, log_normalizer=projection.outside_normalizer)
     for i, block in enumerate(blocks):
         grads = _logit_grads(head, projection, hidden, block, factor, entropy_grads)
         for write, values in additions:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from credit_trl.config import CreditConfig
 from credit_trl.loss.head import LMHead, accumulation_dtype, chunks
-from credit_trl.loss.projection import project
+from credit_trl.loss.projection import project, token_logps
 
 # Arguments of vLLM's `SamplingParams` that leave the probabilities of tokens as they are.
 _NEUTRAL = frozenset(
@@ -75,15 +75,13 @@ class SamplingDistribution:
 
 def engine_options(config: CreditConfig) -> dict[str, Any]:
     """Options of an engine's sampling by the names of `SamplingParams`; `generation_kwargs` override the others."""
-    names = ("top_p", "top_k", "min_p", "repetition_penalty")
+    names = ("top_p", "top_k", "min_p", "repetition_penalty", "vllm_structured_outputs_regex")
     options = {name: getattr(config, name) for name in names} | {"logit_bias": None}
     return options | (config.generation_kwargs or {})
 
 
 def unknown_option(config: CreditConfig) -> str | None:
     """Name of an option with which log-probabilities of the engine cannot be compared; None where there is none."""
-    if config.vllm_structured_outputs_regex is not None:
-        return "vllm_structured_outputs_regex"
     replayed = {"top_p", "top_k", "min_p", "logit_bias"}
     for name, value in engine_options(config).items():
         is_default = (
@@ -101,6 +99,9 @@ def sampling_logps(
 
     `head` is not sharded.
     """
+    if sampling.is_policy:
+        logps = token_logps(head, hidden, tokens)
+        return logps, logps
     size = max(head.chunk_size(hidden) // _SORTED_COPIES, 1)
     count = min(size, len(hidden))
     buffer = hidden.new_empty((count, head.vocabulary_size), dtype=accumulation_dtype(hidden.dtype))

@@ -135,9 +135,7 @@ def wrapping(state: AcceleratorState) -> str:
         return f"FSDP{state.fsdp_plugin.fsdp_version}"
     if kind == "DEEPSPEED":
         return f"ZeRO-{state.deepspeed_plugin.zero_stage}"
-    if kind == "NO":
-        return "not wrapped"
-    return "DDP" if kind.startswith("MULTI_") else str(kind.value)
+    return "not wrapped" if kind == "NO" else "DDP"
 
 
 def place_frozen(model: PreTrainedModel, accelerator: Accelerator) -> nn.Module:

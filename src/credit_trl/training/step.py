@@ -22,7 +22,6 @@ from credit_trl.contexts.tokens import CompletionBatch, TokenContexts
 from credit_trl.loss.credit_loss import CreditLoss, LossTokens, MicroBatchLoss, PolicyTokens, credit_loss
 from credit_trl.loss.head import LMHead, lm_head
 from credit_trl.loss.policy import TokenPolicy, token_policy
-from credit_trl.loss.projection import token_logps
 from credit_trl.loss.sampling import SamplingDistribution, sampling_logps
 from credit_trl.loss.scores import Scores, SupportConfig, score_completions
 from credit_trl.loss.token_weight import TokenCredit, TokenWeight, weigh_tokens, weighted_tensors
@@ -311,34 +310,25 @@ class CreditStep:
         `model` is the policy as it is wrapped for distributed training. One pass has at most `size` samples, which are
         of similar lengths.
         """
-        return self._policy_logps(model, inputs, size, samples=False).whole
+        return self.policy_and_sampling_logps(model, inputs, size).whole
 
+    @torch.no_grad()
     def policy_and_sampling_logps(
         self, model: nn.Module, inputs: dict[str, Any], size: int | None = None
     ) -> PolicyLogps:
         """`policy_logps`, and from the same pass those under the distribution that the engine samples from."""
-        return self._policy_logps(model, inputs, size, samples=not self.sampling.is_policy)
-
-    @torch.no_grad()
-    def _policy_logps(
-        self, model: nn.Module, inputs: dict[str, Any], size: int | None, *, samples: bool
-    ) -> PolicyLogps:
         lengths = inputs["prompt_mask"].sum(dim=1) + inputs["completion_mask"].sum(dim=1)
         if size is not None and size < len(lengths):
             order = lengths.argsort(descending=True, stable=True)
             parts = [take_rows(inputs, rows.tolist()) for rows in order.split(size)]
-            sorted_logps = [self._policy_logps(model, part, None, samples=samples) for part in parts]
+            sorted_logps = [self.policy_and_sampling_logps(model, part) for part in parts]
             return PolicyLogps(*[torch.cat(values)[order.argsort()] for values in zip(*sorted_logps, strict=True)])
         mask = inputs["completion_mask"].bool()
         sequences = chosen_sequences(inputs, mask)
         ids = sequences.pick(inputs["completion_ids"]).unsqueeze(-1)
 
         def read(hidden: Float[Tensor, "N H"], head: LMHead) -> PolicyLogps:
-            head = head.detached()
-            if samples:
-                return PolicyLogps(*sampling_logps(head, hidden, ids, self.sampling))
-            whole = token_logps(head, hidden, ids)
-            return PolicyLogps(whole, whole)
+            return PolicyLogps(*sampling_logps(head.detached(), hidden, ids, self.sampling))
 
         logps = self._forward(model, sequences, read, router_loss=False).output
         return PolicyLogps(sequences.scatter(logps.whole), sequences.scatter(logps.sampled))

@@ -90,7 +90,7 @@ class CreditFormula:
         support = self._support(logps)
         passes = (logps.student, logps.teacher, logps.contrasts)
         student, teacher, contrasts = (self._buckets(distribution, support) for distribution in passes)
-        return (student.exp() * (self._target(teacher, contrasts) - student)).sum(dim=-1)
+        return -objective.distillation_loss(student, self._target(teacher, contrasts), alpha=1.0)
 
     def _target(self, teacher: Float[Tensor, "n A"], contrasts: Float[Tensor, "C n A"]) -> Float[Tensor, "n A"]:
         if not len(contrasts):
