@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 VLLM_VENV := .venv-vllm
 OPTIONAL_VENV := .venv-optional
-TRL ?= 1.15.0
+TRL ?=
 TRL_VENV := .venv-trl
 
 .PHONY: quickstart smollm test test-optional test-slow test-faults test-trl test-vllm notebooks docs wheel bench lint format clean
@@ -29,8 +29,8 @@ test-slow: $(INSTALLED)  ## The slow tests, and those of DeepSpeed and bitsandby
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow
 	tests/distributed/optional.sh $(VENV) $(OPTIONAL_VENV)
 
-test-trl: $(INSTALLED)  ## Tests of trainer, parity and command line with another TRL: make test-trl TRL=1.15.0 [WITH="transformers==5.6.2"]
-	tests/training/other_trl.sh $(VENV) $(TRL_VENV) $(TRL) $(WITH)
+test-trl: $(INSTALLED)  ## Tests of the trainer with the oldest and the newest TRL, or more with one: make test-trl TRL=1.15.0 [WITH="transformers==5.6.2"]
+	tests/training/other_trl.sh $(VENV) $(TRL_VENV) "$(TRL)" $(WITH)
 
 test-vllm:  ## Generation with a real vLLM engine on this CPU, in a separate environment
 	PYTHON=$(PYTHON) tests/vllm_engine/run.sh $(VLLM_VENV)
