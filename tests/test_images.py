@@ -5,17 +5,21 @@ import json
 import pickle
 import re
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial, wraps
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import BytesIO
 from itertools import pairwise, product
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
-from datasets import Dataset, IterableDataset
+from datasets import Dataset, IterableDataset, List
+from datasets import Image as ImageFeature
 from peft import LoraConfig
 from PIL import Image
 from tokenizers.processors import TemplateProcessing
@@ -25,9 +29,10 @@ from transformers import BatchFeature
 from trl import GRPOConfig, GRPOTrainer
 
 from credit_trl import CreditConfig, CreditTrainer
+from credit_trl.cli.data import drop_long_prompts
 from credit_trl.contexts import gather
-from credit_trl.contexts.images import PromptImages
-from credit_trl.contexts.prompts import images_of, row_prompt, user_text
+from credit_trl.contexts.images import PromptImages, check_image_columns
+from credit_trl.contexts.prompts import images_of, remote_image, row_prompt, user_text
 from credit_trl.contexts.tokens import PrivilegedContext, TokenContexts
 from credit_trl.evaluation import evaluate
 from credit_trl.lab.analysis.callback import CreditMapCallback
@@ -44,6 +49,7 @@ from tables import tables_of
 from tiny import QUIET, build_model
 from vlm import FAMILIES, SIZES, SPECIAL, build_vlm, image_verdicts, picture, rows
 
+TABLES = tables_of(__file__)
 LORA = LoraConfig(r=2, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
 FULL = product(FAMILIES, (5, None), (1, 2), ("ema", "base"))
 # Families and options of a generation batch with 0, 1 and 2 images a prompt.
@@ -422,7 +428,7 @@ def test_another_vlm_is_a_teacher_and_a_text_model_is_refused(make_batch, tmp_pa
         make_batch("Qwen3VL", **options | {"teacher_model_name_or_path": str(tmp_path / "text")})
 
 
-@pytest.mark.parametrize(("options", "message"), tables_of(__file__)["refusals"], ids=str)
+@pytest.mark.parametrize(("options", "message"), TABLES["refusals"], ids=str)
 @pytest.mark.parametrize("streams", [False, True])
 def test_what_cannot_train_is_refused_before_the_loss(make_config, monkeypatch, options, message, streams):
     """Datasets at construction, streams at the first batch."""
@@ -455,6 +461,88 @@ def test_what_cannot_train_is_refused_before_the_loss(make_config, monkeypatch, 
         monkeypatch.setattr(GRPOTrainer, "_generate", lambda *arguments: pytest.fail("a completion was generated"))
     with pytest.raises(ValueError, match=message):
         CreditTrainer(model, image_verdicts, config, dataset, processing_class=arguments).train()
+
+
+class Web(ThreadingHTTPServer):
+    """A server on loopback that has no page, and the paths that were asked for."""
+
+    def __init__(self) -> None:
+        self.paths: list[str] = []
+        super().__init__(("127.0.0.1", 0), Handler)
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.server.paths.append(self.path)
+        self.send_error(404)
+
+    def log_message(self, *arguments: object) -> None:
+        """Log nothing."""
+
+
+@pytest.fixture
+def web() -> Iterator[Web]:
+    with Web() as server:
+        Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+def with_address(form: str, web: Web) -> Dataset:
+    """Two rows, of which the second has the address of an image."""
+    row = json.loads(json.dumps(TABLES["addresses"][form]).replace("{port}", str(web.server_port)))
+    typed = row.pop("typed", None)
+    local = json.loads(json.dumps(row).replace(row_address(row), "picture.png"))
+    plain = {"prompt": rows((1,))[0]["prompt"], "answer": "0"}
+    dataset = Dataset.from_list([plain | local, plain | row])
+    if typed is None:
+        return dataset
+    return dataset.cast_column(typed, ImageFeature() if typed == "image" else List(ImageFeature()))
+
+
+def row_address(row: dict[str, Any]) -> str:
+    return remote_image(row.get("prompt", []), [row.get("image"), row.get("images")])
+
+
+@pytest.mark.parametrize("form", TABLES["addresses"])
+@pytest.mark.parametrize("weight", [0.5, 0.0])
+def test_addresses_of_images_are_refused_and_not_fetched(make_config, web, form, weight):
+    model, processor = build_vlm("Qwen2_5_VL")
+    config = make_config(num_generations=2, per_device_train_batch_size=4, distillation_weight=weight)
+    dataset = with_address(form, web)
+    sources = [dataset]
+    if "typed" not in form:
+        sources.append(IterableDataset.from_generator(lambda: iter(dataset)))
+    for source in sources:
+        with pytest.raises(ValueError, match=r"(?i)the address 'http://127.*Download it first"):
+            CreditTrainer(model, image_verdicts, config, source, processing_class=processor).train()
+    task = Task("pictures", lambda split, path=None: dataset, image_verdicts, image_verdicts)
+    for read in (
+        lambda: evaluate(model, task, k=1, tokenizer=processor),
+        lambda: drop_long_prompts("training", dataset, processor, 99, {}),
+    ):
+        with pytest.raises(ValueError, match=r"(?i)the address 'http://127.*Download it first"):
+            read()
+    check_image_columns(dataset.select([0]))  # without the row
+    assert web.paths == []
+
+
+@pytest.mark.parametrize(("source", "is_address"), TABLES["sources"])
+def test_paths_and_encoded_pictures_are_no_addresses(source, is_address):
+    assert remote_image([], [source]) == (source if is_address else None)
+
+
+def test_paths_are_read_as_the_pictures(make_batch, tmp_path):
+    pictures = rows()
+    paths = [dict(row) for row in pictures]
+    for row in paths:
+        row["images"] = [str(tmp_path / f"{row['answer']}_{place}.png") for place in range(len(row["images"]))]
+    for row, named in zip(pictures, paths, strict=True):
+        for image, path in zip(row["images"], named["images"], strict=True):
+            image.save(path)
+    losses = [make_batch(given=given) for given in (pictures, paths)]
+    first, second = (batch.trainer.compute_loss(batch.trainer.model, batch.inputs) for batch in losses)
+    assert torch.equal(first, second)
 
 
 def test_maps_and_report_show_the_pictures_of_prompt_and_contrast(train, tmp_path):

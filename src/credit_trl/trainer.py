@@ -16,7 +16,13 @@ from credit_trl.config import PAPER, CreditConfig, check_combinations, fit_batch
 from credit_trl.contexts.builder import ContextBuilder
 from credit_trl.contexts.gather import ignored_feedback
 from credit_trl.contexts.images import ImageReader, PromptImages, trl_image_fields
-from credit_trl.contexts.prompts import chat_renderer, images_of, prompt_columns, with_images_in_prompts
+from credit_trl.contexts.prompts import (
+    chat_renderer,
+    check_local_images,
+    images_of,
+    prompt_columns,
+    with_images_in_prompts,
+)
 from credit_trl.contexts.tokens import TokenContexts
 from credit_trl.loss.credit_loss import PolicyTokens
 from credit_trl.loss.sampling import SamplingDistribution
@@ -244,6 +250,8 @@ class CreditTrainer(ResumableTrainer):
 
     def _generate(self, prompts: list) -> Any:
         """Read the images of the prompts. TRL gets none, as its processor fails on prompts with and without."""
+        for prompt in prompts:
+            check_local_images(prompt)
         if self.credit_step is None:
             return check_returned("GRPOTrainer._generate", super()._generate(prompts))
         builder = self.context_builder

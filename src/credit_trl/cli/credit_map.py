@@ -38,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from credit_trl.contexts.images import check_image_columns
     from credit_trl.contexts.prompts import check_rows, images_of, row_prompt
     from credit_trl.lab.analysis import Checkpoint, map_response, sample_rollouts, with_teacher
     from credit_trl.lab.analysis.token_classes import task_classes
@@ -59,6 +60,7 @@ def run(args: argparse.Namespace) -> int:
     task = task_of_run(args.run, args.task, args.reward_funcs)
     print(f"λ = {config.contrastive_coef:g}, C = {config.contrastive_count}")
     dataset = task.build(args.split, args.path)
+    check_image_columns(dataset)
     rows = list(dataset.take(args.max_prompts))
     check_rows("the data", (row.get("prompt") for row in rows))
     if any(images_of(row_prompt(row)) for row in rows):

@@ -131,9 +131,11 @@ def drop_long_prompts(name: str, dataset: Any, processor: Any, limit: int, optio
     `name` is that of the rows in messages, `processor` that of the model or its tokenizer, `options` are
     `chat_template_kwargs`.
     """
+    from credit_trl.contexts.images import check_image_columns
     from credit_trl.contexts.prompts import check_rows, row_prompt
     from credit_trl.evaluation.engines import encode_prompt
 
+    check_image_columns(dataset)
     if hasattr(dataset, "__len__"):  # not a stream
         check_rows(f"the {name} rows", (row.get("prompt") for row in dataset))
     kept = dataset.filter(lambda row: len(encode_prompt(processor, row_prompt(row), **options)) <= limit)

@@ -7,6 +7,8 @@ from typing import Any
 from credit_trl.rollout.batch import Prompt, content_key
 from credit_trl.trl_compat import prepare_multimodal_messages
 
+# Chained ones too, such as `zip://picture.png::https://host/pictures.zip`.
+_ADDRESS = re.compile(r"(?:^|::)(?!file:)[a-z][a-z0-9+.-]+://", re.IGNORECASE)
 Render = Callable[..., str]  # conversation to text; takes `tools` and `add_generation_prompt`, True by default
 
 
@@ -48,7 +50,7 @@ def check_rows(name: str, prompts: Iterable[Any], *, needs_user: bool = False) -
 
     Raises:
         ValueError: one is neither text nor messages, or has another form than the first, or is the text of
-            messages, or has no user turn although `needs_user`.
+            messages, or has no user turn although `needs_user`, or an address as an image.
     """
     first = None
     for row, prompt in enumerate(prompts):
@@ -64,6 +66,7 @@ def check_rows(name: str, prompts: Iterable[Any], *, needs_user: bool = False) -
             fix = "The teacher's prompt needs a user turn: add a message with the role 'user'."
         if fix is not None:
             raise ValueError(f"Row {row} of {name} is the prompt {prompt!r:.80}. {fix}")
+        check_local_images(prompt)
 
 
 def user_text(prompt: Prompt) -> str:
@@ -90,6 +93,32 @@ def parts_of(prompt: Prompt, kind: str) -> list[dict[str, Any]]:
 def images_of(prompt: Prompt) -> list[Any]:
     """Images of a prompt; None for a part that a column of the dataset row fills."""
     return [part.get("image") for part in parts_of(prompt, "image")]
+
+
+def remote_image(prompt: Prompt, images: Iterable[Any] = ()) -> str | None:
+    """The address of an image of a prompt or of its dataset row, which processors would fetch; None without one."""
+    pending = list(images)
+    for message in [] if isinstance(prompt, str) else prompt or []:
+        pending += [part for part in _parts(message) if part.get("type") != "text"]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, dict):
+            pending += value.values()
+        elif isinstance(value, list | tuple):
+            pending += value
+        elif isinstance(value, str) and _ADDRESS.search(value):
+            return value
+    return None
+
+
+def check_local_images(prompt: Prompt, images: Iterable[Any] = ()) -> None:
+    """Raise a `ValueError` where an image of a prompt or of its dataset row is an address."""
+    address = remote_image(prompt, images)
+    if address is not None:
+        raise ValueError(
+            f"An image is the address {address[:200]!r}, which is not fetched. Download it first, and give the path "
+            "of the file or the picture itself."
+        )
 
 
 def with_images(prompt: Prompt, images: Sequence[Any]) -> Prompt:
@@ -121,11 +150,13 @@ def row_prompt(row: Mapping[str, Any]) -> Prompt:
     """The prompt of a dataset row with the images of its column `images` or `image`, as TRL forms it.
 
     Raises:
-        ValueError: the prompt has another number of image parts without an image, or is plain text.
+        ValueError: the prompt has another number of image parts without an image, or is plain text, or an image is
+            an address.
     """
     prompt = row.get("prompt")
     given = row.get("images") if "images" in row else [row.get("image")]
     images = [image for image in given or [] if image is not None]
+    check_local_images(prompt, images)
     if images and isinstance(prompt, str):
         raise ValueError(f"A row with images has a plain-text prompt: {prompt[:80]!r}. Write prompts as messages.")
     has_column = "images" in row or "image" in row

@@ -21,6 +21,7 @@ from tqdm.auto import tqdm
 from credit_trl import run_directory as files
 from credit_trl import tasks
 from credit_trl.config import refuse_unknown
+from credit_trl.contexts.images import check_image_columns
 from credit_trl.contexts.prompts import check_rows, row_prompt
 from credit_trl.evaluation.config import EvaluationConfig, SamplingConfig
 from credit_trl.evaluation.engines import Engine, TrainerEngine, TransformersEngine, VLLMEngine
@@ -125,6 +126,7 @@ def _started(start: Callable[..., Engine], *arguments: Any, options: Mapping[str
 def task_rows(task: Task, config: EvaluationConfig) -> list[dict[str, Any]]:
     """The rows to evaluate, each with a unique `id`."""
     dataset = task.build(config.split, config.path) if config.dataset is None else config.dataset
+    check_image_columns(dataset)
     rows = list(itertools.islice(dataset, config.max_prompts))
     if not rows:
         raise ValueError(f"Task {task.name!r} has no rows to evaluate.")

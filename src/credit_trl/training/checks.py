@@ -14,6 +14,7 @@ from transformers import AutoConfig
 from credit_trl.config import CreditConfig, refusal
 from credit_trl.contexts.builder import ContextBuilder
 from credit_trl.contexts.contrast import find_source, source_columns
+from credit_trl.contexts.images import check_image_columns
 from credit_trl.contexts.prompts import check_rows, images_of, row_prompt, user_text
 from credit_trl.contexts.tokens import PrivilegedContext
 from credit_trl.loss.sampling import SamplingDistribution, unknown_option
@@ -103,7 +104,7 @@ def check_datasets(
     Raises:
         ValueError: a dataset has no column `prompt` or none for a parameter of a reward function, has a
             column that hides an argument of reward functions, or has no rows or columns to draw contrast prompts
-            from; or there is no such contrast source.
+            from, or has an address as an image; or there is no such contrast source.
     """
     draws = distills and args.contrasts
     columns_of_source = source_columns(find_source(args.contrastive_source)) if draws else []
@@ -114,6 +115,7 @@ def check_datasets(
     for name, dataset in datasets.items():
         if isinstance(dataset, dict):
             raise ValueError(f"`{name}` is a dictionary of splits: give one, dataset[{next(iter(dataset))!r}].")
+        check_image_columns(dataset)
         columns = _columns(dataset)
         if columns is None:
             continue
