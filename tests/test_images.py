@@ -78,16 +78,16 @@ class Batch:
 def make_batch(make_config, tmp_path):
     """A function that runs one rollout; other options are those of `make_config`."""
 
-    def make(family="Qwen2_5_VL", defaults=None, peft_config=None, environment_factory=None, **options) -> Batch:
-        defaults = rows() if defaults is None else defaults
+    def make(family="Qwen2_5_VL", image_rows=None, peft_config=None, environment_factory=None, **options) -> Batch:
+        image_rows = rows() if image_rows is None else image_rows
         model, processor = build_vlm(family)
-        common = {"num_generations": 2, "per_device_train_batch_size": 2 * len(defaults), "loss_type": "grpo"}
+        common = {"num_generations": 2, "per_device_train_batch_size": 2 * len(image_rows), "loss_type": "grpo"}
         common |= {"contrastive_coef": 0.3, "distillation_topk": 5, "max_reprompt_len": 512}
         config = make_config(**common | options)
         if config.beta:  # TRL loads the reference model
             model.save_pretrained(tmp_path / "model")
             model.config._name_or_path = str(tmp_path / "model")
-        dataset = Dataset.from_list(defaults)
+        dataset = Dataset.from_list(image_rows)
         remaining = {"peft_config": peft_config, "environment_factory": environment_factory}
         trainer = CreditTrainer(model, image_verdicts, config, dataset, processing_class=processor, **remaining)
         if config.teacher_model_kind != "live":
@@ -98,7 +98,7 @@ def make_batch(make_config, tmp_path):
         build = trainer._build_contexts
         trainer._build_contexts = lambda batch: seen.append(build(batch)) or seen[-1]
         inputs = trainer._generate_and_score_completions([row for row in dataset for _ in range(2)])
-        return Batch(trainer, inputs, [row for row in defaults for _ in range(2)], seen[0])
+        return Batch(trainer, inputs, [row for row in image_rows for _ in range(2)], seen[0])
 
     return make
 
@@ -537,11 +537,11 @@ def test_paths_are_read_as_the_pictures(make_batch, tmp_path):
     paths = [dict(row) for row in pictures]
     for row in paths:
         row["images"] = [str(tmp_path / f"{row['answer']}_{place}.png") for place in range(len(row["images"]))]
-    for row, named in zip(pictures, paths, strict=True):
-        for image, path in zip(row["images"], named["images"], strict=True):
+    for row, path_row in zip(pictures, paths, strict=True):
+        for image, path in zip(row["images"], path_row["images"], strict=True):
             image.save(path)
-    losses = [make_batch(given=given) for given in (pictures, paths)]
-    first, second = (batch.trainer.compute_loss(batch.trainer.model, batch.inputs) for batch in losses)
+    batches = [make_batch(image_rows=image_rows) for image_rows in (pictures, paths)]
+    first, second = (batch.trainer.compute_loss(batch.trainer.model, batch.inputs) for batch in batches)
     assert torch.equal(first, second)
 
 
