@@ -5,7 +5,7 @@ encodes the prompt as any text, so that the processor never sees z: a placeholde
 """
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from jaxtyping import Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from credit_trl.contexts.prompts import check_local_images, remote_image
+from credit_trl.contexts.prompts import check_local_images
 from credit_trl.rollout.batch import content_key
 
 # Outputs of processors that TRL passes on. Others, such as masks of cross-attention, depend on the whole prompt.
@@ -134,38 +134,18 @@ class _Recorder:
 def check_image_columns(dataset: Any) -> None:
     """Raise a `ValueError` where an image of a `Dataset` is an address, before `datasets` fetches it with its row.
 
-    No picture is read. Prompts without a feature `Image` are checked with their form, transformed rows when they are
-    read.
+    Prompts are checked with their form, and transformed rows when they are read.
     """
     if not isinstance(dataset, Dataset) or dataset.format["type"] == "custom":
         return
-    for name in {"prompt", "image", "images"} & set(dataset.column_names):
-        if name == "prompt" and "Image(" not in str(dataset.features[name]):
-            continue
-        stored = dataset.data.column(name).chunks  # with rows that were filtered out
-        if any(remote_image(**cell) for cell in _cells(name, stored)):
-            for table in dataset.select_columns(name).with_format("arrow").iter(100):
-                for cell in _cells(name, table[name].chunks):
-                    check_local_images(**cell)
-
-
-def _cells(name: str, arrays: Iterable[pa.Array]) -> Iterator[dict[str, Any]]:
-    """Arguments of `remote_image` for each row of a column."""
-    for array in arrays:
-        for value in _without_pictures(array).to_pylist():
-            yield {"prompt": value} if name == "prompt" else {"prompt": [], "images": [value]}
-
-
-def _without_pictures(array: pa.Array) -> pa.Array:
-    """The values of a column without the bytes of its pictures, and without the paths that these have beside them."""
-    if pa.types.is_list(array.type) or pa.types.is_large_list(array.type):
-        return type(array).from_arrays(array.offsets, _without_pictures(array.values))
-    if not pa.types.is_struct(array.type):
-        return array
-    fields = dict(zip((field.name for field in array.type), array.flatten(), strict=True))
-    if fields.keys() == {"bytes", "path"}:
-        return pc.if_else(fields["bytes"].is_null(), fields["path"], None)
-    return pa.StructArray.from_arrays(list(map(_without_pictures, fields.values())), list(fields))
+    for name in {"image", "images"} & set(dataset.column_names):
+        for table in dataset.select_columns(name).with_format("arrow").iter(1000):
+            images = table[name].combine_chunks()
+            while pa.types.is_list(images.type):
+                images = images.flatten()
+            if pa.types.is_struct(images.type):  # of `datasets.Image`
+                images = pc.if_else(images.field("bytes").is_null(), images.field("path"), None)
+            check_local_images([], images.to_pylist())
 
 
 def thumbnail(image: Any, size: int = 256) -> Any:
