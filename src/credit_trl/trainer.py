@@ -35,7 +35,7 @@ from credit_trl.rollout.batch import (
     mask_skipped_tokens,
     total_rewards,
 )
-from credit_trl.rollout.thinking import mark_thinking
+from credit_trl.rollout.thinking import mark_thinking, use_marks
 from credit_trl.rollout.verdict import VerdictLog, VerifierPolicy
 from credit_trl.rollout.vllm import PolicyGeneration
 from credit_trl.run_directory import describe_data
@@ -298,7 +298,8 @@ class CreditTrainer(ResumableTrainer):
                     lambda sample: self.context_builder.student_text(prompts[sample]),
                     self.context_builder.marks,
                 )
-            rewards_per_func = super()._calculate_rewards(inputs, prompts, graded, completion_ids_list)
+            with use_marks(self.context_builder.marks):
+                rewards_per_func = super()._calculate_rewards(inputs, prompts, graded, completion_ids_list)
             check_returned("GRPOTrainer._calculate_rewards", rewards_per_func)
         if self.args.on_verifier_error == "skip":
             share = mask_skipped_rewards(rewards_per_func, self._verdicts.has_failed, self.accelerator)

@@ -1,11 +1,25 @@
 """Thinking and answer of a response, by the marks of the model's chat template."""
 
+import json
 import time
 from types import SimpleNamespace
 
+import marks_verifier
 import pytest
 
-from credit_trl.rollout.thinking import COMMON_MARKS, mark_thinking, split_thinking, thinking_marks
+from credit_trl import Verdict
+from credit_trl.evaluation.generation import read_responses
+from credit_trl.evaluation.verdicts import task_verdicts
+from credit_trl.rollout.thinking import (
+    COMMON_MARKS,
+    ThinkingMarks,
+    mark_thinking,
+    marks_in_use,
+    split_thinking,
+    thinking_marks,
+)
+from credit_trl.tasks import Task
+from credit_trl.tasks.task import response_text
 from tables import rows_of
 from tiny import build_tokenizer
 
@@ -62,3 +76,45 @@ def test_marks_that_are_special_tokens_are_kept(tokens, text, expected, listed):
     else:
         tokenizer.add_tokens(tokens, special_tokens=True)
     assert marked(tokenizer, text, f"assistant\n{tokens[0]}\n", True) == expected
+
+
+@pytest.mark.parametrize("options", [{}, {"verifier_timeout": 60.0}], ids=["in the main thread", "in a thread"])
+@pytest.mark.parametrize("kind", ["plain", "asynchronous", "in_process"])
+def test_verifiers_of_a_run_read_the_marks_of_its_tokenizer(make_trainer, kind, options):
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template += "{# <mm:think> and </mm:think> #}"
+    marks = (("<mm:think>", "</mm:think>"),)
+    graded: list[ThinkingMarks] = []
+
+    def plain(completions, **columns):
+        graded.append(marks_in_use())
+        return [0.0] * len(completions)
+
+    async def asynchronous(completions, **columns):
+        return plain(completions)
+
+    functions = {"plain": plain, "asynchronous": asynchronous, "in_process": marks_verifier.read_marks}
+    trainer = make_trainer(functions[kind], processing_class=tokenizer, max_steps=1, **options)
+    trainer.train()
+    if kind == "in_process":
+        feedback = trainer._verdicts.feedback(1)[0]
+        graded.append(tuple(map(tuple, json.loads(feedback))))
+    assert trainer.context_builder.marks == marks
+    assert graded == [marks]
+    assert marks_in_use() is None
+
+
+def test_verifiers_of_an_evaluation_read_the_marks_of_its_tokenizer():
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template += "{# <mm:think> and </mm:think> #}"
+    prompt = [{"role": "user", "content": "1+1="}]
+    texts = ["<mm:think>2</mm:think>3", "<think>2</think>3"]
+    ids = [tokenizer(text)["input_ids"] for text in texts]
+    responses = read_responses(tokenizer, [prompt] * 2, [[]] * 2, ids, [tokenizer.eos_token_id])
+
+    def reward(completions, **columns):
+        return [Verdict(0.0, split_thinking(response_text(completion))[1]) for completion in completions]
+
+    task = Task("sums", lambda split: None, reward, reward)
+    verdicts = task_verdicts(task, [{"prompt": prompt}] * 2, responses)
+    assert [verdict.feedback for verdict in verdicts] == ["3", "<think>2</think>3"]

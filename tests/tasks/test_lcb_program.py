@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from credit_trl.rollout.thinking import split_thinking
 from credit_trl.tasks.lcb_program import find_program, prelude_for
 from tables import rows_of
 
@@ -63,3 +64,9 @@ def test_program_definitions_override_the_prelude():
 @given(source=st.text())
 def test_prelude_compiles_for_any_source(source):
     compile(prelude_for(source), "prelude", "exec")
+
+
+@pytest.mark.parametrize("code", ["'<think>x</think>'", "re.sub(r'a<think>.*</think>', '', x)", '"""\n<think>\n"""'])
+def test_tags_in_the_code_of_a_program_are_kept(code):
+    program = f"s = {code}\nprint(s)"
+    assert find_program(split_thinking(f"<think>draft</think>\n```python\n{program}\n```")[1]) == program

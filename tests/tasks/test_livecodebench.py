@@ -6,12 +6,14 @@ import textwrap
 import time
 import zlib
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
 from datasets import Dataset
 
 from credit_trl import Verdict
+from credit_trl.rollout.thinking import use_marks
 from credit_trl.rollout.verdict import FAILED, VerifierPolicy, deadline_in
 from credit_trl.sandbox import Outcome, Program, Sandbox, open_sandbox
 from credit_trl.tasks import livecodebench, load_task
@@ -136,6 +138,18 @@ def sandbox() -> Iterator[Sandbox]:
         patch.setenv("CREDIT_TRL_ALLOW_UNSANDBOXED", "1")
         with open_sandbox() as opened:
             yield opened
+
+
+@pytest.mark.parametrize("of_run", [True, False])
+def test_program_in_the_thinking_is_not_graded(sandbox, of_run):
+    draft = (
+        "```python\nx = int(input())\n# a first idea, wrong and longer than the final program\nprint(x)\n```"
+    )
+    final = "```python\nprint(int(input()) + 1)\n```"
+    answer = stdin_answer(("1\n", "2\n"))
+    with use_marks((("<mm:think>", "</mm:think>"),)) if of_run else nullcontext():
+        assert livecodebench.verify(f"<mm:think>{draft}</mm:think>\n{final}", answer, sandbox=sandbox).reward == 1.0
+        assert livecodebench.verify(f"<mm:think>{final}", answer, sandbox=sandbox).reward == 0.0
 
 
 def stdin_answer(*pairs: tuple[str, str], fn_name: str = "", time_limit: float = 6.0) -> str:

@@ -1,11 +1,13 @@
 import threading
+from contextlib import nullcontext
 
 import pytest
 from datasets import Dataset
 
 from credit_trl import Verdict
+from credit_trl.rollout.thinking import use_marks
 from credit_trl.rollout.verdict import deadline_in, remaining_seconds
-from credit_trl.tasks import Task, batch_of
+from credit_trl.tasks import Task, batch_of, sciknoweval, toolalpaca
 from credit_trl.tasks.task import call_reward, response_text
 
 
@@ -26,6 +28,44 @@ def test_response_of_ten_million_characters_is_cut_in_the_middle_and_marked(of):
     text = response_text(of("a" * 5_000_000 + "b" * 5_000_000))
     assert text == "a" * 100_000 + "\n[... 9,800,000 characters dropped ...]\n" + "b" * 100_000
     assert response_text(of("a" * 200_000)) == "a" * 200_000
+
+
+MARKS = [
+    ("<think>", "</think>"),
+    ("<thinking>", "</thinking>"),
+    ("<mm:think>", "</mm:think>"),
+    ("<longcat_think>", "</longcat_think>"),
+    ("[THINK]", "[/THINK]"),
+    ("◁think▷", "◁/think▷"),
+    ("<|reasoning|>", "<|/reasoning|>"),
+    ("<|begin_of_thought|>", "<|end_of_thought|>"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ("<|channel|>analysis<|message|>", "<|channel|>final<|message|>"),
+]
+CALLS = '[{"Action": "find", "Action_Input": "{}"}]'
+GRADED = {  # the verifier, its answer, and a right and a wrong response
+    "sciknoweval": (sciknoweval.verify, "B", "<answer>B</answer>", "<answer>A</answer>"),
+    "toolalpaca": (toolalpaca.verify, CALLS, "Action: find\nAction Input: {}", "Action: drop\nAction Input: {}"),
+}
+
+
+@pytest.mark.parametrize("task", GRADED)
+@pytest.mark.parametrize(("opening", "closing"), MARKS)
+@pytest.mark.parametrize("of_run", [True, False])
+def test_only_the_answer_behind_the_thinking_is_graded(task, opening, closing, of_run):
+    verify, answer, right, wrong = GRADED[task]
+    with use_marks(((opening, closing),)) if of_run else nullcontext():
+        assert verify(f"{opening}Perhaps {right}? I should check", answer).reward == 0.0
+        assert verify(f"{opening}Perhaps {wrong}{closing}\n{right}", answer).reward == 1.0
+        assert verify(f"Perhaps {wrong}{closing}\n{right}", answer).reward == 1.0
+        assert (
+            verify(f"{opening}Perhaps{closing}It stands behind the tag {opening} here: {right}", answer).reward == 1.0
+        )
+
+
+def test_tags_that_the_run_does_not_declare_are_text():
+    with use_marks((("<mm:think>", "</mm:think>"),)):
+        assert sciknoweval.verify("<thinking>B, as <think> said.<answer>B</answer>", "B").reward == 1.0
 
 
 def test_asynchronous_reward_has_the_deadline_in_a_daemon_thread():

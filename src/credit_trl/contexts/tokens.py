@@ -7,7 +7,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from credit_trl.contexts.images import PromptImages
-from credit_trl.rollout.thinking import COMMON_MARKS, ThinkingMarks, split_thinking
+from credit_trl.rollout.thinking import ThinkingMarks, split_thinking
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class PrivilegedContext:
 
 
 def demonstration_text(
-    completion: str, teacher_context: str, marks: ThinkingMarks = COMMON_MARKS, *, opened: bool | None = None
+    completion: str, teacher_context: str, marks: ThinkingMarks | None = None, *, opened: bool | None = None
 ) -> str | None:
     """The part of a decoded completion that the teacher reads: the answer, the thinking or both.
 

@@ -27,7 +27,7 @@ from transformers import (
 from credit_trl.contexts.images import PromptImages, joined_images
 from credit_trl.evaluation.config import SamplingConfig
 from credit_trl.rollout.batch import Prompt
-from credit_trl.rollout.thinking import mark_thinking, thinking_marks
+from credit_trl.rollout.thinking import ThinkingMarks, mark_thinking, thinking_marks
 from credit_trl.tasks.task import response_text
 from credit_trl.trl_compat import parse_response
 
@@ -44,6 +44,7 @@ class Response:
     # In place of the text: where the tokenizer parses responses to conversations, or the text is unclosed thinking
     message: dict[str, Any] | None = None
     ids: Sequence[int] = ()
+    marks: ThinkingMarks | None = None  # see `thinking_marks`
 
 
 class SeededChoice(LogitsProcessor):
@@ -166,7 +167,7 @@ def read_responses(
             end = tokenizer.decode(list(prefix[-_LAST_TOKENS:]))
             [graded] = mark_thinking([plain], [list(row)], tokenizer, lambda _, end=end: end, marks)
             message = None if graded is plain else graded[0]
-        responses.append(Response(text, len(row), not row or row[-1] not in eos_token_ids, message, row))
+        responses.append(Response(text, len(row), not row or row[-1] not in eos_token_ids, message, row, marks))
     return responses
 
 

@@ -2,14 +2,21 @@
 
 A block of thinking stands between an opening and a closing mark. It is open from the start where the generation prompt
 ends with an opening mark, and the first closing mark ends it. The answer is the text outside the blocks; a response
-whose last block is not closed has none. A mark in quotes or backticks is part of the text.
+whose last block is not closed has none. These marks are part of the text: one in quotes or backticks, and, outside of
+thinking, one in a fenced block of code, one after a quote, an opening one between two words of a sentence, and every
+closing one.
 """
 
-import re
-from collections.abc import Callable, Sequence
-from typing import Any
+from __future__ import annotations
 
-from transformers import PreTrainedTokenizerBase
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 ThinkingMarks = tuple[tuple[str, str], ...]  # pairs of opening and closing mark
 
@@ -23,8 +30,10 @@ COMMON_MARKS: ThinkingMarks = (
     ("<|START_THINKING|>", "<|END_THINKING|>"),
     ("◁think▷", "◁/think▷"),
 )
-# Other opening tags that a template or tokenizer may declare: `<thought>`, `<|begin_of_thinking|>`, …
-_OPENING_TAG = re.compile(r"[<\[◁]\|?[\w:]*(?:think|thinking|thought|reasoning)\|?[>\]▷]", re.IGNORECASE)
+# Other tags that a template or tokenizer may declare: `<thought>`, `<|begin_of_thinking|>`, …
+_TAG = re.compile(r"[<\[◁]\|?/?[\w:]*(?:think|thinking|thought|reasoning)\|?[>\]▷]", re.IGNORECASE)
+
+_run_marks: ContextVar[ThinkingMarks | None] = ContextVar("run_marks", default=None)
 
 
 def thinking_marks(tokenizer: PreTrainedTokenizerBase) -> ThinkingMarks:
@@ -32,44 +41,107 @@ def thinking_marks(tokenizer: PreTrainedTokenizerBase) -> ThinkingMarks:
     added = [token.content for token in tokenizer.added_tokens_decoder.values()]
     declared = " ".join([str(getattr(tokenizer, "chat_template", None)), *added])
     pairs = list(COMMON_MARKS)
-    for tag in _OPENING_TAG.findall(declared):
-        with_slash = re.sub(r"^([<\[◁]\|?)", r"\1/", tag)
-        pairs += [(tag, with_slash), (tag, tag.replace("START", "END").replace("begin", "end"))]
-    found = dict.fromkeys(pair for pair in pairs if pair[0] != pair[1] and all(mark in declared for mark in pair))
+    for tag in _TAG.findall(declared):
+        pairs += _pairs_of(tag)
+    found = dict.fromkeys(pair for pair in pairs if all(mark in declared for mark in pair))
     return tuple(found) or COMMON_MARKS[:1]
 
 
+def _pairs_of(tag: str) -> list[tuple[str, str]]:
+    """Pairs of marks of which a tag may be one."""
+    bracket, slash, name = re.fullmatch(r"([<\[◁]\|?)(/?)(.*)", tag, re.DOTALL).groups()
+    opening = re.sub("(?<![a-z])end(?![a-z])", "begin", name.replace("END", "START"))
+    closing = opening.replace("START", "END").replace("begin", "end")
+    pairs = [(bracket + opening, f"{bracket}/{opening}")]
+    if closing != opening and not slash:
+        pairs.append((bracket + opening, bracket + closing))
+    return pairs
+
+
+@contextmanager
+def use_marks(marks: ThinkingMarks | None) -> Iterator[None]:
+    """Make the marks of a run's tokenizer those of `split_thinking` in this context."""
+    token = _run_marks.set(marks)
+    try:
+        yield
+    finally:
+        _run_marks.reset(token)
+
+
+def marks_in_use() -> ThinkingMarks | None:
+    """The marks of the run for which this code grades; None outside of one."""
+    return _run_marks.get()
+
+
+def set_marks(marks: ThinkingMarks | None) -> None:
+    """Make the marks of a run's tokenizer those of `split_thinking` in this process."""
+    _run_marks.set(marks)
+
+
 def split_thinking(
-    text: str, marks: ThinkingMarks = COMMON_MARKS, *, opened: bool | None = None
+    text: str, marks: ThinkingMarks | None = None, *, opened: bool | None = None
 ) -> tuple[str, str | None]:
     """The thinking of a response, its blocks joined by line breaks, and its answer; None where a block is open.
 
     Args:
         text: decoded response.
-        marks: see `thinking_marks`.
+        marks: see `thinking_marks`. None takes those of the run that calls the verifier. Outside of a run, as in a
+            notebook, they are the common ones, and a tag like `<thinking>` with which the text begins, or whose
+            closing one comes before any other.
         opened: whether the generation prompt opened a block. None reads it from the text: a closing mark comes before
-            any opening one.
+            any opening one, also before one that is part of the text.
     """
-    either = "|".join(re.escape(mark) for pair in marks for mark in pair)
-    quoted = rf"(?<=(['\"`]))(?:{either})(?=\1)"
-    found = [mark for mark in re.finditer(f"{quoted}|{either}", text) if mark[1] is None]
+    if marks is None:
+        marks = _run_marks.get() or _marks_of_text(text)
+    matches = _find_marks(text, marks)
     closing = {pair[1] for pair in marks}
-    is_open = opened if opened is not None else bool(found) and found[0].group() in closing
+    is_open = opened
+    if opened is None:
+        decisive = (match for match in matches if match["mark"] or match["text"] not in (None, *closing))
+        is_open = next((match["mark"] in closing for match in decisive), False)
     blocks: list[str] = []
     answer: list[str] = []
     start = 0
     last_end = 0  # of the mark before
-    for mark in found:
+    in_code = False
+    for mark in matches:
+        if mark["text"] is not None:
+            continue
+        if mark["mark"] is None:  # a fence
+            in_code = not (is_open or in_code)
+            continue
+        is_closing = mark["mark"] in closing
         # The response repeats its prompt's opening mark. Only texts between neighbours are sliced, for linear time.
         is_repeated = is_open and not blocks and start == last_end and not text[start : mark.start()].strip()
-        if is_open == (mark.group() in closing) or is_repeated:
+        if (is_open == is_closing or is_repeated) and not in_code:
             (blocks if is_open else answer).append(text[start : mark.start()])
-            is_open = mark.group() not in closing
+            is_open = not is_closing
             start = mark.end()
         last_end = mark.end()
     (blocks if is_open else answer).append(text[start:])
     thinking = "\n".join(block.strip() for block in blocks if block.strip())
     return thinking, None if is_open else "".join(answer)
+
+
+def _find_marks(text: str, marks: ThinkingMarks) -> list[re.Match[str]]:
+    """The marks of a text, as group `mark`, or `text` where they are part of it, and the fences of blocks of code."""
+    openings = "|".join(re.escape(pair[0]) for pair in marks)
+    either = "|".join(re.escape(mark) for pair in marks for mark in pair)
+    quoted = rf"(?<=(?P<quote>['\"`]))(?:{either})(?=(?P=quote))"
+    in_sentence = rf"(?:(?<=['\"`])|(?<=\S[ \t])(?=(?:{openings})[ \t.,;:!?)]))(?:{openings})"
+    return list(re.finditer(rf"(?P<text>{quoted}|{in_sentence})|`{{3,}}|(?P<mark>{either})", text))
+
+
+def _marks_of_text(text: str) -> ThinkingMarks:
+    """The marks of a text whose tokenizer is unknown."""
+    tag = _TAG.search(text)
+    if tag is None:
+        return COMMON_MARKS
+    pairs = _pairs_of(tag[0])
+    is_opening = any(tag[0] == opening for opening, _ in pairs)
+    if is_opening and text[: tag.start()].strip():
+        return COMMON_MARKS
+    return tuple(dict.fromkeys([*COMMON_MARKS, *pairs]))
 
 
 def opening_mark(prompt: str, marks: ThinkingMarks) -> str:
@@ -97,8 +169,10 @@ def mark_thinking(
 ) -> list[Any]:
     """Completions of one turn in TRL's form whose text tells thinking from answer.
 
-    Marks that are special tokens, which TRL's decoding drops, are kept. A completion that ends inside the thinking
-    that its prompt opened begins with the opening mark; `prompt_of` renders the prompt of a completion, by its index.
+    Marks that are special tokens, which TRL's decoding drops, are kept. Where a completion alone would be read in
+    another way than behind its prompt, it begins with the opening mark, as one that ends inside the thinking that its
+    prompt opened, or with an empty block, as an answer of which a closing mark is a part. `prompt_of` renders the
+    prompt of a completion, by its index.
     Conversations of more than one message are returned as they are.
     """
     marked = list(completions)
@@ -110,8 +184,11 @@ def mark_thinking(
             continue
         plain = own if text == own else tokenizer.decode(completion_ids[index], skip_special_tokens=True)
         content = own if text == plain else text
-        if split_thinking(content, marks, opened=True)[1] is None:
-            content = opening_mark(prompt_of(index), marks) + content
+        readings = {is_open: split_thinking(content, marks, opened=is_open) for is_open in (True, False)}
+        if readings[True] != readings[False]:
+            opening = opening_mark(prompt_of(index), marks)
+            if split_thinking(content, marks) != readings[opening != ""]:
+                content = (opening or "".join(marks[0])) + content
         if content != own:
             marked[index] = content if is_text else [{**completion[0], "content": content}]
     return marked

@@ -41,13 +41,19 @@ class InProcess:
     Args:
         function: what is called.
         remaining_seconds: returns the seconds until the caller's deadline, or None without one.
+        context: returns a function that gives the process the context of the caller; it is pickled.
 
     Raises:
         TypeError: another process cannot import the function by its name: it is a lambda, a method, an object, or a
             function of another function or of the script or notebook that trains.
     """
 
-    def __init__(self, function: Callable[..., Any], remaining_seconds: Callable[[], float | None]) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        remaining_seconds: Callable[[], float | None],
+        context: Callable[[], Callable[[], None]],
+    ) -> None:
         module, name = (getattr(function, attribute, None) for attribute in ("__module__", "__qualname__"))
         if name is None or not name.isidentifier() or module == "__main__":
             raise TypeError(
@@ -56,6 +62,7 @@ class InProcess:
             )
         update_wrapper(self, function)
         self._remaining_seconds = remaining_seconds
+        self._context = context
         self._lock = Lock()
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -94,7 +101,7 @@ class InProcess:
         if self._process is None:
             self._start()
         seconds = self._remaining_seconds()
-        self._connection.send((*request, seconds))
+        self._connection.send((*request, seconds, self._context()))
         if not self._connection.poll(seconds and max(0.0, seconds)):
             raise TimeoutError(f"The process of the reward function {self.__name__!r} has not answered in time.")
         return self._connection.recv()
@@ -139,9 +146,10 @@ def serve(descriptor: int, module: str, name: str) -> None:
 def _answer(module: str, name: str, request: bytes) -> bytes:
     """The pickled pair (False, result) or (True, error)."""
     try:
-        values, arguments, seconds = pickle.loads(request)
+        values, arguments, seconds, enter_context = pickle.loads(request)
         if seconds is not None:  # ends this process also if the trainer was killed meanwhile
             faulthandler.dump_traceback_later(max(0.0, seconds) + _GRACE_SECONDS, exit=True)
+        enter_context()
         function = getattr(import_module(module), name)
         if isinstance(function, InProcess):  # a decorated one
             function = function.__wrapped__

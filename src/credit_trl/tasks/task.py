@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from credit_trl.rollout.thinking import marks_in_use, set_marks
 from credit_trl.rollout.verdict import Verdict, as_verdicts, call_in_thread, join_feedback, remaining_seconds, takes
 from credit_trl.sandbox.in_process import InProcess
 from credit_trl.sandbox.protocol import excerpt
@@ -110,7 +111,7 @@ def batch_of(verify: Callable[..., Verdict], name: str = "reward") -> Callable[.
 
 def in_process(function: Callable[..., Any]) -> InProcess:
     """Run a reward function in a process that is killed one second after `verifier_timeout`; see `InProcess`."""
-    return InProcess(function, remaining_seconds)
+    return InProcess(function, remaining_seconds, lambda: functools.partial(set_marks, marks_in_use()))
 
 
 def renamed(function: Callable[..., Any], name: str) -> Callable[..., Any]:
