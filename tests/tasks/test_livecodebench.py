@@ -142,9 +142,7 @@ def sandbox() -> Iterator[Sandbox]:
 
 @pytest.mark.parametrize("of_run", [True, False])
 def test_program_in_the_thinking_is_not_graded(sandbox, of_run):
-    draft = (
-        "```python\nx = int(input())\n# a first idea, wrong and longer than the final program\nprint(x)\n```"
-    )
+    draft = "```python\nx = int(input())\n# a first idea, wrong and longer than the final program\nprint(x)\n```"
     final = "```python\nprint(int(input()) + 1)\n```"
     answer = stdin_answer(("1\n", "2\n"))
     with use_marks((("<mm:think>", "</mm:think>"),)) if of_run else nullcontext():

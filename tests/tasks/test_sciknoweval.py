@@ -82,10 +82,36 @@ def test_hub_rows_become_the_published_questions(write_jsonl):
 FEWER_TEXTS = {"label": ["A", "B", "C", "D"], "text": ["x"]}
 
 
-@pytest.mark.parametrize("changes", [{"answer": "E"}, {"choices": FEWER_TEXTS}, {"question": " "}], ids=str)
-def test_malformed_row_raises_with_file_and_row(write_jsonl, changes):
-    with pytest.raises(ValueError, match=r"rows\.jsonl, row 1, field"):
+MALFORMED = [
+    ({"answer": "E"}, "answer"),
+    ({"choices": FEWER_TEXTS}, "choices"),
+    ({"question": " "}, "question"),
+    ({"question": 7}, "question"),
+    ({"choices": None}, "choices"),
+    ({"choices": ["A: x", "B: y"]}, "choices"),
+    ({"choices": {"label": "AB", "text": ["x", "y"]}}, "choices"),
+    ({"choices": {"label": ["A", "B"], "text": [1, 2]}}, "choices"),
+    ({"choices": {"label": ["A", "B"]}}, "choices"),
+    ({"details": "L3"}, "details"),
+    ({"type": 4}, "type"),
+    ({"domain": None}, "domain"),
+    ({"answerKey": 1}, "answerKey"),
+]
+
+
+@pytest.mark.parametrize(("changes", "field"), MALFORMED, ids=str)
+def test_malformed_row_raises_with_file_and_row(write_jsonl, changes, field):
+    with pytest.raises(ValueError, match=rf"rows\.jsonl, row 1, field '{field}'"):
         load_task("sciknoweval:biology").build("all", write_jsonl([hub_row(0, **changes)]))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("idx", "0"), ("idx", None), ("idx", 0.5), ("prompt", ["A: x"]), ("system", 1)]
+)
+def test_malformed_published_row_raises_with_file_and_row(write_jsonl, field, value):
+    row = {"system": "s", "prompt": "Q?\nA: x\nB: y", "answer": "A", "idx": 0, field: value}
+    with pytest.raises(ValueError, match=rf"rows\.jsonl, row 1, field '{field}'"):
+        load_task("sciknoweval:biology").build("all", write_jsonl([row]))
 
 
 def test_unknown_split_and_domain_raise(tmp_path):

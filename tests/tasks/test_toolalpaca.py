@@ -70,3 +70,24 @@ def test_answer_that_is_no_list_of_calls_raises(answer, write_jsonl):
         toolalpaca.verify("", answer)
     with pytest.raises(ValueError, match=r"rows\.jsonl, row 1, field 'answer'"):
         toolalpaca.build("train", write_jsonl([{"prompt": "q", "answer": answer}]))
+
+
+RAW = {"Name": "n", "Description": "d", "NLDocumentation": "doc", "Instructions": ["q"], "Golden_Answers": [GOLD]}
+MALFORMED = [
+    ({"prompt": "q", "answer": "[]", "idx": "0"}, "idx"),
+    ({"prompt": 7, "answer": "[]"}, "prompt"),
+    ({"prompt": "q", "answer": 7}, "answer"),
+    ({"prompt": "q", "answer": "[]", "system": ["s"]}, "system"),
+    (RAW | {"Instructions": "q"}, "Instructions"),
+    (RAW | {"Instructions": [1]}, "Instructions"),
+    (RAW | {"Golden_Answers": None}, "Golden_Answers"),
+    (RAW | {"Golden_Answers": [GOLD, GOLD]}, "Golden_Answers"),
+    (RAW | {"Golden_Answers": [7]}, "Golden_Answers"),
+    (RAW | {"Name": 7}, "Name"),
+]
+
+
+@pytest.mark.parametrize(("row", "field"), MALFORMED, ids=str)
+def test_malformed_row_raises_with_file_and_row(write_jsonl, row, field):
+    with pytest.raises(ValueError, match=rf"rows\.jsonl, row 1, field '{field}'"):
+        toolalpaca.build("all", write_jsonl([row]))

@@ -36,6 +36,26 @@ class Row(dict[str, Any]):
             raise self.error(field, f"expected a text that is not blank, got {value!r:.100}")
         return value
 
+    def object(self, field: str) -> dict[str, Any]:
+        """Object of a field; a `ValueError` with file, row and field if it is none."""
+        value = self.get(field)
+        if not isinstance(value, dict):
+            raise self.error(field, f"expected an object, got {value!r:.100}")
+        return value
+
+    def integer(self, field: str) -> int:
+        """Integer of a field; a `ValueError` with file, row and field if it is none."""
+        value = self.get(field)
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise self.error(field, f"expected an integer, got {value!r:.100}")
+        return value
+
+    def texts(self, field: str, value: Any) -> list[str]:
+        """A value of a field as a list of texts; a `ValueError` with file, row and field if it is none."""
+        if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
+            raise self.error(field, f"expected a list of texts, got {value!r:.100}")
+        return value
+
 
 def read_rows(task: str, split: str, path: str | Path | None, hub: str, names: Sequence[str] = ()) -> Iterator[Row]:
     """Rows of a file, of a folder's file for the split (`<split>.*` or its shards), or without a path of the hub.

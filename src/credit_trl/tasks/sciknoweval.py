@@ -106,13 +106,15 @@ def _example(row: Row, domain: str | None) -> dict[str, Any] | None:
     if "question" not in row:
         system, prompt, answer = (row.text(field) for field in ("system", "prompt", "answer"))
         labels = re.findall(r"(?m)^([A-Z]): ", prompt)
-        place["idx"] = row["idx"]
+        place["idx"] = row.integer("idx")
     else:
-        is_level_3 = (row.get("details") or {}).get("level") == "L3"
+        is_level_3 = row.get("details") is not None and row.object("details").get("level") == "L3"
         if row.text("type") not in TYPES or not is_level_3 or domain not in (None, row.text("domain").lower()):
             return None
-        labels = row["choices"]["label"]
-        texts = row["choices"]["text"][: len(labels)]  # one published row has more texts than labels
+        choices = row.object("choices")
+        labels = row.texts("choices", choices.get("label"))
+        texts = row.texts("choices", choices.get("text"))
+        texts = texts[: len(labels)]  # one published row has more texts than labels
         if len(texts) < len(labels):
             raise row.error("choices", f"{len(texts)} texts for {len(labels)} labels")
         options = "\n".join(f"{label}: {text}" for label, text in zip(labels, texts, strict=True))

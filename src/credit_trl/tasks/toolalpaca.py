@@ -70,7 +70,7 @@ def _published(row: Row, place: int) -> list[tuple[int, dict[str, Any]]]:
     turns = [{"role": "system", "content": row.text("system")}] if row.get("system") else []
     turns.append({"role": "user", "content": row.text("prompt")})
     answer = row["answer"] if isinstance(row.get("answer"), list) else row.text("answer")
-    number = place if row.get("idx") is None else row["idx"]
+    number = place if row.get("idx") is None else row.integer("idx")
     return [(number, _record(row, "answer", turns, answer, number))]
 
 
@@ -81,7 +81,13 @@ def _raw(row: Row, split: str, place: int) -> list[tuple[int, dict[str, Any]]]:
     records: list[tuple[int, dict[str, Any]]] = []
     fields = {"name": row.text("Name"), "description": row.text("Description")}
     fields["documentation"] = row.text("NLDocumentation")
-    for question, calls in zip(row["Instructions"], row["Golden_Answers"], strict=True):
+    questions = row.texts("Instructions", row["Instructions"])
+    answers = row.get("Golden_Answers")
+    if not isinstance(answers, list) or len(answers) != len(questions):
+        raise row.error(
+            "Golden_Answers", f"expected a list of {len(questions)}, as `Instructions`, got {answers!r:.100}"
+        )
+    for question, calls in zip(questions, answers, strict=True):
         prompt = PROMPT_TEMPLATE.format(**fields, question=question)
         number = TRAIN_RECORDS + place + len(records)
         record = _record(row, "Golden_Answers", [{"role": "user", "content": prompt}], calls, number)
@@ -94,7 +100,7 @@ def _record(row: Row, field: str, turns: list[dict[str, str]], calls: Any, numbe
     try:
         answer = json.dumps(json.loads(calls) if isinstance(calls, str) else calls)
         golden_calls(answer)
-    except ValueError as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise row.error(field, str(error)) from error
     return {"prompt": turns, "answer": answer, "task": "toolalpaca", "id": f"toolalpaca-{number}"}
 
