@@ -5,6 +5,7 @@ import re
 import shutil
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -12,6 +13,7 @@ from credit_trl import CreditTrainer, Verdict, cli
 from credit_trl.cli import training
 from credit_trl.cli.data import CreditScriptArguments, describe
 from credit_trl.cli.run_folder import model_of_run, read_run, task_of_run
+from credit_trl.lab.analysis import responses, tokenmap
 from credit_trl.run_directory import describe_data, describe_function, describe_rows
 from credit_trl.tasks.registry import task_of_data
 from tiny import declared_entry_points
@@ -55,6 +57,16 @@ def test_commands_need_the_run_alone(folder, command, monkeypatch, tmp_path, cap
     assert (run / written.get(command, "report.html")).is_file()
     if command == "credit-eval":
         assert "5 prompts × 2 samples" in capsys.readouterr().out
+
+
+def test_maps_build_the_contexts_of_a_response_once_for_each_checkpoint(folder, monkeypatch, tmp_path):
+    build = Mock(side_effect=responses.rollout_contexts)
+    for module in (responses, tokenmap):
+        monkeypatch.setattr(module, "rollout_contexts", build)
+    command = ["credit-map", str(folder / "runs" / "first"), "--max_prompts", "2", "--output_dir", str(tmp_path)]
+    assert cli.main(command) == 0
+    maps = tokenmap.read_maps(tmp_path / "maps.json")
+    assert build.call_count == len(maps) > 0
 
 
 def test_run_is_found_again_in_a_copy_of_its_project(folder, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -40,7 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from credit_trl.contexts.images import check_image_columns
     from credit_trl.contexts.prompts import check_rows, images_of, row_prompt
-    from credit_trl.lab.analysis import Checkpoint, map_response, sample_rollouts, with_teacher
+    from credit_trl.lab.analysis import Checkpoint, map_response, sample_rollouts
+    from credit_trl.lab.analysis.responses import teacher_contexts
     from credit_trl.lab.analysis.token_classes import task_classes
     from credit_trl.lab.report.runs import short_names
 
@@ -72,11 +74,15 @@ def run(args: argparse.Namespace) -> int:
     checkpoints = [Checkpoint.load(args.model, path, name=name, **loaded) for path, name in places]
     print(f"sampling {args.samples} responses to each of {len(rows)} prompts", flush=True)
     sampled = sample_rollouts(checkpoints[-1], task, rows, config, samples=args.samples, population=population)
-    responses = with_teacher(sampled, config, checkpoints[-1])
+    contexts = teacher_contexts(sampled, config, checkpoints[-1])
+    responses = [pair for pair in zip(sampled, contexts, strict=True) if pair[1] is not None]
     print(f"{len(sampled)} responses to {len(rows)} prompts, {len(responses)} with a teacher")
     classify = task_classes(task, checkpoints[-1].tokenizer)
-    pairs = tqdm([(one, response) for one in checkpoints for response in responses], desc="maps", unit="map")
-    maps = [map_response(one, response, config, classify=classify) for one, response in pairs]
+    maps = []
+    mapped = list(itertools.product(checkpoints, responses))
+    for checkpoint, (response, prompts) in tqdm(mapped, desc="maps", unit="map"):
+        built = prompts if checkpoint is checkpoints[-1] else None
+        maps.append(map_response(checkpoint, response, config, classify=classify, contexts=built))
     if not maps:
         raise ValueError("no response has a teacher: no feedback that fits, and no rollout that succeeded.")
     _write(Path(args.output_dir or "credit_map"), maps, config, args.generation_batches)

@@ -87,6 +87,8 @@ def test_responses_with_a_teacher_are_those_whose_feedback_fits_beside_the_promp
     remaining = [{"prompt": long}, {"privileged": PrivilegedContext()}, {"token_ids": ()}]
     responses = [respond("Paris", **changed) for changed in (*remaining, {})]
     assert with_teacher(responses, config, checkpoint) == responses[-1:]
+    with pytest.raises(ValueError, match=r"no contrast prompt that fits.*more prompts, or raise `max_reprompt_len`"):
+        with_teacher([respond("Paris", contrasts=())], config, checkpoint)
 
 
 @quick

@@ -106,15 +106,30 @@ def with_teacher(responses: Sequence[Rollout], config: CreditConfig, checkpoint:
     Raises:
         ValueError: no response has a contrast prompt that fits `max_reprompt_len`.
     """
-    with_contexts = []
-    has_contrast = False
-    for response in filter(lambda graded: graded.token_ids, responses):
-        with suppress(NoTeacherError):
-            has_contrast |= len(rollout_contexts(response, config, checkpoint).contrasts) > 0
-            with_contexts.append(response)
-    if with_contexts and not has_contrast:
-        raise ValueError("The responses have no contrast prompt, which S_t needs. Give more prompts: --max_prompts.")
-    return with_contexts
+    contexts = teacher_contexts(responses, config, checkpoint)
+    return [response for response, built in zip(responses, contexts, strict=True) if built is not None]
+
+
+def teacher_contexts(
+    responses: Sequence[Rollout], config: CreditConfig, checkpoint: Checkpoint
+) -> list[RolloutContexts | None]:
+    """`rollout_contexts` of each response; None without tokens or a teacher's prompt.
+
+    Raises:
+        ValueError: no response has a contrast prompt that fits `max_reprompt_len`.
+    """
+    contexts: list[RolloutContexts | None] = [None] * len(responses)
+    for position, response in enumerate(responses):
+        if response.token_ids:
+            with suppress(NoTeacherError):
+                contexts[position] = rollout_contexts(response, config, checkpoint)
+    built = [prompts for prompts in contexts if prompts is not None]
+    if built and not any(prompts.contrasts for prompts in built):
+        raise ValueError(
+            "The responses have no contrast prompt that fits, which S_t needs. Sample them from more prompts, or "
+            "raise `max_reprompt_len`."
+        )
+    return contexts
 
 
 def rollout_contexts(response: Rollout, config: CreditConfig, checkpoint: Checkpoint) -> RolloutContexts:

@@ -141,6 +141,7 @@ def map_response(
     *,
     alternatives: int = 5,
     classify: Classify | None = None,
+    contexts: RolloutContexts | None = None,
 ) -> TokenMap:
     """Map one response under one checkpoint.
 
@@ -150,13 +151,14 @@ def map_response(
         config: configuration of the run: λ, the formula of R_t, the temperature and the templates.
         alternatives: number of alternatives at each position.
         classify: token classes; None takes `token_classes.default_classes`.
+        contexts: prompts of the response as this checkpoint reads them; None builds them.
 
     Raises:
         ValueError: the response is empty or has no teacher.
     """
     if not response.token_ids:
         raise ValueError(f"Response {response.identifier!r} is empty.")
-    contexts = rollout_contexts(response, config, checkpoint)
+    contexts = contexts or rollout_contexts(response, config, checkpoint)
     formula = CreditFormula.from_config(config)
     scores = score_response(checkpoint, contexts, response.token_ids, formula, alternatives=alternatives)
     tokens = token_texts(checkpoint.tokenizer, response.token_ids)
