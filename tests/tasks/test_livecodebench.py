@@ -140,6 +140,14 @@ def sandbox() -> Iterator[Sandbox]:
             yield opened
 
 
+def test_program_that_imports_numpy_fails_and_its_feedback_says_so(sandbox):
+    """LiveCodeBench's runner has it; see docs/tasks.md."""
+    program = "```python\nimport numpy as np\nprint(np.int64(input()) + 1)\n```"
+    verdict = livecodebench.verify(program, stdin_answer(("1\n", "2\n")), sandbox=sandbox)
+    assert verdict.reward == 0.0
+    assert "ModuleNotFoundError: No module named 'numpy'" in verdict.feedback
+
+
 @pytest.mark.parametrize("of_run", [True, False])
 def test_program_in_the_thinking_is_not_graded(sandbox, of_run):
     draft = "```python\nx = int(input())\n# a first idea, wrong and longer than the final program\nprint(x)\n```"
