@@ -10,6 +10,8 @@ import yaml
 from datasets import Dataset
 from peft import LoraConfig
 
+from credit_trl import EvaluationCallback
+from credit_trl.tasks.task import Task
 from tables import tables_of
 from tiny import build_model, build_tokenizer, length_verdicts
 
@@ -99,6 +101,17 @@ def test_resume_with_a_changed_option_is_refused_with_it(train, option):
     value = TABLE["resumed"][option]
     with pytest.raises(ValueError, match=rf"`{option}`: .* -> .*`resume_changes='allow'`"):
         train({"resume": "latest", "options": {"max_steps": 3, option: value}})
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_evaluation_before_the_first_loss_harms_no_earlier_run(make_trainer, dataset, unharmed):
+    trainer = make_trainer(loss_type="dapoo", distillation_weight=0.5)
+    task = Task.from_dataset(dataset.select(range(2)), length_verdicts)
+    evaluation = EvaluationCallback(trainer, task, k=1, max_completion_length=4)
+    trainer.add_callback(evaluation)
+    with pytest.raises(ValueError, match="dapoo"):
+        trainer.train()
+    assert [row["step"] for row in evaluation.history] == [0]
 
 
 def test_eighty_failing_calls_and_commands_are_tried_on_an_earlier_run():

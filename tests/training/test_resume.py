@@ -143,6 +143,8 @@ def test_changed_objective_is_refused_with_its_list_unless_allowed(train, tmp_pa
         assert difference in str(refused.value)
     assert train(resume="latest", changes="allow", **options).state.global_step == 2
     segments = json.loads((tmp_path / "run.json").read_text())["segments"]
+    assert {"data", "seed", "processes", "model", "learning_rate"} <= segments[0]["options"].keys()
+    assert set(segments[1]["options"]) == {"contrastive_coef", "distillation_topk", "num_generations"}
     assert [(segment["step"], segment["options"]["contrastive_coef"]) for segment in segments] == [(0, 0.1), (1, 0.3)]
 
 

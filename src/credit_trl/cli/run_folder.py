@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from credit_trl.cli.data import import_function
-from credit_trl.run_directory import LOG_FILE, RUN_FILE, describe_function, read_json, read_lines
+from credit_trl.run_directory import LOG_FILE, RUN_FILE, describe_function, read_run_file, read_steps
 from credit_trl.tasks.registry import load_task, task_of_data
 from credit_trl.tasks.task import Task
 
@@ -34,7 +34,7 @@ def read_run(folder: str | Path) -> dict[str, Any]:
     path = Path(folder) / RUN_FILE
     if not path.is_file():
         raise FileNotFoundError(f"{folder} is not a run directory: it has no {RUN_FILE}. Name a model by `--model`.")
-    return read_json(path)
+    return read_run_file(folder)
 
 
 def model_of_run(folder: str | Path) -> Path:
@@ -48,7 +48,7 @@ def model_of_run(folder: str | Path) -> Path:
     from credit_trl.training.checkpoints import own_checkpoints
 
     folder = Path(folder)
-    has_ended = any("train_runtime" in row for row in read_lines(folder / LOG_FILE))
+    has_ended = any("train_runtime" in row for row in read_steps(folder / LOG_FILE))
     final = (folder, folder / "model") if has_ended else ()
     for place in (*final, *map(Path, own_checkpoints(folder)[-1:])):
         if any((place / name).is_file() for name in ("config.json", "adapter_config.json")):
