@@ -160,7 +160,7 @@ def forbidding(dtype, by):
 @pytest.mark.parametrize(
     ("by", "topk"), [("both", V - 3), ("both", None), ("both", 5), ("student", 9), ("teacher", None)]
 )
-def test_forbidden_tokens_are_outside_the_support(dtype, tail, alpha, by, topk):
+def test_forbidden_tokens_contribute_nothing(dtype, tail, alpha, by, topk):
     hidden, scored, heads, tokens, _ = problem((1.0, 1.0, 0.7, topk), dtype, forbidding(dtype, FORBIDS[by]))
     if (by, alpha) in {("student", 0.0), ("teacher", 1.0)}:
         result, _ = losses(hidden, scored, heads, tokens, topk, alpha, tail)
