@@ -17,7 +17,7 @@ import torch
 from transformers import Trainer, TrainerCallback
 
 from credit_trl import CreditTrainer
-from credit_trl.run_directory import LOCK_FILE, RunLockedError, read_steps, write_atomically
+from credit_trl.run_directory import LOCK_FILE, RunLockedError, read_steps, run_lock, write_atomically
 from credit_trl.training import checkpoints
 from credit_trl.training.checkpoints import UNFINISHED, CheckpointError, checkpoint_to_resume, find_damage
 from credit_trl.training.weights import NonFiniteError
@@ -227,6 +227,17 @@ def test_links_in_a_run_folder_are_refused_and_not_followed(make_trainer, tmp_pa
     with pytest.raises(ValueError, match=f"{name} is a symbolic link.*Remove it, or set another `output_dir`"):
         make_trainer().train()
     assert file_hashes(tmp_path) == expected
+
+
+def test_no_model_is_saved_into_the_folder_of_another_trainer(make_trainer, earlier_run):
+    trainer = make_trainer()
+    expected = file_hashes(earlier_run)
+    with run_lock(earlier_run):
+        with pytest.raises(RunLockedError, match="is used by another trainer"):
+            trainer.save_model()
+        (earlier_run / LOCK_FILE).unlink()
+        assert file_hashes(earlier_run) == expected
+    trainer.save_model(str(earlier_run.parent / "elsewhere"))
 
 
 def test_clean_up_removes_only_what_a_run_wrote(make_trainer, tmp_path):
