@@ -299,15 +299,12 @@ class CreditConfig(GRPOConfig):
 
 def _without_tokens(value: Any) -> Any:
     """A value with the access tokens masked that dictionaries in it hold."""
-    if isinstance(value, list | tuple) and type(value) in (list, tuple):
-        return type(value)(map(_without_tokens, value))
-    if type(value) is not dict:
+    if isinstance(value, list):
+        return list(map(_without_tokens, value))
+    if not isinstance(value, dict):
         return value
-    masked = {}
-    for name, entry in value.items():
-        is_token = name in _TOKEN_NAMES and isinstance(entry, str)
-        masked[name] = "<TOKEN>" if is_token else _without_tokens(entry)
-    return masked
+    masked = {name: _without_tokens(entry) for name, entry in value.items()}
+    return masked | {name: "<TOKEN>" for name in _TOKEN_NAMES & value.keys() if value[name]}
 
 
 # Arguments of `from_pretrained` and of the hub's functions that hold an access token.

@@ -29,8 +29,9 @@ from credit_trl.tasks.quickstart_model import model_path
 from credit_trl.tasks.registry import as_task, load_task
 from credit_trl.teacher.models import make_teacher
 from credit_trl.training.checks import check_column_names
+from credit_trl.training.loop import CreditLoop, LoopSample
 from credit_trl.training.step import CreditStep
-from credit_trl.trl_compat import pad
+from credit_trl.trl_parity import dense_logps
 
 _CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Name the capital city of France."}]
 _PROMPTS = [_CHAT, "What is 17 times 3? Answer:", [{"role": "user", "content": "Sort 3, 1 and 2."}], "The vowel is"]
@@ -81,13 +82,12 @@ def check_weight(weight: TokenWeight) -> None:
     texts = ["Paris it is.", "London", "First 1, then 2", "It is 3, 2 or 1"]
     answers = step.context_builder.tokenizer(texts)["input_ids"]
     questions = [_PROMPTS[0], _PROMPTS[0], _PROMPTS[2], _PROMPTS[2]]
-    prompts = [step.context_builder.encode(question, PrivilegedContext()) for question in questions]
     feedback = [f"Rollout {i} is not right." for i in range(4)]
+    loop = CreditLoop(step)
+    samples = [LoopSample(*pair, Verdict(0.0)) for pair in zip(questions, answers, strict=True)]
     batch = GenerationBatch([{}] * 4, questions, answers, [1.0, 0.0, 1.0, 0.0], feedback, first=0, group_size=2)
-    tensors = {"advantages": torch.tensor([1.0, -1.0, 1.0, -1.0], dtype=torch.float64)}
-    for name, rows, side in (("prompt", prompts, "left"), ("completion", answers, "right")):
-        tensors[f"{name}_ids"] = pad([torch.tensor(row) for row in rows], 0, side)
-        tensors[f"{name}_mask"] = pad([torch.ones(len(row), dtype=torch.long) for row in rows], 0, side)
+    tensors = loop.tensors(samples)
+    tensors["advantages"] = torch.tensor([1.0, -1.0, 1.0, -1.0], dtype=torch.float64)
     inputs = tensors | step.prepare(batch, tensors)
     loss = step.loss(model, inputs).terms.loss
     parameters = list(model.parameters())
@@ -96,8 +96,8 @@ def check_weight(weight: TokenWeight) -> None:
     mask = tensors["completion_mask"].bool()
     divergence = torch.zeros(mask.shape, dtype=torch.float64)
     for i, contexts in enumerate(step.build_contexts(batch)):
-        f, g = (_dense_logps(step.teacher.model, ids, answers[i]).detach() for ids, _ in contexts.sequences())
-        p = _dense_logps(model, prompts[i], answers[i])
+        f, g = (dense_logps(step.teacher.model, ids, answers[i]).detach() for ids, _ in contexts.sequences())
+        p = dense_logps(model, loop.prompt_ids(questions[i]), answers[i])
         divergence[i, mask[i]] = (p.exp() * (p - f + step.config.contrastive_coef * g)).sum(-1)
     names = ("teacher_logps", "generic_logps", "specific", "delta_v", "entropy")
     credit = replace(seen[0], **{name: getattr(seen[0], name).where(mask, math.nan) for name in names})
@@ -126,10 +126,6 @@ def _small_step(weight: TokenWeight) -> tuple[torch.nn.Module, CreditStep]:
             parameter += 0.3 * parameter.std() * torch.randn(parameter.shape, generator=generator).double()
     builder = ContextBuilder(AutoTokenizer.from_pretrained(path), config)
     return model, CreditStep(config, builder, teacher, token_weight=weight)
-
-
-def _dense_logps(model: torch.nn.Module, context: list[int], answer: list[int]) -> Tensor:
-    return model(input_ids=torch.tensor([context + answer])).logits[0, len(context) - 1 : -1].log_softmax(-1)
 
 
 def _check_processes(weight: TokenWeight, credit: TokenCredit, whole: Mapping[str, Tensor]) -> None:

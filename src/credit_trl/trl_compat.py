@@ -71,13 +71,10 @@ class Hook:
     def label(self) -> str:
         return f"{self.owner}.{self.name}"
 
-    def accepts(self, parameters: list[str]) -> bool:
+    def accepts(self, parameters: str) -> bool:
         """Whether a method with these parameters after `self` can be overridden."""
-        expected = self.parameters.split()
-        if "..." in expected:
-            required = expected[: expected.index("...")]
-            return parameters[: len(required)] == required
-        return parameters == expected
+        required = self.parameters.removesuffix("...")
+        return parameters.startswith(required) if required != self.parameters else parameters == required
 
 
 def _hooks() -> Iterator[Hook]:
@@ -120,29 +117,22 @@ def check_hook(hook: Hook, method: Any) -> None:
     """Compare a hook with the method of the installed TRL; see `check_trl`."""
     if not callable(method):
         raise unsupported(f"has no method `{hook.label}`")
-    parameters = list(inspect.signature(method).parameters)[1:]
+    parameters = " ".join(list(inspect.signature(method).parameters)[1:])
     if not hook.accepts(parameters):
-        raise unsupported(f"has `{hook.label}({' '.join(parameters)})` instead of `({hook.parameters})`")
-    for count in sorted(returned_counts(method) - {hook.value_count}):
+        raise unsupported(f"has `{hook.label}({parameters})` instead of `({hook.parameters})`")
+    counts = returned_counts(method) if hook.value_count > 1 else set()  # others have nested functions
+    for count in counts - {hook.value_count}:
         raise unsupported(f"returns {count} values from `{hook.label}` instead of {hook.value_count}")
 
 
 def returned_counts(method: Any) -> set[int]:
-    """Numbers of values in the `return` statements of a function that return a tuple display or a constant."""
+    """Numbers of values in the `return` statements of a function that return a tuple display."""
     try:
         source = textwrap.dedent(inspect.getsource(inspect.unwrap(method)))
     except (OSError, TypeError):
         return set()
-    counts = set()
-    pending = list(ast.parse(source).body[0].body)
-    while pending:
-        node = pending.pop()
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
-            continue
-        if isinstance(node, ast.Return) and isinstance(node.value, ast.Tuple):
-            counts.add(len(node.value.elts))
-        pending += ast.iter_child_nodes(node)
-    return counts
+    returns = [node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Return)]
+    return {len(value.elts) for value in returns if isinstance(value, ast.Tuple)}
 
 
 @cache

@@ -3,44 +3,25 @@
 `trl_compat.check_behaviour` runs it on an untested minor of TRL. The last line of its output is the difference.
 """
 
-import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+import yaml
 from datasets import Dataset
 from torch import Tensor, nn
 from trl import GRPOConfig, GRPOTrainer
 
 from credit_trl.config import CreditConfig
-from credit_trl.rollout.verdict import Verdict
 from credit_trl.trainer import CreditTrainer
 
-_OPTIONS: dict[str, Any] = {
-    "max_steps": 2,
-    "per_device_train_batch_size": 8,
-    "num_generations": 2,
-    "max_completion_length": 12,
-    "learning_rate": 1e-3,
-    "loss_type": "grpo",
-    "use_cpu": True,
-    "bf16": False,
-    "gradient_checkpointing": False,
-    "save_strategy": "no",
-    "report_to": "none",
-    "disable_tqdm": True,
-}
-
-
-def verify(completion_ids: list[list[int]], **kwargs: Any) -> list[Verdict]:
-    """A verifier that a random model satisfies in half of its rollouts."""
-    return [Verdict(float(sum(ids) % 2), f"The response has {len(ids)} tokens.") for ids in completion_ids]
+_OPTIONS: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("trl_hooks.yaml").read_text("utf-8"))["parity"]
 
 
 def rewards(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
-    """The rewards of `verify`."""
-    return [float(verdict) for verdict in verify(completion_ids)]
+    """Rewards that a random model earns in half of its rollouts."""
+    return [float(sum(ids) % 2) for ids in completion_ids]
 
 
 class ComparedTrainer(CreditTrainer):
@@ -50,14 +31,11 @@ class ComparedTrainer(CreditTrainer):
         AssertionError: they differ.
     """
 
-    compared_steps = 0
-
     def _distillation_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         loss = super()._distillation_loss(model, inputs)
         expected = self._dense_loss()
         if not torch.allclose(loss.detach(), expected, rtol=1e-4, atol=1e-6):
             raise AssertionError(f"the distillation loss is {loss.item():.6g}, that of dense passes {expected:.6g}")
-        self.compared_steps += 1
         return loss
 
     @torch.no_grad()
@@ -81,16 +59,16 @@ def dense_logps(model: nn.Module, prompt: list[int], answer: list[int]) -> Tenso
     return logits[len(prompt) - 1 : -1].log_softmax(dim=-1)
 
 
-def compare_trainers(directory: Path) -> None:
+def compare_trainers(directory: str) -> None:
     """Train with both trainers and with the distillation loss.
 
     Raises:
         AssertionError: weights or losses differ.
     """
-    questions = [f"Help me with number {i}." for i in range(16)]
-    rows = Dataset.from_dict({"prompt": [[{"role": "user", "content": question}] for question in questions]})
-    options = _OPTIONS | {"output_dir": str(directory)}
-    ours = CreditTrainer("quickstart", verify, CreditConfig(distillation_weight=0.0, **options), rows)
+    prompts = [[{"role": "user", "content": f"Help me with number {i}."}] for i in range(16)]
+    rows = Dataset.from_dict({"prompt": prompts, "privileged_context": ["It is travel."] * 16})
+    options = _OPTIONS | {"output_dir": directory}
+    ours = CreditTrainer("quickstart", rewards, CreditConfig(distillation_weight=0.0, **options), rows)
     ours.train()
     trls = GRPOTrainer(ours.model.config._name_or_path, rewards, GRPOConfig(**options), rows)  # seeds torch again
     trls.train()
@@ -98,17 +76,9 @@ def compare_trainers(directory: Path) -> None:
         if not torch.equal(weight, expected):
             raise AssertionError(f"`{name}` differs from GRPOTrainer's after two steps of GRPO")
     options |= {"distillation_topk": None, "distillation_weight": 0.5}
-    blended = ComparedTrainer("quickstart", verify, CreditConfig(**options), rows)
-    blended.train()
-    if blended.compared_steps != 2:
-        raise AssertionError(f"the distillation loss was computed {blended.compared_steps} times in two steps")
-
-
-def main() -> int:
-    with TemporaryDirectory() as directory:
-        compare_trainers(Path(directory))
-    return 0
+    ComparedTrainer("quickstart", rewards, CreditConfig(**options), rows).train()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with TemporaryDirectory() as folder:
+        compare_trainers(folder)
