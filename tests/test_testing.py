@@ -1,12 +1,14 @@
 """Checks for outside weights and tasks: the good ones pass, and each kind of mistake fails. Sources: test_contrast."""
 
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 from datasets import Dataset
 
 from credit_trl import Verdict
+from credit_trl.tasks import quickstart
 from credit_trl.tasks.task import batch_of
 from credit_trl.testing import check_task, check_weight
 
@@ -23,6 +25,11 @@ def over_its_mean(credit):
 def test_good_weights_pass():
     check_weight(confident)
     check_weight(over_its_mean)
+
+
+@pytest.mark.parametrize("losses", [("distillation",), ("grpo",), ("distillation", "grpo")], ids="+".join)
+def test_a_weight_may_weigh_either_loss_or_both(losses):
+    check_weight(lambda credit: dict.fromkeys(losses, credit.delta_v.exp()))
 
 
 def over_the_local_mean(credit):
@@ -44,6 +51,8 @@ def over_masked_entries(credit):
         (lambda credit: {"loss": credit.entropy}, "'distillation' or 'grpo', got 'loss'"),
         (lambda credit: {}, "returned no loss"),
         (lambda credit: {"distillation": torch.rand(credit.mask.shape)}, "differ"),
+        (lambda credit: {"grpo": over_the_local_mean(credit)["distillation"]}, "Two processes weigh differently"),
+        (lambda credit: {"grpo": -credit.entropy}, "finite and at least 0"),
     ],
 )
 def test_a_wrong_weight_fails(weight, message):
@@ -63,9 +72,22 @@ def exact(response, answer):
     return Verdict(float(response == answer), None if response == answer else f"It is {answer}.")
 
 
-def test_good_tasks_pass():
-    check_task("quickstart")
-    check_task(task_with(exact))
+@pytest.mark.parametrize("form", ["name", "import name", "module", "module with verify", "object", "class instance"])
+def test_good_tasks_pass_in_each_form(form, monkeypatch):
+    """A registry name, "module:name", a module with a reward function or with `verify`, and an object."""
+    module = ModuleType("sums")
+    vars(module).update(vars(task_with(exact)))
+    monkeypatch.setitem(sys.modules, "sums", module)
+    module.Sums = type("Sums", (), {name: staticmethod(getattr(module, name)) for name in ("build", "verify")})
+    forms = {
+        "name": "quickstart",
+        "import name": "sums:Sums",
+        "module": quickstart,
+        "module with verify": module,
+        "object": task_with(exact),
+        "class instance": module.Sums(),
+    }
+    check_task(forms[form])
 
 
 def counts_the_batch(completions, answer, **columns):

@@ -75,7 +75,8 @@ def check_source(source: Source, columns: Mapping[str, Sequence[Any]] | None = N
 def check_weight(weight: TokenWeight) -> None:
     """Check a token weight on the credit of a small model in fp64, with S beyond ±1 and NaN at masked entries.
 
-    Two processes weigh as one does. Loss and gradients of `CreditStep` equal those of dense passes.
+    It may weigh the distillation loss, GRPO's, or both. Two processes weigh as one does. Loss and gradients of
+    `CreditStep` equal those of dense passes.
     """
     seen: list[TokenCredit] = []
     model, step = _small_step(lambda credit: seen.append(credit) or weight(credit))
@@ -117,6 +118,7 @@ def _small_step(weight: TokenWeight) -> tuple[torch.nn.Module, CreditStep]:
     path = model_path("quickstart")
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval()
     loss = {"distillation_topk": None, "contrastive_coef": 0.4, "loss_type": "bnpo"}
+    loss["distillation_weight"] = 0.5  # computes each loss that a weight may weigh
     machine = {"use_cpu": True, "bf16": False, "report_to": "none", "packed": False}  # exact, row by row
     config = CreditConfig("unused", **loss, **machine, per_device_train_batch_size=4, num_generations=2)
     teacher = make_teacher("base", model)

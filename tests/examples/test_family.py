@@ -13,6 +13,7 @@ from credit_trl import Verdict
 from credit_trl.contexts.builder import ContextBuilder
 from credit_trl.loss.token_weight import TokenCredit
 from credit_trl.teacher.models import make_teacher
+from credit_trl.testing import check_source, check_weight
 from credit_trl.training.step import CreditStep
 from dense import gradients, logps, move, naive_loss, scoring_model, step_problem
 from test_trainer_parity import loss_and_gradients, prepared
@@ -61,6 +62,18 @@ def test_rlcsd_is_the_anchored_residual(credit):
         anchored = {1.0: np.maximum(moved, 0.0), -1.0: np.minimum(moved, 0.0), 0.0: 0.0 * moved}[np.sign(advantage)]
         if advantage == 0.0 or abs(advantage) >= 1e-3:
             np.testing.assert_allclose(advantage * weight, anchored, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("name", "function"), [("rlsd", "ratio_weight"), ("rlcsd", "residual_weight"), ("srpo", "route")]
+)
+def test_weights_pass_the_check_of_extensions(name, function):
+    check_weight(method(name, function))
+
+
+@pytest.mark.parametrize("name", ["per_sample", "wrong_feedback"])
+def test_sources_pass_the_check_of_extensions(name):
+    check_source(method(name, name))
 
 
 def test_residual_weights_of_equal_rewards_are_one():
