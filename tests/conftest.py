@@ -5,6 +5,7 @@ import gc
 import inspect
 import os
 import shutil
+from collections.abc import Iterator
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read once, by the first of these imports that loads the hub's library
 
@@ -14,6 +15,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
+from accelerate.state import AcceleratorState
 from datasets import Dataset
 from transformers import PreTrainedTokenizerFast
 from trl import GRPOTrainer
@@ -22,6 +25,7 @@ from trl.generation import vllm_generation
 
 from credit_trl import CreditConfig, CreditTrainer
 from families import build_family
+from isolation import ProcessState
 from tiny import QUIET, build_model, build_tokenizer, declared_entry_points, file_hashes, length_verdicts
 
 with contextlib.suppress(ImportError):  # the environment of the vLLM engine has no hypothesis
@@ -128,7 +132,17 @@ def run_callbacks() -> None:
 
 
 @pytest.fixture(autouse=True)
-def only_the_trainer(request):
+def leaves_nothing_behind():
+    """A test leaves no process group, thread, variable, default dtype or working directory behind."""
+    state = ProcessState.now()
+    yield
+    differences = state.differences()
+    state.restore()
+    assert not differences, f"The test left {', '.join(differences)} behind."
+
+
+@pytest.fixture(autouse=True)
+def only_the_trainer(leaves_nothing_behind, request):
     """Trainers of a test write no page, which takes as long as two steps of a tiny model, unless it asks for it."""
     entry_points_of = declared_entry_points if "run_callbacks" in request.fixturenames else lambda group: []
     with pytest.MonkeyPatch.context() as patch:  # which the test's own `monkeypatch.undo` leaves
@@ -150,14 +164,18 @@ def make_trainer(make_model, make_config, tokenizer, dataset):
 
 
 @pytest.fixture
-def no_engine(monkeypatch) -> None:
+def no_engine(monkeypatch) -> Iterator[None]:
     """Options of vLLM are accepted, and no engine is started: a `rollout_func` samples."""
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "0")  # TRL sets them; monkeypatch restores them
         monkeypatch.delenv(name)
     engine = SimpleNamespace(sleep=lambda level: None)
     monkeypatch.setattr(vllm_generation, "is_vllm_available", lambda: True)
     monkeypatch.setattr(vllm_generation, "LLM", lambda **options: engine, raising=False)
+    yield
+    if torch.distributed.is_initialized():  # a second trainer joins by TRL's variables
+        torch.distributed.destroy_process_group()
+        AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.fixture

@@ -45,7 +45,7 @@ def site(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("site")
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "NO_MKDOCS_2_WARNING": "1"}
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-q", "-d", str(folder)]
-    subprocess.run(command, cwd=ROOT, env=environment, timeout=200, check=True)  # pytest shows its output
+    subprocess.run(command, cwd=ROOT, env=environment, timeout=800, check=True)  # pytest shows its output
     return folder
 
 

@@ -30,7 +30,7 @@ nbformat = pytest.importorskip("nbformat", reason="needs nbclient: pip install '
 def built(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("dist")
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder)]
-    build = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
+    build = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=800, check=False)
     assert build.returncode == 0, build.stdout + build.stderr
     return folder
 
@@ -101,7 +101,7 @@ def clean(wheel, tmp_path_factory) -> Path:
     venv.create(folder, with_pip=False, symlinks=True)
     install = [sys.executable, "-m", "pip", "--python", str(folder / "bin" / "python"), "install", "-q"]
     install += ["--no-deps", "--no-index", "--no-compile", str(wheel)]
-    subprocess.run(install, check=True, timeout=120, capture_output=True)
+    subprocess.run(install, check=True, timeout=800, capture_output=True)
     (site_packages,) = (folder / "lib").glob("python3.*/site-packages")
     (site_packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     return folder / "bin"

@@ -118,6 +118,7 @@ class FakeServer(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.answers = {"/health": (200, {})}
+        self.closing = threading.Event()  # ends handlers that wait
         self.url = f"http://127.0.0.1:{self.server_port}"
         threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
 
@@ -130,7 +131,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         answer = self.server.answers.get(self.path, (200, {}))
         if not isinstance(answer, tuple):
-            time.sleep(answer)
+            self.server.closing.wait(answer)
             answer = (200, {"choices": [CHOICE]})
         body = json.dumps(answer[1]).encode()
         self.send_response(answer[0])
@@ -153,6 +154,7 @@ def server(monkeypatch):
     monkeypatch.setattr(vllm, "POLL_SECONDS", 0.05)
     running = FakeServer()
     yield running
+    running.closing.set()
     running.die()
 
 

@@ -21,6 +21,7 @@ class Service(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.requests: list[dict] = []
         self.misbehave = None
+        self.closing = threading.Event()  # ends handlers that wait
         self.url = f"http://127.0.0.1:{self.server_port}/service"
 
     def handle_error(self, request, client_address) -> None:
@@ -72,5 +73,6 @@ def running_service() -> Iterator[Service]:
         thread = threading.Thread(target=running.serve_forever, args=(0.02,), daemon=True)
         thread.start()
         yield running
+        running.closing.set()
         running.shutdown()
         thread.join()

@@ -3,7 +3,6 @@ import json
 import pickle
 import sys
 import textwrap
-import time
 import zlib
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -214,9 +213,7 @@ def test_feedback_shows_a_wrong_answer_and_an_error_of_different_tests(sandbox):
 @pytest.mark.parametrize("code", TABLES["slow"].values(), ids=TABLES["slow"])
 def test_time_out_is_shown_with_its_limit_and_ends_the_program(sandbox, code):
     answer = stdin_answer(("3\n", "6\n"), ("10\n", "20\n"), ("11\n", "22\n"), time_limit=0.1)
-    start = time.monotonic()
     verdict = livecodebench.verify(fenced(code), answer, sandbox=sandbox)
-    assert time.monotonic() - start < 60.0
     place = 2 if "n > 3" in code else 1
     assert verdict.reward == 0.0
     assert verdict.feedback == f"Test {place}: Time Limit Exceeded (0.1 seconds)\nInput: {(3, 10)[place - 1]}"

@@ -54,5 +54,5 @@ def test_unknown_names_raise_and_list_known_tasks(name, message):
 
 def test_loading_a_task_imports_no_other_task():
     command = [sys.executable, "-c", TABLES["loads_one"]]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=800)
     assert done.stdout.strip() == "[]"
