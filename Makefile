@@ -8,7 +8,7 @@ OPTIONAL_VENV := .venv-optional
 TRL ?=
 TRL_VENV := .venv-trl
 
-.PHONY: quickstart smollm test test-optional test-slow test-faults test-trl test-vllm notebooks docs wheel bench lint format clean
+.PHONY: quickstart smollm test test-optional test-slow test-shard test-random mutants test-faults test-trl test-vllm notebooks docs wheel bench lint format clean
 
 quickstart: $(INSTALLED)  ## Train on the embedded task with CREDIT on this CPU and show the result
 	$(BIN)/credit-trl credit-quickstart
@@ -28,6 +28,15 @@ test-optional: $(INSTALLED)  ## The tests that use bubblewrap and Chromium where
 test-slow: $(INSTALLED)  ## The slow tests, and those of DeepSpeed and bitsandbytes if these can be installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow
 	tests/distributed/optional.sh $(VENV) $(OPTIONAL_VENV)
+
+test-shard: $(INSTALLED)  ## One shard of the slow tests within 20 minutes, chosen by the commit: make test-shard [SHARD=slow|faults|optional]
+	$(BIN)/python tests/slow_suite.py $(if $(SHARD),--shard $(SHARD))
+
+test-random: $(INSTALLED)  ## The fast tests in a random order, three times
+	for seed in 1 2 3; do OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal --random-order --random-order-seed=$$seed --ignore=tests/packaging || exit 1; done
+
+mutants: $(INSTALLED)  ## Change the core, one mutant at a time, and run the tests that mirror it; goes on where it stopped
+	$(BIN)/python tests/mutants/run.py
 
 test-trl: $(INSTALLED)  ## Tests of the trainer with the oldest and the newest TRL, or more with one: make test-trl TRL=1.15.0 [WITH="transformers==5.6.2"]
 	tests/training/other_trl.sh $(VENV) $(TRL_VENV) "$(TRL)" $(WITH)
@@ -60,7 +69,7 @@ format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(OPTIONAL_VENV) $(TRL_VENV) runs site dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(OPTIONAL_VENV) $(TRL_VENV) .mutants runs site dist .pytest_cache .ruff_cache .hypothesis
 
 # torch is installed first and pinned, because `pip install` of a newer one may add gigabytes of CUDA libraries.
 $(INSTALLED): pyproject.toml constraints.txt
