@@ -36,3 +36,20 @@ def test_failed_write_keeps_the_old_file(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space"):
         write_atomically(tmp_path / "a.json", "new")
     assert json.loads((tmp_path / "a.json").read_text()) == {"old": 1}
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_failed_append_leaves_no_part_of_a_line(tmp_path, monkeypatch, exists):
+    path = tmp_path / "log.jsonl"
+    if exists:
+        append_lines(path, {"step": 1})
+    content = path.read_text() if exists else ""
+
+    def fail(written):
+        assert len(written.read_text()) > len(content)
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(run_directory, "sync", fail)
+    with pytest.raises(OSError, match="No space"):
+        append_lines(path, {"step": 2}, {"step": 3})
+    assert path.read_text() == content

@@ -114,6 +114,16 @@ def test_feedback_on_turns_keeps_its_budget(tokenizer, make_config, lengths, bud
     assert placed.cut or len(placed.teacher) - len(built.teacher) == total_length
 
 
+@pytest.mark.parametrize("cut_turn", [0, 1, 2, None])
+def test_cut_feedback_on_any_turn_is_reported(tokenizer, make_config, cut_turn):
+    builder = ContextBuilder(tokenizer, make_config(max_reprompt_len=300))
+    ids, mask = conversation(tokenizer, ["a"] * 3, ["t"] * 2)
+    feedback = {turn: "x" * (200 if turn == cut_turn else 1) for turn in range(3)}
+    built = TokenContexts(tokenizer("q" + OPEN)["input_ids"], privileged=PrivilegedContext(turns=feedback))
+    placed = place_turns(built, ids, turn_starts(mask), builder, builder.render)
+    assert placed.cut == (cut_turn is not None)
+
+
 def test_a_turn_that_the_template_did_not_open_is_refused(builder, tokenizer):
     built = TokenContexts(tokenizer("q" + OPEN)["input_ids"], privileged=PrivilegedContext(turns={1: "x"}))
     with pytest.raises(ValueError, match="Turn 1 does not begin with"):

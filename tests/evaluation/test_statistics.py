@@ -114,6 +114,18 @@ def test_two_level_test_includes_the_variance_of_seeds(paired_seeds):
     assert rejections(pooled, 100) > 0.2  # resampling prompts only rejects too often
 
 
+def test_resamples_as_far_as_the_difference_count():
+    """Of two prompts each resample draws one, so the deviations are ± 1/2 times a tail, here 1."""
+    tails = np.ones(8)
+    shares = np.eye(2)[[0, 1] * 4]
+    resample = lambda rng, size, count: (shares, tails) if count == 2 else (np.ones((8, 1)), tails)  # noqa: E731
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(statistics, "_resample", resample)
+        tested = paired_bootstrap([1.0, 0.0], [0.0, 0.0], 8)
+    assert tested.difference == 0.5
+    assert tested.p_value == 1.0
+
+
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 2**31), st.floats(-0.5, 0.5))
 def test_paired_difference_is_antisymmetric_and_shift_exact(seed, shift):

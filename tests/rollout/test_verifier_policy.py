@@ -6,10 +6,12 @@ import re
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from credit_trl.rollout.batch import mask_skipped_rewards, mask_skipped_tokens
 from credit_trl.rollout.verdict import FAILED, VerdictLog, VerifierPolicy, VerifierTimeout, remaining_seconds
 from tiny import length_verdicts
 
@@ -21,8 +23,19 @@ def call(policy, reward_func, **arguments):
     return policy.call("f", reward_func, arguments)
 
 
+RELEASED = threading.Event()
+
+
+@pytest.fixture(autouse=True)
+def released():
+    """Threads that a policy has abandoned end with their test."""
+    RELEASED.clear()
+    yield
+    RELEASED.set()
+
+
 def forever():
-    threading.Event().wait(3600)
+    RELEASED.wait()
 
 
 async def forever_async():
@@ -111,7 +124,7 @@ def test_logs_of_a_failed_or_late_call_are_dropped():
             raise RuntimeError("down")
         return [1.0] * len(completions)
 
-    log = VerdictLog(VerifierPolicy("skip", 0.3))
+    log = VerdictLog(VerifierPolicy("skip", 2.0))
     graded = log.wrap(verifier, 0)
     for completion in ("late", "fails", "fine"):
         loggers = {
@@ -170,6 +183,29 @@ def test_skipped_rollouts_are_counted_and_do_not_train(make_trainer, recwarn):
     assert [(row["loss"], row["grad_norm"]) != (0.0, 0.0) for row in logged] == [True, False, True]
     assert all(torch.isfinite(p).all() for p in trainer.model.parameters())
     assert not [w for w in recwarn if "has a teacher" in str(w.message)]
+
+
+def test_tokens_of_a_skipped_process_are_not_counted():
+    """The other of two processes has three tokens, and its verifier fails or does not."""
+    mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
+    tool_mask = torch.tensor([[1, 0, 1], [1, 1, 1]])
+
+    def gather(tensor):
+        return torch.stack([tensor, torch.tensor(3)])
+
+    for is_skipped, expected in ((False, 4 + 3), (True, 3)):
+        output = {"completion_mask": mask, "tool_mask": tool_mask, "num_items_in_batch": torch.tensor(7)}
+        mask_skipped_tokens(output, is_skipped, SimpleNamespace(gather=gather))
+        assert output["num_items_in_batch"] == expected
+        assert torch.equal(output["completion_mask"], mask * (not is_skipped))
+
+
+def test_rewards_of_a_skipped_process_are_missing():
+    rewards = torch.arange(8.0).view(4, 2)
+    accelerator = SimpleNamespace(num_processes=2, gather=lambda own: torch.cat([torch.tensor([False, False]), own]))
+    assert mask_skipped_rewards(rewards, True, accelerator) == 0.5
+    assert torch.equal(rewards.isnan().any(dim=1), torch.tensor([False, False, True, True]))
+    assert torch.equal(rewards[:2], torch.arange(4.0).view(2, 2))
 
 
 def test_failing_verifier_ends_the_run_by_default(make_trainer):
