@@ -77,14 +77,15 @@ def draw_predicted() -> Figure:
 def draw_smollm2_arms() -> Figure:
     runs = pd.read_csv(STUDY.parent / "smollm" / "results" / "runs.csv").query("setting == 'average'")
     arms = {"sdpo": "SDPO"} | {f"credit-{coef}": f"CREDIT λ={coef}" for coef in ("0.05", "0.1", "0.2", "0.5")}
-    arms |= {"guide": "CREDIT form=guide λ=0.1", "temper-only": "temper-only λ=0.1", "grpo": "GRPO"}
+    arms |= {"guide": "guide λ=0.1", "temper-only": "temper-only λ=0.1", "grpo": "GRPO"}
+    colors = {arm: color for arm, (_, color) in STYLES.items()} | {"guide λ=0.1": "#66C2A5"}  # of this study alone
     figure, panels = plt.subplots(1, 2, figsize=(9.6, 3.0), layout="constrained")
     titles = {"opening": "responses with an opening, %", "accuracy": "held-out avg@4, %"}
     for axes, (measure, title) in zip(panels, titles.items(), strict=True):
         for at, (arm, name) in enumerate(arms.items()):
             values = 100 * runs.loc[runs["arm"] == arm, f"{measure}_after"]
-            axes.plot([at] * len(values), values, "o", color=STYLES[name][1], ms=5, mew=0, alpha=0.6)
-            axes.hlines(values.mean(), at - 0.33, at + 0.33, color=STYLES[name][1], lw=2.5)
+            axes.plot([at] * len(values), values, "o", color=colors[name], ms=5, mew=0, alpha=0.6)
+            axes.hlines(values.mean(), at - 0.33, at + 0.33, color=colors[name], lw=2.5)
         axes.axhline(100 * runs[f"{measure}_before"].mean(), ls=":", lw=1, color=mpl.rcParams["text.color"])
         labels = ("SDPO", "λ = 0.05", "λ = 0.1", "λ = 0.2", "λ = 0.5", "guide\nλ = 0.1", "temper-\nonly", "GRPO")
         axes.set_xticks(range(len(arms)), labels)

@@ -47,12 +47,11 @@ STYLES = {
     "CREDIT λ=0.1": ("CREDIT, λ = 0.1", "#0072B2"),
     "CREDIT λ=0.2": ("CREDIT, λ = 0.2", "#7A6AE0"),
     "CREDIT λ=0.5": ("CREDIT, λ = 0.5", "#B07AA1"),
-    "CREDIT form=guide λ=0.1": ("guide, λ = 0.1", "#66C2A5"),  # version 0.3.0
     "CREDIT form=guide λ=0.2": ("guide, λ = 0.2", "#009E73"),
     "CREDIT form=guide λ=1": ("guide, λ = 1", "#4DAF4A"),
     "CREDIT form=guide λ=1.5": ("guide, λ = 1.5", "#8DB600"),
     "temper-only λ=0.1": ("temper-only, λ = 0.1", "#E69F00"),
-    "hint-contrast λ=0.1": ("contrast of feedback, λ = 0.1", "#CC79A7"),  # version 0.3.0
+    "hint-contrast λ=0.1": ("contrast of feedback, λ = 0.1", "#CC79A7"),  # of rows in results/ alone
     "GRPO": ("GRPO", "#7F7F7F"),
 }
 # The arms that the tables of the predicted worlds have.

@@ -342,6 +342,16 @@ def fit_batch(config: CreditConfig, rows: int | None) -> None:
     config.generation_batch_size = rollouts * config.steps_per_generation
 
 
+def fit_eval_batch(config: CreditConfig, distills: bool) -> None:
+    """Set whole groups of rollouts as an evaluation batch, where no size is set; of two prompts if it `distills`."""
+    if config.is_eval_sized:
+        return
+    group = config.num_generations_eval or config.num_generations
+    step = group // math.gcd(group, _processes())  # of whole groups
+    fewest = max(GRPOConfig.per_device_eval_batch_size, 2 * group / _processes() if distills else 1)
+    config.per_device_eval_batch_size = step * math.ceil(fewest / step)
+
+
 def _resolve_defaults(config: CreditConfig) -> None:
     """Set options whose default depends on others or on the machine."""
     distills = config.distillation_weight > 0.0
@@ -351,11 +361,8 @@ def _resolve_defaults(config: CreditConfig) -> None:
             setattr(config, name, getattr(GRPOConfig, name))
     if distills and not config.is_sized:
         config.gradient_accumulation_steps = _accumulation(config, _DEFAULT_PROMPTS)
-    if config.per_device_eval_batch_size is None:
-        group = config.num_generations_eval or config.num_generations
-        step = group // math.gcd(group, _processes())  # of whole groups
-        fewest = max(GRPOConfig.per_device_eval_batch_size, 2 * group / _processes() if distills else 1)
-        config.per_device_eval_batch_size = step * math.ceil(fewest / step)
+    config.is_eval_sized = config.per_device_eval_batch_size is not None
+    fit_eval_batch(config, distills)
     has_average = (config.teacher_update_rate, config.teacher_sync_steps) != (None, None)
     config.teacher_model_kind = config.teacher_model_kind or ("ema" if has_average else "base")
     config.teacher_update_rate = config.teacher_update_rate or 0.01

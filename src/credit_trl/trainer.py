@@ -12,7 +12,14 @@ from datasets import Dataset, IterableDataset
 from torch import Tensor, nn
 from trl import GRPOTrainer
 
-from credit_trl.config import PAPER, CreditConfig, check_combinations, fit_batch, refuse_unknown
+from credit_trl.config import (
+    PAPER,
+    CreditConfig,
+    check_combinations,
+    fit_batch,
+    fit_eval_batch,
+    refuse_unknown,
+)
 from credit_trl.contexts.builder import ContextBuilder
 from credit_trl.contexts.gather import ignored_feedback
 from credit_trl.contexts.images import ImageReader, PromptImages, trl_image_fields
@@ -119,14 +126,16 @@ class CreditTrainer(ResumableTrainer):
         refuse_unknown("CreditTrainer", "argument", kwargs, inspect.signature(GRPOTrainer).parameters)
         model = _SHIPPED if isinstance(model, str) and model == "quickstart" else model
         check_behaviour()
-        self._verdicts = VerdictLog(VerifierPolicy(args.on_verifier_error, args.verifier_timeout))
         distills = args.distillation_weight > 0.0 or token_weight is not None
+        columns = reporting.COLUMNS if distills else reporting.COLUMNS[:1]
+        self._verdicts = VerdictLog(VerifierPolicy(args.on_verifier_error, args.verifier_timeout), columns)
         datasets = checks.named_datasets(train_dataset, eval_dataset)
         checks.check_datasets(args, datasets, reward_funcs, kwargs, distills=distills)
         checks.check_paths(args)
         checks.check_engine_options(args)
         if distills:
             fit_batch(args, len(train_dataset) if isinstance(train_dataset, Dataset) else None)
+            fit_eval_batch(args, distills)
         if distills and args.distillation_weight == 0.0:
             check_combinations(args)  # which the configuration has not
         super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, **kwargs)
@@ -372,7 +381,9 @@ class CreditTrainer(ResumableTrainer):
         contexts = self.credit_step.build_contexts(batch)
         shares = context_metrics(contexts, self.args.contrasts, self._sum_over_processes)
         self._log_values(shares)
-        self.alarms.check_contexts(shares, self._metrics[self._mode].get("credit/frac_verifier_skipped", [0.0])[-1])
+        self.alarms.check_contexts(
+            shares, self._metrics[self._mode].get("credit/frac_verifier_skipped", [0.0])[-1], self._mode
+        )
         pairs = zip(contexts, batch.completion_ids, strict=True)
         longest = max((len(ids) + len(y) for own, y in pairs for ids, _ in own.sequences()), default=0)
         positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or longest

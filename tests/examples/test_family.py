@@ -239,3 +239,12 @@ def test_temper_only_is_the_target_without_contrast(make_config, tokenizer):
         method("temper_only", "temper")(
             CreditStep(live, ContextBuilder(tokenizer, live), make_teacher("live", problem.policy)), 0.1
         )
+
+
+@pytest.mark.parametrize(("options", "size"), [({}, 16), ({"per_device_eval_batch_size": 8}, 8)])
+def test_an_evaluation_batch_of_a_token_weight_has_two_prompts(make_trainer, options, size):
+    """At weight 0 too, or no sample of an evaluation had a contrast prompt."""
+    sizes = {"distillation_weight": 0.0, "num_generations": 8, "per_device_train_batch_size": 16}
+    weighted = make_trainer(method("rlcsd", "residual_weight"), **sizes, **options)
+    assert weighted.args.per_device_eval_batch_size == size
+    assert make_trainer(None, **sizes).args.per_device_eval_batch_size == 8

@@ -216,3 +216,20 @@ def test_weights_that_are_stored_by_other_names_are_loaded(train, make_family, d
         stored = type(trained.model).from_pretrained(trained.state.best_model_checkpoint)
         assert all(map(torch.equal, trained.model.parameters(), stored.parameters()))
     load_renamed_weights(trained.model, str(tmp_path / "removed"))  # of which transformers warns
+
+
+def test_resuming_with_another_model_size_names_the_sizes(train, make_model, tmp_path):
+    train(max_steps=1, save_steps=1)
+    larger = make_model(hidden_size=64)
+    for changes in ("refuse", "allow"):
+        with pytest.raises(ValueError, match=r"model of another size: `hidden_size`: \d+ -> 64\. Resume with"):
+            train(tmp_path, resume="latest", changes=changes, model=larger, max_steps=2)
+
+
+def test_tied_weights_are_not_reported_as_missing(train, make_model, tmp_path, caplog):
+    options = {"save_steps": 1}
+    train(model=make_model(tie_word_embeddings=True), max_steps=1, **options)
+    with caplog.at_level("WARNING", logger="transformers.trainer"):
+        resumed = train(tmp_path, resume="latest", model=make_model(tie_word_embeddings=True), max_steps=2, **options)
+    assert resumed.model.lm_head.weight is resumed.model.get_input_embeddings().weight
+    assert "missing keys" not in caplog.text
