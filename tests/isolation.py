@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-# Threads of libraries that serve the whole process: tqdm's monitor, fsspec's event loop, pytest-timeout's timer.
-SHARED_THREADS = ("fsspecIO", "TMonitor", "pytest_timeout", "IOPub", "Heartbeat")
+# Threads of libraries that serve the whole process: fsspec's event loop and TRL's, tqdm's monitor, a timer of pytest.
+SHARED_THREADS = ("fsspecIO", "TMonitor", "pytest_timeout", "IOPub", "Heartbeat", "GRPOTrainer-AsyncLoop")
 # Variables that libraries derive from a configuration, as transformers does for accelerate, or that pytest sets.
 LIBRARY_PREFIXES = ("ACCELERATE_", "FSDP_", "PYTEST_", "TORCH", "CUDA", "KMP_", "TRACKIO_", "TOKENIZERS_", "COV_")
 MAX_JOIN_SECONDS = 30.0  # ends a hang: a thread that was told to end takes milliseconds
