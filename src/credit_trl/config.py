@@ -344,12 +344,11 @@ def fit_batch(config: CreditConfig, rows: int | None) -> None:
 
 def fit_eval_batch(config: CreditConfig, distills: bool) -> None:
     """Set whole groups of rollouts as an evaluation batch, where no size is set; of two prompts if it `distills`."""
-    if config.is_eval_sized:
-        return
-    group = config.num_generations_eval or config.num_generations
-    step = group // math.gcd(group, _processes())  # of whole groups
-    fewest = max(GRPOConfig.per_device_eval_batch_size, 2 * group / _processes() if distills else 1)
-    config.per_device_eval_batch_size = step * math.ceil(fewest / step)
+    if not config.is_eval_sized:
+        group = config.num_generations_eval or config.num_generations
+        step = group // math.gcd(group, _processes())  # of whole groups
+        fewest = max(GRPOConfig.per_device_eval_batch_size, 2 * group / _processes() if distills else 1)
+        config.per_device_eval_batch_size = step * math.ceil(fewest / step)
 
 
 def _resolve_defaults(config: CreditConfig) -> None:

@@ -126,16 +126,15 @@ class CreditTrainer(ResumableTrainer):
         refuse_unknown("CreditTrainer", "argument", kwargs, inspect.signature(GRPOTrainer).parameters)
         model = _SHIPPED if isinstance(model, str) and model == "quickstart" else model
         check_behaviour()
+        self._verdicts = VerdictLog(VerifierPolicy(args.on_verifier_error, args.verifier_timeout))
         distills = args.distillation_weight > 0.0 or token_weight is not None
-        columns = reporting.COLUMNS if distills else reporting.COLUMNS[:1]
-        self._verdicts = VerdictLog(VerifierPolicy(args.on_verifier_error, args.verifier_timeout), columns)
         datasets = checks.named_datasets(train_dataset, eval_dataset)
         checks.check_datasets(args, datasets, reward_funcs, kwargs, distills=distills)
         checks.check_paths(args)
         checks.check_engine_options(args)
         if distills:
             fit_batch(args, len(train_dataset) if isinstance(train_dataset, Dataset) else None)
-            fit_eval_batch(args, distills)
+        fit_eval_batch(args, distills)
         if distills and args.distillation_weight == 0.0:
             check_combinations(args)  # which the configuration has not
         super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, **kwargs)
@@ -183,6 +182,7 @@ class CreditTrainer(ResumableTrainer):
     def _init_reports(self) -> None:
         self._eval_batches = 0
         self.alarms = Alarms(self.accelerator.is_main_process)
+        self._eval_alarms = Alarms(self.accelerator.is_main_process)  # which replace none of training
         self._token_metrics = TokenMetrics(self.args, self._sum_over_processes)
         self.run_log = reporting.RunLog(self)
         self.add_callback(self.run_log)
@@ -381,9 +381,8 @@ class CreditTrainer(ResumableTrainer):
         contexts = self.credit_step.build_contexts(batch)
         shares = context_metrics(contexts, self.args.contrasts, self._sum_over_processes)
         self._log_values(shares)
-        self.alarms.check_contexts(
-            shares, self._metrics[self._mode].get("credit/frac_verifier_skipped", [0.0])[-1], self._mode
-        )
+        alarms = self.alarms if self.model.training else self._eval_alarms
+        alarms.check_contexts(shares, self._metrics[self._mode].get("credit/frac_verifier_skipped", [0.0])[-1])
         pairs = zip(contexts, batch.completion_ids, strict=True)
         longest = max((len(ids) + len(y) for own, y in pairs for ids, _ in own.sequences()), default=0)
         positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or longest

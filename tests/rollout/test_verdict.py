@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from contextlib import nullcontext
 from functools import partial
 
 import numpy as np
@@ -87,20 +86,3 @@ def test_malformed_results_are_errors_that_name_the_function(result, message, on
 )
 def test_sequences_of_numbers_verdicts_and_none_are_accepted(result):
     assert graded(lambda **_: result) in ([0.5, 1.0], [0.5, None])
-
-
-@pytest.mark.parametrize("weight", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("column", ["feedback", "teacher_prompt", "s_mean", "mine"])
-def test_a_reward_function_logs_columns_that_the_trainer_does_not(make_trainer, weight, column):
-    """GRPO has no teacher, and so no teacher prompt and no S_t."""
-
-    def reward(completions, log_extra, **columns):
-        log_extra(column, ["x"] * len(completions))
-        return [0.0] * len(completions)
-
-    is_refused = column == "feedback" or (weight > 0.0 and column != "mine")
-    trainer = make_trainer(reward, distillation_weight=weight, max_steps=1)
-    expectation = pytest.raises(ValueError, match=f"logs '{column}' itself") if is_refused else nullcontext()
-    with expectation:
-        trainer.train()
-    assert is_refused or set(trainer._logs["extra"][column]) == {"x"}

@@ -237,13 +237,11 @@ class VerdictLog:
     """Feedback of one generation batch, collected while the reward functions run.
 
     `wrap` wraps a reward function so that TRL gets floats and this log keeps the feedback. The feedback of a sample
-    joins that of its reward functions, in their order, with an empty line between them. `columns` of TRL's table of
-    completions are the trainer's, and no reward function logs them.
+    joins that of its reward functions, in their order, with an empty line between them.
     """
 
-    def __init__(self, policy: VerifierPolicy | None = None, columns: Sequence[str] = ()) -> None:
+    def __init__(self, policy: VerifierPolicy | None = None) -> None:
         self.policy = policy or VerifierPolicy()
-        self.columns = columns
         self.clear()
 
     def clear(self) -> None:
@@ -262,7 +260,7 @@ class VerdictLog:
         def accepted(arguments: dict[str, Any], held: list[Callable[[], None]]) -> dict[str, Any]:
             """Arguments that the function takes. Its calls of loggers wait in `held`, as it may fail or be late."""
             taken = {key: value for key, value in arguments.items() if key not in ignored}
-            holders = {"log_extra": self._hold_column, "log_metric": _hold}
+            holders = {"log_extra": _hold_column, "log_metric": _hold}
             loggers = {key: partial(hold, held, taken[key]) for key, hold in holders.items() if key in taken}
             return taken | loggers
 
@@ -289,14 +287,6 @@ class VerdictLog:
 
         return wrapped_async if is_async_callable(reward_func) else wrapped
 
-    def _hold_column(
-        self, held: list[Callable[[], None]], log: Callable[..., None], column: str, values: list[Any]
-    ) -> None:
-        """Store a call of `log_extra`, unless the trainer fills a column of that name."""
-        if column in self.columns:
-            raise ValueError(f"The trainer logs {column!r} itself. Give the column another name.")
-        _hold(held, log, column=column, values=values)
-
     def _of_samples(self, num_samples: int) -> list[list[Verdict]]:
         """Verdicts of each local sample, in the order of the reward functions."""
         by_function = [self._verdicts[position] for position in sorted(self._verdicts)]
@@ -319,6 +309,13 @@ class VerdictLog:
 def _hold(held: list[Callable[[], None]], log: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     """Store a call of a logger with copies of its arguments, which the function may change later."""
     held.append(partial(log, *map(copy, args), **{key: copy(value) for key, value in kwargs.items()}))
+
+
+def _hold_column(held: list[Callable[[], None]], log: Callable[..., None], column: str, values: list[Any]) -> None:
+    """Store a call of `log_extra`, unless the trainer fills a column of that name."""
+    if column in ("feedback", "teacher_prompt", "s_mean"):
+        raise ValueError(f"The trainer logs {column!r} itself in runs with a teacher. Give the column another name.")
+    _hold(held, log, column=column, values=values)
 
 
 def listed(output: Any, arguments: Mapping[str, Any]) -> Any:

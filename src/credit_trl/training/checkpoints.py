@@ -17,7 +17,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -63,10 +63,6 @@ STATE_FILE = "credit_state.json"
 MANIFEST_FILE = "manifest.json"
 
 
-# Fields of a model's configuration that its weights follow from.
-_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-
-
 class CheckpointError(RuntimeError):
     """A checkpoint could not be written. Earlier checkpoints are unchanged."""
 
@@ -81,7 +77,6 @@ class CheckpointState:
     options: Mapping[str, Any]  # `run_options`
     run: str | None = None
     start: int = 0  # how often the run has been started; greater than that of checkpoints that it went back behind
-    model: Mapping[str, int] = field(default_factory=dict)  # `model_sizes`
 
 
 def read_state(checkpoint: str | Path) -> CheckpointState:
@@ -93,15 +88,8 @@ def read_state(checkpoint: str | Path) -> CheckpointState:
     """
     path = Path(checkpoint) / STATE_FILE
     state = read_json(path)
-    kinds = {
-        "step": int,
-        "inside_generation_batch": bool,
-        "layout": dict,
-        "options": dict,
-        "start": int,
-        "model": dict,
-    }
-    state = {"start": 0, "model": {}, **state}
+    kinds = {"step": int, "inside_generation_batch": bool, "layout": dict, "options": dict, "start": int}
+    state = {"start": 0, **state}
     for name, kind in kinds.items():
         if not isinstance(state.get(name), kind):
             raise ValueError(f"{path}: `{name}` is {state.get(name)!r}, expected {kind.__name__}. Resume another one.")
@@ -118,12 +106,6 @@ class RunStart:
     count: int  # `CheckpointState.start` of the checkpoints that follow
     continues: bool  # whether the files in `output_dir` are of that run
     options: dict[str, Any]  # `run_options`
-
-
-def model_sizes(model: nn.Module) -> dict[str, int]:
-    """Sizes of the policy that a checkpoint stores, and a run that resumes from it must have."""
-    config = model.config.get_text_config()
-    return {name: getattr(config, name) for name in _SIZES if isinstance(getattr(config, name, None), int)}
 
 
 @contextmanager
@@ -174,8 +156,7 @@ class ResumableTrainer(GRPOTrainer):
 
         Raises:
             ValueError: the directory is no complete checkpoint, a file of it is damaged, or its run had other data,
-                another seed, number of processes, model size, fine-tuning method or adapter, or other options of
-                `run_options`.
+                another seed, number of processes, fine-tuning method or adapter, or other options of `run_options`.
             FileNotFoundError: a live teacher becomes an average, which the checkpoint does not hold.
             RunLockedError: another trainer uses `output_dir`, or it was moved while this one trained.
         """
@@ -226,15 +207,7 @@ class ResumableTrainer(GRPOTrainer):
 
     def _check_options(self, start: RunStart, resume_changes: str) -> None:
         """Compare the options of a checkpoint with those of this run before anything is loaded."""
-        state = read_state(start.checkpoint)
-        sizes = model_sizes(self.accelerator.unwrap_model(self.model))
-        other_sizes = describe_change(state.model, sizes)
-        if other_sizes:
-            raise ValueError(
-                f"{start.checkpoint} has a model of another size: {'; '.join(other_sizes)}. Resume with the model of "
-                "the checkpoint, or start a new run."
-            )
-        changed = describe_change(state.options, start.options)
+        changed = describe_change(read_state(start.checkpoint).options, start.options)
         if changed and resume_changes != "allow":
             raise ValueError(
                 f"{start.checkpoint} was saved with other options than this run has: {'; '.join(changed)}. Resume "
@@ -392,7 +365,6 @@ class ResumableTrainer(GRPOTrainer):
             start = self.run_start
             state |= {"run": run_id(self.args.output_dir), "start": start.count if start else 0}
             state |= {"options": start.options if start else {}}
-            state["model"] = model_sizes(self.accelerator.unwrap_model(self.model))
             (folder / STATE_FILE).write_text(json.dumps(state))
 
     def _get_output_dir(self, trial: Any) -> str:
@@ -400,8 +372,7 @@ class ResumableTrainer(GRPOTrainer):
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         """Warn as transformers does, and not about tied weights, which a checkpoint stores once."""
-        tied = getattr(self.model, "all_tied_weights_keys", {})
-        missing = [name for name in load_result.missing_keys if name not in tied]
+        missing = [name for name in load_result.missing_keys if name not in self.model.all_tied_weights_keys]
         super()._issue_warnings_after_load(load_result._replace(missing_keys=missing))
 
     def _load_renamed(self, checkpoint: str) -> None:

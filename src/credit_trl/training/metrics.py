@@ -46,7 +46,10 @@ def context_metrics(
 
 # Not defined for `distillation_support="sampled"`: one token is no distribution.
 _NOT_SAMPLED = {
-    f"credit/{name}" for name in ("kl_to_target", "kl_to_teacher", "support_mass_student", "support_mass_teacher")
+    "credit/kl_to_target",
+    "credit/kl_to_teacher",
+    "credit/support_mass_student",
+    "credit/support_mass_teacher",
 }
 
 
@@ -236,20 +239,16 @@ class Alarms:
         self.raised: set[str] = set()
         self._in_a_row: dict[str, int] = {}  # by cause
 
-    def raise_if(self, holds: bool, cause: str, mode: str = "train", **values: Any) -> None:
-        """Raise the warning of a cause of `_MESSAGES`, with the values that it names, if it holds `TIMES` in a row.
-
-        The warning of an evaluation, with the `mode` `"eval"`, is not that of training, which may follow.
-        """
-        place = cause if mode == "train" else f"{mode} {cause}"
-        count = self._in_a_row.get(place, 0) + 1 if holds else 0
-        self._in_a_row = {**self._in_a_row, place: count}
-        if count >= TIMES.get(cause, 1) and self.enabled and place not in self.raised:
-            self.raised.add(place)
+    def raise_if(self, holds: bool, cause: str, **values: Any) -> None:
+        """Raise the warning of a cause of `_MESSAGES`, with the values that it names, if it holds `TIMES` in a row."""
+        count = self._in_a_row.get(cause, 0) + 1 if holds else 0
+        self._in_a_row = {**self._in_a_row, cause: count}
+        if count >= TIMES.get(cause, 1) and self.enabled and cause not in self.raised:
+            self.raised.add(cause)
             message = _MESSAGES[cause].format(count=count, **values)
             warnings.warn_explicit(message, CreditWarning, "credit_trl", 0)  # no source line in the output
 
-    def check_contexts(self, share: dict[str, float], frac_skipped: float = 0.0, mode: str = "train") -> None:
+    def check_contexts(self, share: dict[str, float], frac_skipped: float = 0.0) -> None:
         """Warn by `context_metrics` where no sample has a teacher, none a contrast prompt, or all feedback is dropped.
 
         `frac_skipped` is the share of samples whose verifier failed, which explains a batch without teacher.
@@ -257,9 +256,9 @@ class Alarms:
         no_teacher = share["credit/frac_without_teacher"]
         no_contrast = share["credit/frac_without_contrast"]
         dropped = share["credit/frac_feedback_dropped"]
-        self.raise_if(no_teacher == 1.0 and frac_skipped == dropped == 0.0, "no_teacher", mode)
-        self.raise_if(no_contrast > 0.0 and math.isclose(no_contrast + no_teacher, 1.0), "no_contrast", mode)
-        self.raise_if(dropped > 0.0 and share["credit/frac_with_feedback"] == 0.0, "feedback_dropped", mode)
+        self.raise_if(no_teacher == 1.0 and frac_skipped == dropped == 0.0, "no_teacher")
+        self.raise_if(no_contrast > 0.0 and math.isclose(no_contrast + no_teacher, 1.0), "no_contrast")
+        self.raise_if(dropped > 0.0 and share["credit/frac_with_feedback"] == 0.0, "feedback_dropped")
 
     def check_log(self, metrics: Mapping[str, Sequence[float]], logs: Mapping[str, float], vocabulary: int) -> None:
         """Warn about what is about to be logged: the engine, the teacher, its support, the credit and the gradient.

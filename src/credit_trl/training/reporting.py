@@ -231,10 +231,6 @@ def print_completions(logs: Mapping[str, Any], step: int, count: int | None) -> 
         tqdm.write(f"--- {title}\n{text_block({name: row[name] for name in row if name not in numbers})}\n---")
 
 
-# Columns that the trainer adds to TRL's table of completions; without a distillation loss the first.
-COLUMNS = ("feedback", "teacher_prompt", "s_mean")
-
-
 def add_completion_columns(
     trainer: Any, output: Mapping[str, Tensor], batch: GenerationBatch, contexts: Sequence[TokenContexts] | None
 ) -> None:

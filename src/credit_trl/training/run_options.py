@@ -43,8 +43,8 @@ MAX_ROWS = 100_000
 def run_options(trainer: Any) -> dict[str, Any]:
     """Options that a checkpoint stores, and a run that resumes from it must have, as JSON.
 
-    Those of the configuration that change what is learnt, `peft_config.…` of an adapter, `processes`, the names of
-    `model` and `reward_funcs`, and `data`, see `fingerprint`.
+    Those of the configuration that change what is learnt, `peft_config.…` of an adapter, `processes`, name and
+    sizes of `model`, the names of `reward_funcs`, and `data`, see `fingerprint`.
     """
     config = trainer.args.to_dict()
     options = {name: value for name, value in config.items() if _changes_learning(name)}
@@ -52,6 +52,9 @@ def run_options(trainer: Any) -> dict[str, Any]:
     adapter = model.peft_config[model.active_adapter].to_dict() if is_peft_model(model) else {}
     options |= {f"peft_config.{name}": adapter[name] for name in _ADAPTER_FIELDS if adapter.get(name)}
     options["model"] = Path(getattr(model, "name_or_path", "") or type(model).__name__).name
+    sizes = model.config.get_text_config()
+    options["model.hidden_size"] = sizes.hidden_size
+    options["model.num_hidden_layers"] = sizes.num_hidden_layers
     options["processes"] = trainer.accelerator.num_processes
     options["reward_funcs"] = trainer.reward_func_names
     options["data"] = fingerprint(trainer.train_dataset)
