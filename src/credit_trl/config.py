@@ -328,8 +328,21 @@ def _accumulation(config: CreditConfig, prompts: int) -> int:
     return steps * math.ceil(prompts * config.num_generations / (rollouts * steps))
 
 
+def _fit_eval_batch(config: CreditConfig, distills: bool) -> None:
+    """Set whole groups of rollouts as an evaluation batch, where no size is set; of two prompts if it `distills`."""
+    if not config.is_eval_sized:
+        group = config.num_generations_eval or config.num_generations
+        step = group // math.gcd(group, _processes())  # of whole groups
+        fewest = max(GRPOConfig.per_device_eval_batch_size, 2 * group / _processes() if distills else 1)
+        config.per_device_eval_batch_size = step * math.ceil(fewest / step)
+
+
 def fit_batch(config: CreditConfig, rows: int | None) -> None:
-    """Set at most as many prompts in a generation batch as there are rows (None: many), where no batch size is set."""
+    """Set at most as many prompts in a generation batch as there are rows (None: many), where no batch size is set.
+
+    An evaluation batch has two prompts: the configuration does not know of a `token_weight`, with which GRPO distils.
+    """
+    _fit_eval_batch(config, distills=True)
     if config.is_sized:
         return
     rows = _DEFAULT_PROMPTS if rows is None else rows
@@ -342,15 +355,6 @@ def fit_batch(config: CreditConfig, rows: int | None) -> None:
     config.generation_batch_size = rollouts * config.steps_per_generation
 
 
-def fit_eval_batch(config: CreditConfig, distills: bool) -> None:
-    """Set whole groups of rollouts as an evaluation batch, where no size is set; of two prompts if it `distills`."""
-    if not config.is_eval_sized:
-        group = config.num_generations_eval or config.num_generations
-        step = group // math.gcd(group, _processes())  # of whole groups
-        fewest = max(GRPOConfig.per_device_eval_batch_size, 2 * group / _processes() if distills else 1)
-        config.per_device_eval_batch_size = step * math.ceil(fewest / step)
-
-
 def _resolve_defaults(config: CreditConfig) -> None:
     """Set options whose default depends on others or on the machine."""
     distills = config.distillation_weight > 0.0
@@ -361,7 +365,7 @@ def _resolve_defaults(config: CreditConfig) -> None:
     if distills and not config.is_sized:
         config.gradient_accumulation_steps = _accumulation(config, _DEFAULT_PROMPTS)
     config.is_eval_sized = config.per_device_eval_batch_size is not None
-    fit_eval_batch(config, distills)
+    _fit_eval_batch(config, distills)
     has_average = (config.teacher_update_rate, config.teacher_sync_steps) != (None, None)
     config.teacher_model_kind = config.teacher_model_kind or ("ema" if has_average else "base")
     config.teacher_update_rate = config.teacher_update_rate or 0.01

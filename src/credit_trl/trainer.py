@@ -12,14 +12,7 @@ from datasets import Dataset, IterableDataset
 from torch import Tensor, nn
 from trl import GRPOTrainer
 
-from credit_trl.config import (
-    PAPER,
-    CreditConfig,
-    check_combinations,
-    fit_batch,
-    fit_eval_batch,
-    refuse_unknown,
-)
+from credit_trl.config import PAPER, CreditConfig, check_combinations, fit_batch, refuse_unknown
 from credit_trl.contexts.builder import ContextBuilder
 from credit_trl.contexts.gather import ignored_feedback
 from credit_trl.contexts.images import ImageReader, PromptImages, trl_image_fields
@@ -134,7 +127,6 @@ class CreditTrainer(ResumableTrainer):
         checks.check_engine_options(args)
         if distills:
             fit_batch(args, len(train_dataset) if isinstance(train_dataset, Dataset) else None)
-        fit_eval_batch(args, distills)
         if distills and args.distillation_weight == 0.0:
             check_combinations(args)  # which the configuration has not
         super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, **kwargs)

@@ -173,6 +173,8 @@ class ResumableTrainer(GRPOTrainer):
             self.run_start = start = shared[0]
             if start.checkpoint is not None:
                 self._check_options(start, resume_changes)
+                # A checkpoint stores tied weights once; transformers would report the others as missing.
+                self.model._keys_to_ignore_on_save = {*self.model.all_tied_weights_keys}
             elif resume_from_checkpoint is True:
                 raise ValueError(f"{output_dir} has no checkpoint of this run. `{LATEST}` starts a run without one.")
             self._step = 0
@@ -369,11 +371,6 @@ class ResumableTrainer(GRPOTrainer):
 
     def _get_output_dir(self, trial: Any) -> str:
         return self._save_dir or super()._get_output_dir(trial)
-
-    def _issue_warnings_after_load(self, load_result: Any) -> None:
-        """Warn as transformers does, and not about tied weights, which a checkpoint stores once."""
-        missing = [name for name in load_result.missing_keys if name not in self.model.all_tied_weights_keys]
-        super()._issue_warnings_after_load(load_result._replace(missing_keys=missing))
 
     def _load_renamed(self, checkpoint: str) -> None:
         is_whole = self.accelerator.distributed_type not in ("FSDP", "DEEPSPEED")
