@@ -63,5 +63,6 @@ class ProcessState:
 
 
 def is_shared(thread: threading.Thread) -> bool:
+    """Whether a thread may outlive a test: those of libraries, and daemons, which wait for a client or a timeout."""
     names = (thread.name, type(thread).__name__)
-    return any(name.startswith(SHARED_THREADS) for name in names)
+    return thread.daemon or any(name.startswith(SHARED_THREADS) for name in names)
