@@ -15,7 +15,7 @@ import json
 import sys
 from pathlib import Path
 
-from measure import Results, counted_tokens, in_turns, ratio, trials
+from measure import Results, counted_products, counted_tokens, in_turns, ratio, trials
 from step import measure_quickstart
 from update_phase import RAGGED
 from updates import build, make_update, update_trainer
@@ -28,24 +28,45 @@ SMALL = {"hidden": 16, "heads": 1, "head_dim": 16, "key_value_heads": 1, "interm
 SIBLINGS = Workload(
     vocabulary=300, batch=32, group=8, prompt=32, completion=128, teacher_prompt=176, common=32, topk=20, **SMALL
 )
+SMALL_RAGGED = RAGGED.with_(vocabulary=300, padding="packed", **SMALL)
 COUNTED = {
-    "ragged, trimmed": RAGGED.with_(vocabulary=300, padding="trimmed", **SMALL),
-    "ragged, packed": RAGGED.with_(vocabulary=300, padding="packed", **SMALL),
-    "siblings, packed": SIBLINGS.with_(padding="packed"),
-    "siblings, packed, no contrast": SIBLINGS.with_(padding="packed", contrasts=0),
+    "ragged, trimmed": ("credit", SMALL_RAGGED.with_(padding="trimmed")),
+    "ragged, packed": ("credit", SMALL_RAGGED),
+    "ragged, packed, mixture": ("mixture", SMALL_RAGGED),
+    "ragged, packed, grpo": ("own grpo", SMALL_RAGGED),
+    "siblings, packed": ("credit", SIBLINGS.with_(padding="packed")),
+    "siblings, packed, no contrast": ("credit", SIBLINGS.with_(padding="packed", contrasts=0)),
 }
 TIMED = {"credit": ("credit", Workload()), "sdpo": ("sdpo", Workload())}
+# Ratio -> two kinds, and the field of their samples, of updates of ragged completions.
+RAGGED_TIMED = {
+    "own grpo over grpo, ragged": ("own grpo", "grpo", "processor"),
+    "memory of own grpo over grpo, ragged": ("own grpo", "grpo", "peak_mb"),
+    "mixture over credit, ragged": ("mixture", "credit", "processor"),
+}
 
 
 def counts() -> dict[str, int]:
-    """Tokens read in an update of each workload of `COUNTED`."""
+    """Tokens read in an update of each workload of `COUNTED`, and products of a token with the head."""
     found = {}
-    for name, workload in COUNTED.items():
-        update = make_update("credit", update_trainer("credit", workload), workload)
-        with counted_tokens() as tokens:
+    for name, (kind, workload) in COUNTED.items():
+        update = make_update(kind, update_trainer(kind, workload), workload)
+        with counted_tokens() as tokens, counted_products() as products:
             update()
-        found |= {f"{name}: tokens {kind}": number for kind, number in tokens.items()}
+        found |= {f"{name}: tokens {mode}": number for mode, number in tokens.items()}
+        size = workload.vocabulary * workload.hidden
+        found[f"{name}: products with the head"] = products["multiplications"] // size
     return found
+
+
+def ragged_ratios(rounds: int) -> dict[str, float]:
+    """`RAGGED_TIMED`, in one run."""
+    packed = RAGGED.with_(padding="packed")
+    with trials(build, {kind: (kind, packed) for kind in ("credit", "mixture", "own grpo", "grpo")}) as running:
+        in_turns(running, 1, {"completion": 20})
+        samples = in_turns(running, rounds, {})
+    fields = RAGGED_TIMED.items()
+    return {name: ratio(samples[ours], samples[theirs], field) for name, (ours, theirs, field) in fields}
 
 
 def ratios(rounds: int) -> dict[str, float]:
@@ -56,7 +77,7 @@ def ratios(rounds: int) -> dict[str, float]:
     update = ratio(samples["credit"], samples["sdpo"], "processor")
     memory = ratio(samples["credit"], samples["sdpo"], "peak_mb")
     steps = measure_quickstart(2 * rounds, Results())["ratios"]
-    return {"update over sdpo": update, "memory of an update over sdpo": memory, **steps}
+    return {"update over sdpo": update, "memory of an update over sdpo": memory, **steps} | ragged_ratios(rounds)
 
 
 def compare(found: dict[str, float], baselines: dict[str, float], tolerance: float) -> list[str]:

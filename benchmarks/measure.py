@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from credit_trl.loss import head
+
 # Share of the machine used by other processes above which a round counts as disturbed.
 QUIET = 0.1
 
@@ -192,6 +194,23 @@ def counted_tokens(model: nn.Module | None = None) -> Iterator[dict[str, int]]:
         yield tokens
     finally:
         hook.remove()
+
+
+@contextmanager
+def counted_products() -> Iterator[dict[str, int]]:
+    """Multiplications of this project's blocks of the LM head in the block, which counts those of one forward."""
+    products = {"multiplications": 0}
+    multiply = head._multiply
+
+    def count(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, adds: bool) -> None:
+        products["multiplications"] += a.shape[0] * a.shape[1] * b.shape[1]
+        multiply(a, b, out, adds)
+
+    head._multiply = count
+    try:
+        yield products
+    finally:
+        head._multiply = multiply
 
 
 def none_if_out_of_memory(answer: Callable[..., Sample]) -> Callable[..., Sample | None]:

@@ -71,6 +71,8 @@ KINDS: dict[str, Kinds] = {
         "credit, padded": ("credit", RAGGED.with_(padding="kept")),
         "credit, trimmed": ("credit", RAGGED),
         "credit, packed": ("credit", RAGGED.with_(padding="packed")),
+        "mixture, packed": ("mixture", RAGGED.with_(padding="packed")),
+        "own grpo, packed": ("own grpo", RAGGED.with_(padding="packed")),
         "sdpo": ("sdpo", RAGGED),
         "grpo": ("grpo", RAGGED),
     },
@@ -86,6 +88,11 @@ RATIOS = {
         f"{key}_ratio_{other.removeprefix('credit, ')}": ("credit, packed", other, field)
         for other in ("credit, padded", "credit, trimmed", "sdpo", "grpo")
         for key, field in (("update", "seconds"), ("processor", "processor"))
+    }
+    | {
+        f"{key}_ratio_{ours}_over_{theirs}": (f"{ours}, packed", theirs, field)
+        for ours, theirs in (("own grpo", "grpo"), ("mixture", "credit, packed"))
+        for key, field in (("update", "seconds"), ("processor", "processor"), ("memory", "peak_mb"))
     },
 }
 

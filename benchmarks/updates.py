@@ -2,6 +2,7 @@
 
 `"credit"` is this project's trainer (teacher, C contrasts, loss, backward), `"sdpo"` TRL's `SDPOTrainer` with
 `topk_logits` and a tail bucket (teacher, loss, backward), and `"grpo"` TRL's `GRPOTrainer` (loss, backward).
+`"mixture"` is this project's trainer at `distillation_weight=0.5`, and `"own grpo"` at 0, without a teacher.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from workload import Workload
 from credit_trl.contexts.tokens import TokenContexts
 
 Update = Callable[[], None]
+# Kinds that are this project's trainer -> `distillation_weight`.
+WEIGHTS = {"credit": 1.0, "mixture": 0.5, "own grpo": 0.0}
 
 
 def build(kind: str, workload: Workload) -> Callable[[dict[str, Any]], Sample]:
@@ -45,7 +48,8 @@ def update_trainer(kind: str, workload: Workload) -> Any:
     """The trainer of a kind for a workload, as `train` would have prepared it."""
     if kind == "credit" and workload.padding == "kept":
         padding_kept()
-    trainer = workload_trainer(kind, workload, all_wrong, of_credit={"contrastive_source": "dataset"})
+    of_credit = {"contrastive_source": "dataset", "distillation_weight": WEIGHTS.get(kind)}
+    trainer = workload_trainer("credit" if kind in WEIGHTS else kind, workload, all_wrong, of_credit=of_credit)
     trainer.current_gradient_accumulation_steps = trainer.args.gradient_accumulation_steps
     trainer.model.to(trainer.accelerator.device).train()
     if trainer.args.gradient_checkpointing:
@@ -56,9 +60,9 @@ def update_trainer(kind: str, workload: Workload) -> Any:
 def make_update(kind: str, trainer: Any, workload: Workload) -> Update:
     """A function that makes one update on the workload's batch."""
     batch = workload.rollouts()
-    if kind == "credit":
+    if WEIGHTS.get(kind):
         return _credit_update(trainer, batch, workload)
-    if kind == "grpo":
+    if kind in ("grpo", "own grpo"):
         batch["advantages"] = torch.linspace(-1, 1, workload.batch, device=workload.device)
     else:
         teacher_prompts = torch.tensor([of_sample[0] for of_sample in workload.contexts()], device=workload.device)

@@ -12,6 +12,7 @@ from peft import LoraConfig, PromptTuningConfig
 from trl import GRPOConfig, GRPOTrainer
 
 from credit_trl import CreditConfig, CreditTrainer
+from credit_trl.teacher.packing import cannot_pack
 from credit_trl.training.metrics import CreditWarning
 from families import FAMILIES, build_family
 from test_trainer_options import BASE, BESIDE, NOT_RUN, global_state, options  # noqa: F401, a fixture
@@ -56,6 +57,10 @@ class Run:
     weights: dict[str, torch.Tensor]
     trainer: GRPOTrainer
 
+    @property
+    def largest_gradient(self) -> float:
+        return max(gradient.abs().max().item() for step in self.gradients for gradient in step.values())
+
 
 @pytest.fixture
 def train(tokenizer, tmp_path):
@@ -94,9 +99,11 @@ def train(tokenizer, tmp_path):
     return run
 
 
-def assert_equal(ours, theirs, tolerance=1e-6):
-    assert ours.trainer.policy_step is not None
-    assert max(gradient.abs().max() for gradient in theirs.gradients[0].values()) > 1e-3
+def assert_equal(ours, theirs):
+    tolerance = 1e-6
+    assert (ours.trainer.policy_step is None) == (cannot_pack(ours.trainer.model) is not None)
+    assert theirs.largest_gradient > 1e-3
+    tolerance *= max(1.0, theirs.largest_gradient)  # rounding grows with what is summed
     torch.testing.assert_close(ours.losses, theirs.losses, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(ours.gradients, theirs.gradients, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(ours.weights, theirs.weights, rtol=tolerance, atol=tolerance)
@@ -119,7 +126,7 @@ def test_packed_grpo_equals_trls_for_families(train, tokenizer, family):
     """Heads with a bias, a scale, a soft cap or tied weights, sliding windows, and experts with a router's loss."""
     ours, theirs = (train(packed, {}, build_family(tokenizer, family)) for packed in (True, False))
     assert ours.trainer.aux_loss_enabled == (family == "Qwen3Moe")
-    assert_equal(ours, theirs, 5e-6)  # gradients up to 10
+    assert_equal(ours, theirs)
 
 
 @pytest.mark.slow

@@ -452,7 +452,8 @@ def _check_values(config: CreditConfig) -> None:
     if config.contrastive_form == "subtract" and config.contrastive_coef > 1.0:
         raise refusal("large_coef", c=config)
     compiles = config.torch_compile or config.torch_compile_backend or config.torch_compile_mode
-    if config.distillation_weight > 0.0 and compiles:  # before transformers tells accelerate by the environment
+    # Before transformers tells accelerate by the environment.
+    if compiles and (config.distillation_weight > 0.0 or config.packed):
         raise refusal("torch_compile")
     for name, placeholders in _PLACEHOLDERS.items():
         template = getattr(config, name)

@@ -24,7 +24,7 @@ from credit_trl.contexts.prompts import (
     with_images_in_prompts,
 )
 from credit_trl.contexts.tokens import TokenContexts
-from credit_trl.loss.credit_loss import PolicyTokens
+from credit_trl.loss.projection import TokenPolicy
 from credit_trl.loss.sampling import SamplingDistribution
 from credit_trl.loss.token_weight import TokenWeight
 from credit_trl.rollout.batch import (
@@ -95,7 +95,7 @@ class CreditTrainer(ResumableTrainer):
     _given_prompts: Sequence[dict[str, Any]] = ()  # prompts and images of a rollout's rows, as in the dataset
     _prompt_images: Sequence[PromptImages | None] = ()  # of a rollout
     policy_step: CreditStep | None = None
-    _policy_tokens: PolicyTokens | None = None  # of the micro-batch, for GRPO's loss
+    _policy_tokens: TokenPolicy | None = None  # of the micro-batch, for GRPO's loss
     _tag_names: ClassVar = ["trl", "credit"]
     _name = "CREDIT"
     _paper: ClassVar = PAPER["card"]
@@ -217,25 +217,16 @@ class CreditTrainer(ResumableTrainer):
     def _init_policy_step(self) -> None:
         """Read packed rows for GRPO's loss: in a mixture as for the distillation, without it with `packed=True`."""
         args = self.args
-        if self.credit_step is not None:
-            is_read = args.packed if args.distillation_weight == 0.0 else args.distillation_weight < 1.0
-            self.policy_step = self.credit_step if is_read and self.credit_step.packed else None
-        elif args.packed:
-            reason = cannot_pack(self.model)
-            if self._is_vlm:
-                reason = "images need padded rows"
-            elif args.torch_compile:
-                reason = "`torch_compile` compiles the forward pass of padded rows"
+        if self.credit_step is not None and self.credit_step.serves_grpo:
+            self.policy_step = self.credit_step
+        elif args.packed and args.distillation_weight == 0.0:
+            reason = "images need padded rows" if self._is_vlm else cannot_pack(self.model)
             self.alarms.raise_if(reason is not None, "not_packed", reason=reason)
             if reason is None:
                 check_model(self.model, self.accelerator, reads_padding=False)
-                self.policy_step = CreditStep(
-                    args,
-                    self.context_builder,
-                    Teacher(self.model, self.accelerator),
-                    router_loss=self.aux_loss_enabled,
-                    sampling=SamplingDistribution(),  # TRL compares with the engine by itself
-                )
+                policy = Teacher(self.model, self.accelerator)
+                options = {"router_loss": self.aux_loss_enabled, "sampling": SamplingDistribution()}
+                self.policy_step = CreditStep(args, self.context_builder, policy, **options)
 
     @property
     def _mode(self) -> str:

@@ -156,7 +156,7 @@ def test_every_model_that_scores_packed_rows_keeps_them_apart(make_trainer, kind
 
 
 def test_weight_zero_keeps_trls_batches(make_trainer):
-    options = ACCUMULATED | {"distillation_weight": 0.0, "max_steps": 2, "packed": True}
+    options = ACCUMULATED | {"distillation_weight": 0.0, "max_steps": 2, "packed": None}
     with padding_kept():
         expected = trained(make_trainer(**options))
     result = trained(make_trainer(**options))

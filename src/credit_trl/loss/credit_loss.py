@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from credit_trl import objective
 from credit_trl.config import CreditConfig
 from credit_trl.loss.head import HeadGradients, LMHead, accumulation_dtype, chunks
-from credit_trl.loss.policy import DeferredGradients, TokenPolicy, token_policy
+from credit_trl.loss.projection import DeferredGradients, TokenPolicy, token_policy
 from credit_trl.loss.scores import Scores, SupportConfig
 from credit_trl.loss.student import Normalizers, Student, SupportStudent, VocabularyStudent
 
@@ -95,17 +95,7 @@ class CreditLoss(NamedTuple):
 
     def detached_rows(self, rows: Int[Tensor, " n"]) -> Self:
         """The loss, and the values of some tokens without gradient."""
-        return self._replace(
-            **{name: values[rows].detach() for name, values in self._asdict().items() if name != "loss"}
-        )
-
-
-class PolicyTokens(NamedTuple):
-    """The policy at the completions of a micro-batch, as GRPO's loss reads it; 0 on padding."""
-
-    logps: Float[Tensor, "B T"]
-    entropies: Float[Tensor, "B T"]  # nats
-    aux_loss: Float[Tensor, ""] | None  # load-balancing loss of a mixture of experts
+        return CreditLoss(self.loss, *[values[rows].detach() for values in self[1:]])
 
 
 @dataclass(frozen=True)
@@ -121,7 +111,7 @@ class MicroBatchLoss:
     read: int  # tokens of the student's forward pass, with padding
     valid: int  # the same without padding
     engine_logps: Float[Tensor, " N"] | None  # what the engine reported, where the loss uses it
-    policy: PolicyTokens | None = None  # with gradients, where GRPO's loss reads the same pass
+    policy: TokenPolicy | None = None  # (B, T), where GRPO's loss reads the same pass
 
 
 class _Loss(torch.autograd.Function):
@@ -180,8 +170,8 @@ def credit_loss(
         product_head = head.detached().for_products(hidden)
         result = _loss_in_chunks(hidden, product_head, tokens, gradients, teacher, support, config, chunk_size)
     if gradients is not None and gradients.deferred is not None:
-        policy = TokenPolicy(result.policy_logps, result.entropy)
-        loss, logps, entropy = DeferredGradients.apply(gradients, result.loss, policy, *inputs)
+        outputs = (result.loss, result.policy_logps, result.entropy)
+        loss, logps, entropy = DeferredGradients.apply(gradients, *outputs, *inputs)
         return result._replace(loss=loss, policy_logps=logps, entropy=entropy)
     if with_policy and (needs_gradient or support.tail == "renormalize"):
         policy = token_policy(student_hidden, head, tokens.ids)

@@ -76,7 +76,7 @@ class HeadGradients:
     hidden: Float[Tensor, "N H"] | None
     weight: Float[Tensor, "V H"] | None  # fp32; the parameter's dtype if products use it and there is one chunk
     bias: Float[Tensor, " V"] | None
-    # Chunks whose gradients the backward pass adds, see `loss.policy`; None adds all gradients in the forward pass.
+    # Chunks whose gradients the backward pass adds; None where the forward pass adds them.
     deferred: list[Any] | None = None
 
     @classmethod
@@ -143,9 +143,7 @@ class LMHead:
         logit_grads: Float[Tensor, "n K"],
     ) -> None:
         """Backpropagate a gradient of K logits per position; other rows of the head get none."""
-        grads = logit_grads * (self.scale / self.temperature)
-        slope = self.softcap_slope(logits)
-        grads = grads if slope is None else grads * slope
+        grads = self.raw_gradients(logit_grads, logits)
         if gradients.hidden is not None:
             gradients.hidden.copy_(_batched(grads.unsqueeze(1), rows, matmul_dtype(hidden)).squeeze(1))
         for total, factors in ((gradients.weight, hidden.to(grads.dtype)), (gradients.bias, None)):
@@ -171,9 +169,10 @@ class LMHead:
             width = min(width, max(1024, _CPU_BLOCK // max(len(hidden), 1)))
         return list(chunks(self.vocabulary_size, width))
 
-    def multiply_block(self, hidden: Tensor, block: slice, out: Tensor) -> None:
-        """Write raw logits of one block to `out`; `hidden` has the dtype of the product."""
+    def block_logits(self, hidden: Tensor, block: slice, out: Tensor) -> None:
+        """Write the logits of one block to `out`; `hidden` has the dtype of the product."""
         _multiply(hidden, self.weight[block].to(hidden.dtype).T, out, adds=False)
+        self.finish(out, None if self.bias is None else self.bias[block])
 
     def finish(self, logits: Tensor, bias: Tensor | None) -> Tensor:
         """Apply bias, scale, soft-cap and temperature, in place."""
@@ -190,6 +189,12 @@ class LMHead:
         if self.softcap is None:
             return None
         return torch.square(logits * (self.temperature / self.softcap)).neg_().add_(1.0)
+
+    def raw_gradients(self, grads: Tensor, logits: Tensor) -> Tensor:
+        """Gradients of raw logits, from those of the finished logits."""
+        grads = grads * (self.scale / self.temperature)
+        slope = self.softcap_slope(logits)
+        return grads if slope is None else grads * slope
 
     def backward_block(self, grads: Tensor, block: slice, hidden: Tensor, gradients: HeadGradients) -> None:
         """Backpropagate a gradient of one block of raw logits, before scale, soft-cap and temperature."""

@@ -1,10 +1,12 @@
 """Projection of hidden states on the vocabulary and its backward pass, one chunk of tokens at a time."""
 
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from credit_trl.loss.head import HeadGradients, LMHead, Statistics, accumulation_dtype, chunks, matmul_dtype
 from credit_trl.objective import IMPOSSIBLE
@@ -59,13 +61,10 @@ class ByBlock:
         """Copy the tile's values at the ids in this block to their places in `out`."""
         out.view(-1)[self.entries[block]] = tile[self.cells[block]]
 
-    def put(self, block: int, tile: Float[Tensor, "n w"], values: Float[Tensor, "n K"] | float) -> None:
-        """Set the tile's values at the ids in this block."""
-        if isinstance(values, Tensor):
-            tile[self.cells[block]] = values.view(-1)[self.entries[block]]
-        else:
-            # A number would be copied to a GPU, which waits.
-            tile.index_put_(self.cells[block], tile.new_full((), values))
+    def blank(self, block: int, tile: Float[Tensor, "n w"]) -> None:
+        """Set the tile's values at the ids in this block to `IMPOSSIBLE`."""
+        # A number would be copied to a GPU, which waits.
+        tile.index_put_(self.cells[block], tile.new_full((), IMPOSSIBLE))
 
     def add(self, block: int, tile: Float[Tensor, "n w"], values: Float[Tensor, "n K"]) -> None:
         """Add to the tile's values at the ids in this block, which differ within a row."""
@@ -118,12 +117,11 @@ def project(
     taken = [None if x is None else (ByBlock(x, blocks), torch.empty_like(x, dtype=dtype)) for x in (tokens, ids)]
     for i, block in enumerate(blocks):
         logits = block_logits[:, : block.stop - block.start] if out is None else out[:, block]
-        head.multiply_block(hidden, block, logits)
-        head.finish(logits, None if head.bias is None else head.bias[block])
+        head.block_logits(hidden, block, logits)
         for entries, values in filter(None, taken):
             entries.take(i, logits, values)
         if ids is not None:
-            taken[1][0].put(i, logits, IMPOSSIBLE)
+            taken[1][0].blank(i, logits)
         if topk is None:
             statistics.fold(logits, scratch)
     token_logits, columns = (None if which is None else which[1] for which in taken)
@@ -166,7 +164,6 @@ def backward_logps(
     `log p_k = z_k − log Σ_v exp z_v`, with `c = Σ_k G_k + τ + g` those of the logits are `G_k − c p_k` on the support
     and `(τ − c p_outside) p_v / p_outside` outside. The sampled token has g more, every token `−η p_v (log p_v + H)`.
     """
-    rate = head.scale / head.temperature
     total = torch.zeros_like(projection.log_normalizer) if column_grads is None else column_grads.sum(dim=-1)
     if token_grads is not None:
         total = total + token_grads
@@ -174,23 +171,21 @@ def backward_logps(
         total = total + outside_grads
     if entropy_grads is not None:
         total = total + entropy_grads * projection.entropy
-        entropy_grads = entropy_grads * rate
-    factor = -total * rate
     blocks = head.blocks(hidden)
     additions = []
     if column_grads is not None:
         weights = total.unsqueeze(-1)
         if entropy_grads is not None:
-            weights = weights + entropy_grads.unsqueeze(-1) / rate * projection.logps
-        values = (column_grads - weights * projection.logps.exp()) * rate
-        slope = head.softcap_slope(projection.columns)
-        values = values if slope is None else values * slope
-        additions.append((ByBlock(projection.ids, blocks).put, values))
+            weights = weights + entropy_grads.unsqueeze(-1) * projection.logps
+        grads = head.raw_gradients(column_grads - weights * projection.logps.exp(), projection.columns)
+        additions.append((ByBlock(projection.ids, blocks), grads))
     if token_grads is not None:
-        values = token_grads.unsqueeze(-1) * rate
-        slope = head.softcap_slope(projection.token_logits)
-        values = values if slope is None else values * slope
-        additions.append((ByBlock(projection.tokens, blocks).add, values))
+        grads = head.raw_gradients(token_grads.unsqueeze(-1), projection.token_logits)
+        additions.append((ByBlock(projection.tokens, blocks), grads))
+    rate = head.scale / head.temperature
+    factor = -total * rate
+    if entropy_grads is not None:
+        entropy_grads = entropy_grads * rate
     if outside_grads is not None:  # p_v / p_outside has no overflow, however small both are
         mass = projection.log_outside.exp()
         factor = outside_grads * rate + factor * mass
@@ -199,32 +194,92 @@ def backward_logps(
             factor = factor - entropy_grads * projection.log_outside
         projection = replace(projection, log_normalizer=projection.outside_normalizer)
     for i, block in enumerate(blocks):
-        grads = _logit_grads(head, projection, hidden, block, factor, entropy_grads)
-        for write, values in additions:
-            write(i, grads, values.to(grads.dtype))
+        if projection.logits is not None:
+            logits = projection.logits[:, block]
+        else:
+            logits = hidden.new_empty((len(hidden), block.stop - block.start), dtype=total.dtype)
+            head.block_logits(hidden.to(matmul_dtype(hidden)), block, logits)
+            if column_grads is not None:
+                additions[0][0].blank(i, logits)
+        slope = head.softcap_slope(logits)
+        grads = logits.sub_(projection.log_normalizer.unsqueeze(-1))
+        factors = factor.unsqueeze(-1)
+        if entropy_grads is not None:
+            factors = factors - entropy_grads.unsqueeze(-1) * grads
+        grads = grads.exp_().mul_(factors)
+        grads = grads if slope is None else grads.mul_(slope)
+        for entries, values in additions:
+            entries.add(i, grads, values)
         head.backward_block(grads, block, hidden, gradients)
 
 
-def _logit_grads(
-    head: LMHead,
-    projection: Projection,
-    hidden: Float[Tensor, "n H"],
-    block: slice,
-    factor: Float[Tensor, " n"],
-    entropy_grads: Float[Tensor, " n"] | None,
-) -> Float[Tensor, "n w"]:
-    """`(factor − η log p_v) p_v` of one block, times the soft-cap's slope; in place of stored logits."""
-    if projection.logits is None:
-        logits = hidden.new_empty((len(hidden), block.stop - block.start), dtype=accumulation_dtype(hidden.dtype))
-        head.multiply_block(hidden.to(matmul_dtype(hidden)), block, logits)
-        head.finish(logits, None if head.bias is None else head.bias[block])
-    else:
-        logits = projection.logits[:, block]
-    slope = head.softcap_slope(logits)
-    logps = logits.sub_(projection.log_normalizer.unsqueeze(-1))
-    if entropy_grads is None:
-        grads = logps.exp_().mul_(factor.unsqueeze(-1))
-    else:
-        factors = torch.addcmul(factor.unsqueeze(-1), logps, entropy_grads.unsqueeze(-1), value=-1.0)
-        grads = logps.exp_().mul_(factors)
-    return grads if slope is None else grads.mul_(slope)
+class TokenPolicy(NamedTuple):
+    """The policy at sampled tokens, differentiable once: (N,), or (B, T) with 0 on padding."""
+
+    logps: Tensor  # over the whole vocabulary
+    entropies: Tensor  # nats
+    aux_loss: Float[Tensor, ""] | None = None  # load-balancing loss of a mixture of experts
+
+
+class DeferredChunk(NamedTuple):
+    """A chunk of n tokens whose gradients are formed in the backward pass."""
+
+    head: LMHead
+    projection: Projection
+    hidden: Float[Tensor, "n H"]
+    gradients: HeadGradients
+    value_grads: Float[Tensor, "n K"] | None = None  # of another loss, whose scale is known then
+    outside_grads: Float[Tensor, " n"] | None = None
+
+
+class DeferredGradients(torch.autograd.Function):
+    """A loss, log-probabilities and entropies of deferred chunks; torch refuses a second backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: HeadGradients, *values: Tensor | None) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(gradients.hidden, gradients.weight, gradients.bias)
+        ctx.chunks = gradients.deferred
+        ctx.set_materialize_grads(False)
+        return tuple(value.clone() for value in values[:3])  # the others are hidden states, weight and bias
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, loss_grad: Tensor | None, logp_grads: Tensor | None, entropy_grads: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        buffers = ctx.saved_tensors
+        end = 0
+        for chunk in ctx.chunks:
+            rows = slice(end, end + len(chunk.hidden))
+            end = rows.stop
+            for grads in (chunk.value_grads, chunk.outside_grads):
+                if grads is not None:
+                    grads.mul_(0.0 if loss_grad is None else loss_grad)
+            token_grads = None if logp_grads is None else logp_grads[rows]
+            chunk_entropy_grads = None if entropy_grads is None else entropy_grads[rows]
+            backward_logps(*chunk, token_grads=token_grads, entropy_grads=chunk_entropy_grads)
+        del ctx.chunks
+        return None, None, None, None, *buffers
+
+
+def token_policy(student_hidden: Float[Tensor, "N H"], head: LMHead, token_ids: Int[Tensor, " N"]) -> TokenPolicy:
+    """The policy at N sampled tokens.
+
+    Args:
+        student_hidden: (N, H), hidden states at the positions that predict the tokens; receives a gradient.
+        head: its weight and bias receive gradients. A sharded head is gathered once.
+    """
+    head = head.gathered()
+    hidden = student_hidden.detach()
+    size = head.chunk_size(hidden)
+    gradients = HeadGradients.of(student_hidden, head, in_one_chunk=len(hidden) <= size)
+    gradients.deferred = []
+    product_head = head.detached().for_products(hidden)
+    for rows in chunks(len(hidden), size):
+        projection = project(product_head, hidden[rows], tokens=token_ids[rows].unsqueeze(-1))
+        gradients.deferred.append(DeferredChunk(product_head, projection, hidden[rows], gradients.rows(rows)))
+    logps = torch.cat([chunk.projection.token_logps for chunk in gradients.deferred])
+    entropies = torch.cat([chunk.projection.entropy for chunk in gradients.deferred])
+    values = (logps.new_zeros(()), logps, entropies, student_hidden, head.weight, head.bias)
+    _, logps, entropies = DeferredGradients.apply(gradients, *values)
+    return TokenPolicy(logps, entropies)

@@ -93,8 +93,8 @@ def score_completions(
         trailing = {"teacher_logps": buckets, "generic_logps": buckets}  # dimensions after (B, T)
         shapes = {name: (*batch.ids.shape, *trailing.get(name, ())) for name in Scores._fields}
         stored = {name: batch.ids.new_zeros(shape, dtype=dtype) for name, shape in shapes.items()}
-        first_ids = torch.arange(support.topk, dtype=torch.int32, device=device)
-        stored["support_ids"] = first_ids.repeat(*batch.ids.shape, 1)
+        ids = torch.arange(support.topk, dtype=torch.int32, device=device)
+        stored["support_ids"] = ids.repeat(*batch.ids.shape, 1)
         states = token_states(teacher, model, contexts, batch, batch_tokens, packed)
         for samples, positions, hidden, contrast_hidden in states:
             at = (samples, positions)

@@ -8,8 +8,7 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from credit_trl.loss.head import HeadGradients, LMHead, chunks
-from credit_trl.loss.policy import DeferredChunk
-from credit_trl.loss.projection import backward_logps, project
+from credit_trl.loss.projection import DeferredChunk, backward_logps, project
 from credit_trl.loss.scores import condition
 
 

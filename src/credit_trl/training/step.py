@@ -19,9 +19,9 @@ from credit_trl.config import CreditConfig
 from credit_trl.contexts.builder import ContextBuilder
 from credit_trl.contexts.gather import build_contexts
 from credit_trl.contexts.tokens import CompletionBatch, TokenContexts
-from credit_trl.loss.credit_loss import CreditLoss, LossTokens, MicroBatchLoss, PolicyTokens, credit_loss
+from credit_trl.loss.credit_loss import CreditLoss, LossTokens, MicroBatchLoss, credit_loss
 from credit_trl.loss.head import LMHead, lm_head
-from credit_trl.loss.policy import TokenPolicy, token_policy
+from credit_trl.loss.projection import TokenPolicy, token_policy
 from credit_trl.loss.sampling import SamplingDistribution, sampling_logps
 from credit_trl.loss.scores import Scores, SupportConfig, score_completions
 from credit_trl.loss.token_weight import TokenCredit, TokenWeight, weigh_tokens, weighted_tensors
@@ -204,12 +204,12 @@ class CreditStep:
             engine_logps=engine_logps if self.engine_role == "correction" else None,
         )
         result = self._policy_loss(model, inputs, sequences, tokens)
-        output = result.output
-        terms = output.terms
+        terms, moved_logps = result.output
         samples = sequences.rows
         policy = None
         if self.serves_grpo:
-            policy = _policy_tokens(sequences, terms.policy_logps, terms.entropy, result.aux_loss)
+            logps, entropies = sequences.scatter(terms.policy_logps), sequences.scatter(terms.entropy)
+            policy = TokenPolicy(logps, entropies, result.aux_loss)
             scored = sequences.pick(mask).nonzero().squeeze(-1)
             terms = terms.detached_rows(scored)
             samples = samples[scored]
@@ -222,11 +222,11 @@ class CreditStep:
             aux_loss=result.aux_loss,
             read=result.read,
             valid=sum(len(ids) for ids in sequences.ids),
-            engine_logps=engine_logps if output.engine_logps is None else output.engine_logps,
+            engine_logps=engine_logps if moved_logps is None else moved_logps,
             policy=policy,
         )
 
-    def policy_tokens(self, model: nn.Module, inputs: dict[str, Any]) -> PolicyTokens:
+    def policy_tokens(self, model: nn.Module, inputs: dict[str, Any]) -> TokenPolicy:
         """What GRPO's loss reads of the policy, with gradients; arguments as those of `policy_logps`."""
         sequences = chosen_sequences(inputs, inputs["completion_mask"].bool())
         ids = sequences.pick(inputs["completion_ids"])
@@ -234,8 +234,8 @@ class CreditStep:
         def loss(hidden: Float[Tensor, "N H"], head: LMHead) -> TokenPolicy:
             return token_policy(hidden, head, ids)
 
-        result = self._forward(model, sequences, loss, self.router_loss)
-        return _policy_tokens(sequences, result.output.logps, result.output.entropies, result.aux_loss)
+        policy, _, aux_loss = self._forward(model, sequences, loss, self.router_loss)
+        return TokenPolicy(sequences.scatter(policy.logps), sequences.scatter(policy.entropies), aux_loss)
 
     def _policy_loss(
         self, model: nn.Module, inputs: dict[str, Any], sequences: Sequences, tokens: LossTokens
@@ -250,10 +250,8 @@ class CreditStep:
                 ids = tokens.ids.unsqueeze(-1)
                 whole, sampled = sampling_logps(head.detached(), hidden.detach(), ids, self.sampling)
                 engine_logps = engine_logps + (whole - sampled)
-            tokens_of_vocabulary = tokens._replace(engine_logps=engine_logps)
-            terms = credit_loss(
-                hidden, head, tokens_of_vocabulary, scores, self.support, self.config, self.serves_grpo
-            )
+            moved_tokens = tokens._replace(engine_logps=engine_logps)
+            terms = credit_loss(hidden, head, moved_tokens, scores, self.support, self.config, self.serves_grpo)
             return PolicyLoss(terms, engine_logps)
 
         return self._forward(model, sequences, loss, self.router_loss)
@@ -332,12 +330,6 @@ class CreditStep:
 
         logps = self._forward(model, sequences, read, router_loss=False).output
         return PolicyLogps(sequences.scatter(logps.whole), sequences.scatter(logps.sampled))
-
-
-def _policy_tokens(
-    sequences: Sequences, logps: Float[Tensor, " N"], entropies: Float[Tensor, " N"], aux_loss: Tensor | None
-) -> PolicyTokens:
-    return PolicyTokens(sequences.scatter(logps), sequences.scatter(entropies), aux_loss)
 
 
 def choose_packing(packed: bool | None, teacher: Teacher, may_have_images: bool) -> tuple[bool, bool]:
