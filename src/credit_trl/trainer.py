@@ -386,16 +386,17 @@ class CreditTrainer(ResumableTrainer):
         return weights * steps * self.accelerator.num_processes
 
     def _prepare_inputs(self, generation_batch: dict[str, Any]) -> dict[str, Any]:
-        """Micro-batches with little padding; TRL's own at `distillation_weight=0`."""
+        """Micro-batches with little padding; TRL's own at `distillation_weight=0`, unless rows are packed."""
         before = self._buffered_inputs
         inputs = check_returned("GRPOTrainer._prepare_inputs", super()._prepare_inputs(generation_batch))
-        if self._distillation_weight == 0.0:
+        step = self.credit_step if self._distillation_weight > 0.0 else self.policy_step
+        if step is None:
             return inputs
         if not self.model.training:
             return micro_batches.without_padding(inputs)
         if self._buffered_inputs is not before:
             exchanged = micro_batches.exchanged_count(self.args, self.aux_loss_enabled)
-            self._buffered_inputs = micro_batches.evened(self._buffered_inputs, exchanged, self.credit_step.packed)
+            self._buffered_inputs = micro_batches.evened(self._buffered_inputs, exchanged, step.packed)
             inputs = self._buffered_inputs[self._step % self.args.steps_per_generation]
         return inputs
 

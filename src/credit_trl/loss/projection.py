@@ -267,9 +267,8 @@ def token_policy(student_hidden: Float[Tensor, "N H"], head: LMHead, token_ids: 
 
     Args:
         student_hidden: (N, H), hidden states at the positions that predict the tokens; receives a gradient.
-        head: its weight and bias receive gradients. A sharded head is gathered once.
+        head: not sharded; its weight and bias receive gradients.
     """
-    head = head.gathered()
     hidden = student_hidden.detach()
     size = head.chunk_size(hidden)
     gradients = HeadGradients.of(student_hidden, head, in_one_chunk=len(hidden) <= size)
