@@ -165,10 +165,9 @@ def backward_logps(
     and `(τ − c p_outside) p_v / p_outside` outside. The sampled token has g more, every token `−η p_v (log p_v + H)`.
     """
     total = torch.zeros_like(projection.log_normalizer) if column_grads is None else column_grads.sum(dim=-1)
-    if token_grads is not None:
-        total = total + token_grads
-    if outside_grads is not None:
-        total = total + outside_grads
+    for grads in (token_grads, outside_grads):
+        if grads is not None:
+            total = total + grads
     if entropy_grads is not None:
         total = total + entropy_grads * projection.entropy
     blocks = head.blocks(hidden)
@@ -194,13 +193,9 @@ def backward_logps(
             factor = factor - entropy_grads * projection.log_outside
         projection = replace(projection, log_normalizer=projection.outside_normalizer)
     for i, block in enumerate(blocks):
-        if projection.logits is not None:
-            logits = projection.logits[:, block]
-        else:
-            logits = hidden.new_empty((len(hidden), block.stop - block.start), dtype=total.dtype)
-            head.block_logits(hidden.to(matmul_dtype(hidden)), block, logits)
-            if column_grads is not None:
-                additions[0][0].blank(i, logits)
+        logits = _block_logits(head, projection, hidden, block)
+        if projection.logits is None and column_grads is not None:
+            additions[0][0].blank(i, logits)
         slope = head.softcap_slope(logits)
         grads = logits.sub_(projection.log_normalizer.unsqueeze(-1))
         factors = factor.unsqueeze(-1)
@@ -211,6 +206,17 @@ def backward_logps(
         for entries, values in additions:
             entries.add(i, grads, values)
         head.backward_block(grads, block, hidden, gradients)
+
+
+def _block_logits(
+    head: LMHead, projection: Projection, hidden: Float[Tensor, "n H"], block: slice
+) -> Float[Tensor, "n w"]:
+    """Logits of one block: those that are stored, or computed again."""
+    if projection.logits is not None:
+        return projection.logits[:, block]
+    logits = hidden.new_empty((len(hidden), block.stop - block.start), dtype=accumulation_dtype(hidden.dtype))
+    head.block_logits(hidden.to(matmul_dtype(hidden)), block, logits)
+    return logits
 
 
 class TokenPolicy(NamedTuple):
