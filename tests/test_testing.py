@@ -118,3 +118,21 @@ def test_a_verdict_that_depends_on_its_batch_fails():
         check_task(task)
     task.reward = batch_of(task.verify)
     check_task(task)
+
+
+def test_rows_after_the_first_are_graded():
+    """64 of 541 rows of a task raised, and the first did not."""
+    rows = [{"prompt": f"{i}?", "answer": str(i) if i % 9 else None} for i in range(1, 542)]
+    broken = task_with(lambda response, answer: Verdict(float(response == answer[:3])), rows)
+    with pytest.raises(TypeError) as raised:
+        check_task(broken)
+    assert any("of the split 'train'" in note for note in raised.value.__notes__)
+    check_task(task_with(exact, [row for row in rows if row["answer"]]))
+
+
+def test_at_most_200_rows_of_the_whole_split_are_graded():
+    graded = []
+    rows = [{"prompt": f"{i}?", "answer": str(i)} for i in range(1000)]
+    check_task(task_with(lambda response, answer: graded.append(int(answer)) or exact(response, answer), rows))
+    assert len(set(graded)) == 200
+    assert (min(graded), max(graded)) == (0, 995)

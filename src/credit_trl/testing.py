@@ -27,6 +27,7 @@ from credit_trl.rollout.batch import GenerationBatch
 from credit_trl.rollout.verdict import Verdict, as_verdicts
 from credit_trl.tasks.quickstart_model import model_path
 from credit_trl.tasks.registry import as_task, load_task
+from credit_trl.tasks.task import Task
 from credit_trl.teacher.models import make_teacher
 from credit_trl.training.checks import check_column_names
 from credit_trl.training.loop import CreditLoop, LoopSample
@@ -44,6 +45,8 @@ ADVERSARIAL_RESPONSES = (
     *("", " \n", "\x00", "\ud800", "<|im_end|>", "{prompt} {0} {", "<think>", "</think>", "\\boxed{", "```python\n"),
     *("(" * 100_000, "9" * 100_000, "\\frac{" * 10_000, "a " * 500_000, "🙂" * 100_000, "<answer>" * 10_000),
 )
+_SHORT_RESPONSES = ("", "\x00", "\ud800")  # of every row of the sample
+_ROWS = 200  # of the sample
 _MAX_SECONDS = 10.0  # of one adversarial response
 
 
@@ -160,23 +163,42 @@ def check_task(task: Any, split: str = "train", **options: Any) -> None:
     Hostile responses neither crash the verifier nor take long nor succeed; the same holds for an answer inside
     thinking that is not closed. A verdict does not depend on the other responses of its batch.
 
+    A sample of up to 200 rows is graded with short responses, the first of them also with long ones.
+
     Args:
         task: the task.
-        split: split to build; the verifier grades responses to its first row.
+        split: split to build.
         options: options of `build`, such as `path`.
     """
     task = load_task(task) if isinstance(task, str) else as_task(task, getattr(task, "__name__", "task"))
-    row = next(iter(task.build(split, **options)), None)
-    assert row is not None, f"The split {split!r} is empty."
-    assert is_prompt(row["prompt"]), f"The prompt is {row['prompt']!r:.60}. Give text, or messages with roles."
-    check_column_names(f"The split {split!r}", row)
+    rows = _sample_rows(task.build(split, **options))
+    assert rows, f"The split {split!r} is empty."
+    check_column_names(f"The split {split!r}", rows[0])
+    for number, row in rows.items():
+        assert is_prompt(row["prompt"]), f"The prompt is {row['prompt']!r:.60}. Give text, or messages with roles."
+        try:
+            _check_row(task, row, ADVERSARIAL_RESPONSES if number == 0 else _SHORT_RESPONSES)
+        except Exception as error:
+            error.add_note(f"in row {number} of the split {split!r}")
+            raise
 
+
+def _sample_rows(dataset: Any) -> dict[int, dict[str, Any]]:
+    """Rows by number: the first, and others evenly over the data; of a stream the first ones."""
+    if not hasattr(dataset, "__len__"):
+        return dict(enumerate(islice(dataset, _ROWS)))
+    step = max(1.0, len(dataset) / _ROWS)
+    numbers = {int(i * step) for i in range(min(_ROWS, len(dataset)))}
+    return {number: dataset[number] for number in sorted(numbers)}
+
+
+def _check_row(task: Task, row: Mapping[str, Any], responses: Sequence[str]) -> None:
     def grade(*responses: str) -> list[Verdict]:
         columns = {name: [value] * len(responses) for name, value in row.items() if name != "prompt"}
         columns["completions"] = [[{"role": "assistant", "content": response}] for response in responses]
         return as_verdicts(task.name, task.reward(**columns, truncated=[False] * len(responses)), columns)
 
-    hostile = [*ADVERSARIAL_RESPONSES, f"<think>{row['answer']}", f"<think>So \\boxed{{{row['answer']}}}"]
+    hostile = [*responses, f"<think>{row['answer']}", f"<think>So \\boxed{{{row['answer']}}}"]
     together = grade(*hostile)
     for response, expected in zip(hostile, together, strict=True):
         shown = f"The response {response[:20]!r} of {len(response)} characters"

@@ -96,3 +96,13 @@ def test_data_set_with_reward_functions_is_a_task():
     assert task.verify("2", gold="2").reward == 2.0
     with pytest.raises(ValueError, match="no split 'test'; use one of train"):
         task.build("test")
+
+
+def test_verify_takes_columns_of_the_row_by_name():
+    def verify(response, answer, *, tolerance, unit="m", truncated=False):
+        return Verdict(float(abs(float(response) - answer) <= tolerance), unit)
+
+    columns = {"tolerance": [0.5, 0.1], "other": ["a", "b"], "trainer_state": None}
+    verdicts = batch_of(verify)(["3.2", "3.2"], [3.0, 3.0], truncated=[False, False], **columns)
+    assert verdicts == [Verdict(1.0, "m"), Verdict(0.0, "m")]
+    assert batch_of(verify)(["3"], [3.0], tolerance=[0.0], unit=["km"]) == [Verdict(1.0, "km")]

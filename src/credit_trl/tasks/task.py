@@ -11,7 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from credit_trl.rollout.thinking import marks_in_use, set_marks
-from credit_trl.rollout.verdict import Verdict, as_verdicts, call_in_thread, join_feedback, remaining_seconds, takes
+from credit_trl.rollout.verdict import (
+    Verdict,
+    as_verdicts,
+    call_in_thread,
+    join_feedback,
+    parameters_of,
+    remaining_seconds,
+    takes,
+)
 from credit_trl.sandbox.in_process import InProcess
 from credit_trl.sandbox.protocol import excerpt
 
@@ -31,7 +39,8 @@ class Task:
     Args:
         name: registry name, which `build` writes into the column `task`.
         build: `(split, path=None, **options) -> Dataset` with the columns `prompt` and, for `verify`, `answer`.
-        verify: `(response, answer, *, truncated=False, **options) -> Verdict`, for one response.
+        verify: `(response, answer, *, truncated=False, **columns) -> Verdict`, for one response; `columns` are
+            those of the row that it takes by name.
         reward: `(completions, answer, truncated=None, **columns) -> list[Verdict]`, for a batch.
     """
 
@@ -91,8 +100,10 @@ def batch_of(verify: Callable[..., Verdict], name: str = "reward") -> Callable[.
     """Batch form of a verifier, for TRL's `reward_funcs`.
 
     The returned function takes `completions` (texts, or conversations whose last assistant message is graded), the
-    column `answer`, and `truncated` (a flag per completion, or `None`). Its `__name__` is `name`, which TRL logs.
+    columns `answer` and those that `verify` takes by name, and `truncated` (a flag per completion, or `None`). Its
+    `__name__` is `name`, which TRL logs.
     """
+    names = {*parameters_of(verify)} - {"response", "answer", "truncated"}
     takes_flag = takes(verify, "truncated")
 
     def reward(
@@ -100,6 +111,9 @@ def batch_of(verify: Callable[..., Verdict], name: str = "reward") -> Callable[.
     ) -> list[Verdict]:
         flags = [False] * len(completions) if truncated is None else truncated
         options = [{"truncated": bool(flag)} if takes_flag else {} for flag in flags]
+        for name in names & columns.keys():
+            for row_options, value in zip(options, columns[name], strict=True):
+                row_options[name] = value
         graded = zip(completions, answer, options, strict=True)
         verdicts = [verify(response_text(completion), gold, **own) for completion, gold, own in graded]
         if wrong := [one for one in verdicts if not isinstance(one, Verdict | float | int)]:
