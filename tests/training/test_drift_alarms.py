@@ -14,7 +14,13 @@ from hypothesis import strategies as st
 
 from credit_trl.rollout.batch import GenerationBatch
 from credit_trl.training.checkpoints import hash_files, write_manifest
-from credit_trl.training.metrics import WINDOW, Alarms, CreditWarning, teacher_success_weights
+from credit_trl.training.metrics import (
+    WINDOW,
+    Alarms,
+    CreditWarning,
+    harmful_feedback,
+    teacher_success_weights,
+)
 from tables import tables_of
 
 TABLES = tables_of(__file__)
@@ -126,3 +132,35 @@ def test_fidelity_is_the_gap_of_delta_v_in_mixed_groups(make_trainer):
     [entry] = [e for e in trainer.state.log_history if "loss" in e]
     assert entry["credit/fidelity_groups"] >= 1
     assert entry[FIDELITY] == pytest.approx(expected, rel=1e-5)
+
+
+def harmful(fidelity, groups):
+    history = [
+        {FIDELITY: value, "credit/fidelity_groups": count} for value, count in zip(fidelity, groups, strict=True)
+    ]
+    return harmful_feedback(history)
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_fidelity_below_zero_from_the_start_is_an_alarm(frozen):
+    series = {FIDELITY: [-0.31, -0.28, -0.33], "credit/fidelity_groups": [6, 6, 6]}
+    assert observe(frozen_teacher=frozen, **series) == {"harmful_feedback"}
+
+
+def test_harm_needs_groups_logs_and_a_mean_below_its_error():
+    assert harmful([-0.3, -0.3, -0.3], [6, 5, 5]) is not None
+    assert harmful([-0.3, -0.3, -0.3], [5, 5, 5]) is None
+    assert harmful([-0.3, -0.3], [20, 20]) is None
+    assert harmful([-0.9, 0.4, 0.1], [6, 6, 6]) is None
+    learned = [0.2] * 10 + [-0.5] * 50  # a frozen teacher, after the policy learned what it shows
+    assert harmful(learned, [8] * 60) is None
+
+
+def test_harm_is_the_weighted_mean_against_its_error():
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        fidelity = rng.normal(-0.1, 0.1, 5)
+        groups = rng.integers(4, 9, 5)
+        mean = np.average(fidelity, weights=groups)
+        error = np.sqrt(np.sum((groups * (fidelity - mean)) ** 2)) / groups.sum()
+        assert (harmful(fidelity.tolist(), groups.tolist()) is not None) == (mean + 2 * error < 0)

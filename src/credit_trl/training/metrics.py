@@ -215,6 +215,12 @@ HIGH_RATIO = 1.5
 # every window of a run: of 200 logs of eight problems, rewards without a trend fall below half of their best window.
 NOISE = 6.0
 
+# Mixed groups and logs over which a fidelity below zero is an alarm; of the first logs of a run only, since a frozen
+# teacher prefers successes less than a policy that has learned them.
+MIN_GROUPS, MIN_LOGS, FIRST_LOGS = 16, 3, 2 * WINDOW
+# Standard errors by which it lies below zero.
+ERRORS = 2.0
+
 # Cause of a warning -> its message.
 _MESSAGES: dict[str, str] = yaml.safe_load(Path(__file__).with_name("alarms.yaml").read_text("utf-8"))
 # Cause -> consecutive generation batches or logs in which it must hold; of the other causes one.
@@ -225,6 +231,24 @@ _WATCHED = {
     "completions/mean_length": "drift_length",
     "reward": "drift_collapse",
 }
+
+
+def harmful_feedback(log_history: Sequence[Mapping[str, Any]]) -> str | None:
+    """Message where feedback makes the teacher prefer failures at the start of a run; None where it does not.
+
+    The fidelity is averaged over mixed groups, with the standard error of the logs' weighted mean.
+    """
+    names = ("credit/teacher_fidelity", "credit/fidelity_groups")
+    rows = [[row[name] for name in names] for row in log_history if all(row.get(name) is not None for name in names)]
+    rows = rows[:FIRST_LOGS]
+    groups = sum(count for _, count in rows)
+    if len(rows) < MIN_LOGS or groups < MIN_GROUPS:
+        return None
+    mean = sum(value * count for value, count in rows) / groups
+    error = math.sqrt(sum((count * (value - mean)) ** 2 for value, count in rows)) / groups
+    if mean + ERRORS * error >= 0.0:
+        return None
+    return _MESSAGES["harmful_feedback"].format(mean=mean, groups=groups, logs=len(rows))
 
 
 class CreditWarning(UserWarning):
@@ -245,7 +269,7 @@ class Alarms:
         self._in_a_row = {**self._in_a_row, cause: count}
         if count >= TIMES.get(cause, 1) and self.enabled and cause not in self.raised:
             self.raised.add(cause)
-            message = _MESSAGES[cause].format(count=count, **values)
+            message = values.get("message") or _MESSAGES[cause].format(count=count, **values)
             warnings.warn_explicit(message, CreditWarning, "credit_trl", 0)  # no source line in the output
 
     def check_contexts(self, share: dict[str, float], frac_skipped: float = 0.0) -> None:
@@ -290,8 +314,10 @@ class Alarms:
         """Compare the last values of a run's logs with its first ones, or its best reward.
 
         Changes within the noise, by the differences of consecutive logs, are ignored. The fidelity of a frozen teacher
-        falls as the policy learns what it shows, since ΔV_t shrinks, and raises no alarm.
+        falls as the policy learns what it shows, since ΔV_t shrinks, and raises no alarm unless it starts below zero.
         """
+        message = harmful_feedback(log_history)
+        self.raise_if(message is not None, "harmful_feedback", message=message)
         for name, cause in _WATCHED.items():
             values = [row[name] for row in log_history if row.get(name) is not None]
             is_ignored = cause == "drift_fidelity" and frozen_teacher

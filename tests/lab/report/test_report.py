@@ -240,6 +240,17 @@ def test_page_of_one_run_shows_curves_rollouts_and_maps(open_page, tmp_path, sco
     assert (background == "rgb(255, 255, 255)") == (scheme == "light")
 
 
+def test_page_of_a_run_begins_with_harmful_feedback(open_page, tmp_path, scores):
+    folder = make_run(tmp_path / "r", scores[0])
+    (folder / "log.jsonl").unlink()
+    for step in range(1, 5):
+        fidelity = {"credit/teacher_fidelity": -0.3, "credit/fidelity_groups": 5}
+        append_lines(folder / "log.jsonl", {"step": step, "reward": 0.5, **fidelity})
+    page = open_page(write_report([folder]), width=1280, color_scheme="light")
+    text = page.locator("#summary > div > :first-child").inner_text()
+    assert text.startswith("r: Feedback harms: over 20 groups of the first 4 logs the teacher's fidelity is -0.30")
+
+
 def test_scores_whose_mean_differs_in_the_last_digit_are_drawn(open_page, tmp_path):
     paths = [make_run(tmp_path / f"r{seed}", np.full(1, 0.7), seed=seed) for seed in range(3)]
     page = open_page(write_report(paths, tmp_path / "page.html"))

@@ -32,6 +32,7 @@ from credit_trl.lab.report.token_maps import maps_section, read_run_maps, turns
 from credit_trl.run_directory import read_json, without_nan, write_atomically, write_json
 from credit_trl.sandbox.protocol import excerpt
 from credit_trl.tasks.escaping import markdown_table, table_cell
+from credit_trl.training.metrics import harmful_feedback
 
 # `ensure_ascii` escapes U+2028 and U+2029, which end a line in a script.
 _ESCAPES = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"})
@@ -142,11 +143,19 @@ def report_document(runs: Sequence[Run]) -> dict[str, Any]:
             | {visible(option): visible(run.text(option)) for option in options}
             for name, run in zip(names, runs, strict=True)
         ],
+        "alarms": _alarms(runs),
         "curves": curves(arms),
         "changes": sorted({segment["step"] for run in runs for segment in run.segments[1:]}),  # steps, in the curves
         "training": [row | {"arm": visible(row["arm"])} for row in training_table(arms)],
         "comparison": [row | {name: visible(row[name]) for name in ("task", "arm")} for row in compare_arms(arms)],
     }
+
+
+def _alarms(runs: Sequence[Run]) -> list[str]:
+    """Messages that the page begins with: of runs whose feedback harms."""
+    names = short_names([run.folder for run in runs])
+    messages = {name: harmful_feedback(run.log) for name, run in zip(names, runs, strict=True)}
+    return [f"{visible(name)}: {message}" for name, message in messages.items() if message is not None]
 
 
 def _of_runs(runs: Sequence[Run], names: Sequence[str]) -> dict[str, Any]:

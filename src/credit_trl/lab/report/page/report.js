@@ -70,6 +70,7 @@ function show(id, title) {
 
 function buildSummary() {
   const box = byId("summary").lastElementChild;
+  for (const alarm of data.alarms ?? []) box.append(element("p", "alarm", alarm));
   if (data.runs.length === 1) {
     const facts = element("dl", "facts");
     const add = (name, value) => {
