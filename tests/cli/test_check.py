@@ -4,7 +4,9 @@ import re
 
 import pytest
 import torch
+from datasets import Dataset
 
+from credit_trl import Verdict
 from credit_trl.cli import training
 from credit_trl.tasks.quickstart import load_model
 
@@ -62,3 +64,33 @@ def test_check_changes_neither_weights_nor_options_nor_the_next_run(make_trainer
         return list(trainer.model.parameters())
 
     assert all(map(torch.equal, trained(checks=False), trained(checks=True)))
+
+
+def test_check_shows_success_without_z_with_z_and_with_a_foreign_z(make_trainer, tokenizer, monkeypatch, capsys):
+    """The policy copies the number that its feedback names, and answers 9 without any."""
+
+    def verdicts(completions, answer, **columns):
+        texts = [completion[-1]["content"] for completion in completions]
+        return [Verdict(float(text == right), f"It is {right}.") for text, right in zip(texts, answer, strict=True)]
+
+    rows = Dataset.from_dict(
+        {"prompt": [[{"role": "user", "content": f"{i}?"}] for i in range(4)], "answer": list("1234")}
+    )
+    options = {"use_successful_as_teacher": False, "max_reprompt_len": 400}
+    trainer = make_trainer(verdicts, rows, **options)
+    generate = trainer._generate_single_turn
+
+    def copied(prompt_ids, *arguments, **options):
+        generated = list(generate(prompt_ids, *arguments, **options))
+        named = [re.search(r"It is (\d)", tokenizer.decode(ids)) for ids in prompt_ids]
+        generated[0] = [
+            tokenizer(found[1] if found else "9")["input_ids"] + [tokenizer.eos_token_id] for found in named
+        ]
+        return tuple(generated)
+
+    monkeypatch.setattr(trainer, "_generate_single_turn", copied)
+    trainer.check()
+    report = capsys.readouterr().out
+    assert re.search(r"success without z +0% of 8 answers", report)
+    assert re.search(r"success with z +100% of 8 answers", report)
+    assert re.search(r"success with another prompt's z +0% of 8 answers", report)

@@ -11,18 +11,22 @@ import resource
 import shutil
 import sys
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import gather_object
 from jaxtyping import Float
 from torch import Tensor
 from transformers import DefaultFlowCallback, TrainerCallback
 
-from credit_trl.contexts.tokens import TokenContexts
-from credit_trl.rollout.batch import GenerationBatch, loss_mask
+from credit_trl.config import CreditConfig
+from credit_trl.contexts.prompts import images_of
+from credit_trl.contexts.tokens import PrivilegedContext, TokenContexts
+from credit_trl.rollout.batch import GenerationBatch, is_successful, loss_mask
 from credit_trl.teacher.models import TeacherUpdate
 from credit_trl.teacher.sharding import local_part
 from credit_trl.training.micro_batches import take_rows
@@ -86,6 +90,7 @@ def check_run(trainer: Any) -> str:
     usual, longest = (timedelta(seconds=round(duration)) for duration in seconds)
     lines = [
         meter.rollout,
+        *(f"success {name:<25}{value}" for name, value in meter.facts.items()),
         "one step at the longest lengths, on this process",
         *(f"  {name:<22}{value}" for name, value in meter.rows.items()),
         f"the run of {steps} steps: {usual} as in the first batch, {longest} at the longest lengths",
@@ -102,8 +107,10 @@ class StepMeter(TrainerCallback):
         self.trainer = trainer
         self.updates = max(args.steps_per_generation * args.num_iterations // args.gradient_accumulation_steps, 1)
         self.rollout = ""
+        self.facts: dict[str, str] = {}  # success by what is read
         self.rows: dict[str, str] = {}  # what is measured -> value with unit
         self.times: list[float] = []  # when the first batch begins, when the second begins and when it ends
+        self._first_batch: tuple[GenerationBatch, list[TokenContexts]] | None = None
         self._prepare = trainer.credit_step and trainer.credit_step.prepare
 
     def prepare(
@@ -124,6 +131,7 @@ class StepMeter(TrainerCallback):
         self.rows["tokens, student"] = f"{int(tensors['prompt_mask'].sum()) + sum(lengths):10,}"
         self.rows["tokens, teacher"] = f"{teacher:10,}"
         if not self.rollout:
+            self._first_batch = (batch, contexts)
             sample = max(range(len(contexts)), key=lambda sample: len([*contexts[sample].sequences()]))
             advantages = self._advantages(take_rows(tensors | prepared, [sample]))
             self.rollout = _rollout_block(self.trainer, batch, sample, contexts[sample], advantages)
@@ -169,10 +177,52 @@ class StepMeter(TrainerCallback):
             memory = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
             memory = memory or 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
             self.rows["peak memory"] = f"{memory / 2**30:10.3f} GiB"
+            if self._first_batch is not None:
+                batch, contexts = self._first_batch
+                self.facts = success_with_feedback(self.trainer, batch, contexts)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         stages = {name.removeprefix("credit/seconds_"): logs[name] for name in logs if "/seconds_" in name}
         self.rows |= {stage: f"{seconds:10.3f} s" for stage, seconds in stages.items()}
+
+
+def success_with_feedback(trainer: Any, batch: GenerationBatch, contexts: Sequence[TokenContexts]) -> dict[str, str]:
+    """Share of successes of a generation batch without z, with z, and with z of another prompt.
+
+    Each sample with z is answered again by the policy. Every process must call it. Empty with tools or images.
+    """
+    if trainer.tools or trainer.environment_factories or any(images_of(prompt) for prompt in batch.prompts):
+        return {}
+    builder = trainer.context_builder
+    prompts: dict[str, list[list[int] | None]] = {"with z": [], "with another prompt's z": []}
+    for i, (prompt, own) in enumerate(zip(batch.prompts, contexts, strict=True)):
+        foreign = contexts[(i + batch.group_size) % len(contexts)].privileged
+        is_other = len(contexts) > batch.group_size and bool(foreign)
+        prompts["with z"].append(own.teacher)
+        prompts["with another prompt's z"].append(builder.build(prompt, foreign).teacher if is_other else None)
+    facts = {"without z": _share(batch.rewards, trainer.args, [True] * len(batch.rewards))}
+    if trainer.use_vllm:
+        trainer.vllm_generation.generation_kwargs = trainer.args.generation_kwargs or {}
+    else:
+        trainer.generation_config.min_new_tokens = None
+    for name, read in prompts.items():
+        students = [
+            ids or builder.encode(prompt, PrivilegedContext()) for ids, prompt in zip(read, batch.prompts, strict=True)
+        ]
+        completion_ids = trainer._generate_single_turn(students, None, {}, 1)[0]
+        texts = trainer._tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
+        is_text = isinstance(batch.prompts[0], str)
+        completions = texts if is_text else [[{"role": "assistant", "content": text}] for text in texts]
+        trainer._calculate_rewards(batch.rows, batch.prompts, completions, completion_ids)
+        is_read = gather_object([ids is not None for ids in read])
+        facts[name] = _share(trainer._rollouts.rewards, trainer.args, is_read)
+    return facts
+
+
+def _share(rewards: Sequence[float], args: CreditConfig, is_counted: Sequence[bool]) -> str:
+    successes = is_successful(rewards, args.success_reward_threshold)
+    counted = [success for success, counts in zip(successes, is_counted, strict=True) if counts]
+    return f"{sum(counted) / len(counted):.0%} of {len(counted)} answers" if counted else "no answer has any"
 
 
 def _size(tensors: list[Any]) -> str:
