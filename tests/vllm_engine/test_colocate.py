@@ -17,8 +17,12 @@ from vllm import SamplingParams
 
 from credit_trl.evaluation import SamplingConfig
 from credit_trl.evaluation.engines import TrainerEngine
+from credit_trl.lab.analysis.probing import ProbeSettings, probe
+from credit_trl.lab.analysis.targets import Arm
 from credit_trl.loss.sampling import _DEFAULTS, _NEUTRAL
+from credit_trl.tasks import Task
 from tables import tables_of
+from tiny import length_verdicts
 
 SAME = 1e-3  # nats; measured 1e-6
 STALE = 1e-2
@@ -283,3 +287,19 @@ def test_options_of_the_engine_are_replayed_refused_or_neutral():
     """A new option of vLLM is refused until it is known; a renamed one would be seen here."""
     options = set(SamplingParams.__struct_fields__)
     assert {"top_p", "top_k", "min_p", "logit_bias", *_NEUTRAL, *_DEFAULTS, "temperature"} <= options
+
+
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_probe_samples_its_rollouts_with_the_engine(make_trainer, dataset, kind):
+    trainer = make_trainer(adapter(kind))
+    generate, sampled = trainer.vllm_generation.generate, []
+
+    def counting(*args, **kwargs):
+        sampled.append(len(kwargs["prompts"]))
+        return generate(*args, **kwargs)
+
+    trainer.vllm_generation.generate = counting
+    task = Task.from_dataset(dataset, length_verdicts, "lengths")
+    document = probe(trainer, task, ProbeSettings(prompts=4, arms=(Arm("SDPO", 0.0),)))
+    assert sum(sampled) == 4 * trainer.num_generations
+    assert document["arms"][0]["ceiling"]["mean"] >= 0.0

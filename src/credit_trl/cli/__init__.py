@@ -26,6 +26,7 @@ COMPANIONS = {
     "credit-eval": ("credit_trl.cli.credit_eval", "avg@k of a run or a model, with bootstrap intervals"),
     "credit-init": ("credit_trl.cli.credit_init", "Write a first configuration, verifier and rows"),
     "credit-map": ("credit_trl.cli.credit_map", "Draw the credit of every token of a response"),
+    "credit-probe": ("credit_trl.cli.credit_probe", "What feedback and each arm would teach, before training"),
     "credit-quickstart": ("credit_trl.cli.quickstart", "Train the embedded task on a CPU and map its credit"),
     "credit-report": ("credit_trl.cli.credit_report", "One HTML page for a run, or for several side by side"),
 }

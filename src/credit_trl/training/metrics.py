@@ -219,7 +219,7 @@ NOISE = 6.0
 # teacher prefers successes less than a policy that has learned them.
 MIN_GROUPS, MIN_LOGS, FIRST_LOGS = 16, 3, 2 * WINDOW
 # Standard errors by which it lies below zero.
-ERRORS = 2.0
+HARM_ERRORS = 2.0
 
 # Cause of a warning -> its message.
 _MESSAGES: dict[str, str] = yaml.safe_load(Path(__file__).with_name("alarms.yaml").read_text("utf-8"))
@@ -246,7 +246,7 @@ def harmful_feedback(log_history: Sequence[Mapping[str, Any]]) -> str | None:
         return None
     mean = sum(value * count for value, count in rows) / groups
     error = math.sqrt(sum((count * (value - mean)) ** 2 for value, count in rows)) / groups
-    if mean + ERRORS * error >= 0.0:
+    if mean + HARM_ERRORS * error >= 0.0:
         return None
     return _MESSAGES["harmful_feedback"].format(mean=mean, groups=groups, logs=len(rows))
 

@@ -1,4 +1,4 @@
-"""Analysis of the credit: token maps, mutual information, compatibility, interventional credit, branches.
+"""Analysis of the credit: token maps, probe, mutual information, compatibility, interventional credit, branches.
 
     from credit_trl.lab.analysis import Checkpoint, map_response, sample_rollouts, write_maps
 
@@ -7,7 +7,9 @@ No module of this package imports the trainer.
 
 from credit_trl.lab.analysis.callback import CreditMapCallback
 from credit_trl.lab.analysis.checkpoints import Checkpoint
+from credit_trl.lab.analysis.probing import ProbeSettings, probe
 from credit_trl.lab.analysis.responses import Rollout, analysis_config, sample_rollouts, with_teacher
+from credit_trl.lab.analysis.targets import Arm
 from credit_trl.lab.analysis.tokenmap import (
     TokenMap,
     format_summary,
@@ -18,13 +20,16 @@ from credit_trl.lab.analysis.tokenmap import (
 )
 
 __all__ = [
+    "Arm",
     "Checkpoint",
     "CreditMapCallback",
+    "ProbeSettings",
     "Rollout",
     "TokenMap",
     "analysis_config",
     "format_summary",
     "map_response",
+    "probe",
     "read_maps",
     "sample_rollouts",
     "summarize_maps",

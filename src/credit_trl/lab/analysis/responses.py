@@ -199,6 +199,24 @@ def sample_rollouts(
     )
     token_ids = checkpoint.generate([checkpoint.encode(row["prompt"]) for row in repeated], sampling)
     verdicts = grade_rollouts(checkpoint, task, repeated, token_ids)
+    return graded_rollouts(checkpoint, rows, token_ids, verdicts, config, population)
+
+
+def graded_rollouts(
+    checkpoint: Checkpoint,
+    rows: Sequence[dict[str, Any]],
+    token_ids: Sequence[Sequence[int]],
+    verdicts: Sequence[Verdict],
+    config: CreditConfig,
+    population: Sequence[Prompt] | None = None,
+) -> list[Rollout]:
+    """Rollouts with z and contrast prompts of responses that are sampled and graded; see `sample_rollouts`.
+
+    `token_ids` and `verdicts` have as many entries for each row, those of a row together. Of several processes, each
+    has all of them.
+    """
+    samples = len(token_ids) // len(rows)
+    repeated = [row for row in rows for _ in range(samples)]
     population = [row["prompt"] for row in rows] if population is None else population
     batch = GenerationBatch(
         rows=repeated,

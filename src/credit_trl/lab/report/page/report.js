@@ -66,6 +66,67 @@ function show(id, title) {
   byId("contents").append(link);
 }
 
+// ---------------------------------------------------------------- probe
+
+function change(part) {
+  return part ? (100 * part.change).toFixed(1) + " ± " + (200 * part.error).toFixed(1) : "–";
+}
+
+function buildProbe() {
+  const probe = data.probe, facts = probe.facts, policy = facts.success.mean, box = byId("probe").lastElementChild;
+  const foreign = facts.conditions["another prompt's z"];
+  const numbers = element("dl", "numbers");
+  const values = [["without z", policy], ["with z", facts.read.mean], ["with another prompt's z", foreign?.mean], ["best of a group", facts.best.mean]];
+  for (const [name, value] of values) {
+    const pair = element("div");
+    pair.append(element("dt", "", name), element("dd", "", typeof value === "number" ? percent(value) + " %" : "–"));
+    numbers.append(pair);
+  }
+  const arms = element("div", "probed");
+  for (const arm of probe.arms) {
+    const bar = shape("svg", { role: "img", "aria-label": arm.name + ": floor " + change(arm.floor) + " points, target " + percent(arm.ceiling.mean) + " %" });
+    bar.append(shape("rect", { x: 0, y: 4, width: "100%", height: 10 }));
+    if (arm.floor) {
+      const [low, high] = [-2, 2].map((errors) => Math.min(1, Math.max(0, policy + arm.floor.change + errors * arm.floor.error)));
+      bar.append(shape("rect", { class: "floor", x: 100 * low + "%", y: 4, width: Math.max(0.5, 100 * (high - low)) + "%", height: 10 }));
+    }
+    bar.append(shape("circle", { cx: 100 * arm.ceiling.mean + "%", cy: 9, r: 5 }), shape("line", { x1: 100 * policy + "%", x2: 100 * policy + "%", y1: 0, y2: 18 }));
+    const floor = arm.floor ? change(arm.floor) + ", share " + arm.floor.share.toFixed(2) : "no floor";
+    arms.append(element("span", arm.name in probe.advice.dropped ? "dropped" : "", arm.name), bar, element("small", "", floor + "; ● " + percent(arm.ceiling.mean) + " %"));
+  }
+  const note = "Success of each arm's target: ● with all that it shows; the bar, the policy's answers weighted by the gated target, ± 2 errors, without what z states. The line is the policy.";
+  box.append(element("p", "advice", probe.advice.sentence), numbers, element("p", "note", note), arms);
+  box.append(element("p", "note", probe.prompts + " prompts with " + probe.samples + " answers each; " + percent(facts.mixed.mean) + " % of the groups are mixed."));
+  const unknown = element("ul");
+  const limits = [
+    [probe.arms.some((arm) => !arm.floor), "The floor of some arms: too few successes, or a target too far from the policy."],
+    [foreign && Math.abs(foreign.mean - facts.read.mean) < 0.05, "What z states: another prompt's z does as much as its own."],
+    [facts.truncated.mean > 0.2, "Answers beyond max_completion_length: more than a fifth is truncated."],
+    [!Object.keys(probe.lookahead).length, "How fast each arm learns, and what GRPO learns: see --lookahead."],
+    [true, "Memorising against generalising, moving teachers, collapse and late reversals."],
+  ];
+  for (const [holds, text] of limits) if (holds) unknown.append(element("li", "", text));
+  box.append(element("h3", "", "What this cannot know"), unknown);
+  const rows = Object.entries({ ...facts.conditions, ...facts.parts }).map(([name, part]) => [name, percent(part.baseline), percent(part.mean), change(part)]);
+  const leads = probe.leads.map((lead) => [lead.words, percent(lead.without), percent(lead.with), ""]);
+  const targets = probe.arms.map((arm) => [arm.name, change(arm.gated), short(arm.length), percent(arm.leads)]);
+  const ahead = Object.entries(probe.lookahead).map(([name, changes]) => [name, ...changes.map(change)]);
+  const folded = (title, ...parts) => {
+    const details = element("details");
+    details.append(element("summary", "", title), ...parts);
+    box.append(details);
+  };
+  folded("Success and parts of the verdict with z, %",
+    tableOf(["", "without", "with", "change ± 2 errors"], [...rows, ...leads]),
+    tableOf(["target", "gated answers", "tokens", "risen first words, %"], targets),
+    tableOf(["look-ahead", "seed 0", "seed 1"], ahead));
+  folded("Answers to the same prompts with the same random numbers", ...Object.entries(probe.texts).slice(0, 3).flatMap(([prompt, text]) => [
+    element("p", "text", text),
+    tableOf(["target", "verdict", "answer"], probe.examples.filter((row) => String(row.prompt) === prompt).map((row) => [row.condition, row.success ? "right" : "wrong", row.text])),
+  ]));
+  folded("The rule of the advice", element("p", "text", probe.rule));
+}
+
 // ---------------------------------------------------------------- summary and comparison
 
 function buildSummary() {
@@ -502,6 +563,7 @@ byId("theme").addEventListener("change", (event) => {
   if (event.target.value) document.documentElement.dataset.theme = event.target.value;
   else delete document.documentElement.dataset.theme;
 });
+if (data.probe) { show("probe", "Advice before training"); buildProbe(); }
 if (data.runs && (data.comparison.length || data.options.length)) { show("summary", data.runs.length > 1 ? "Comparison" : "Summary"); buildSummary(); }
 if (maps) { show("maps", data.runs && data.runs.length > 1 ? "Token maps of " + maps.run : "Token maps"); buildMaps(); }
 if (data.curves && data.curves.length) { show("curves", "Curves"); buildCurves(); }
