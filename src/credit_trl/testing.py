@@ -30,7 +30,7 @@ from credit_trl.tasks.registry import as_task, load_task
 from credit_trl.tasks.task import Task
 from credit_trl.teacher.models import make_teacher
 from credit_trl.training.checks import check_column_names
-from credit_trl.training.loop import CreditLoop, LoopSample
+from credit_trl.training.loop import LoopSample, prompt_ids, sample_tensors
 from credit_trl.training.step import CreditStep
 from credit_trl.trl_parity import dense_logps
 
@@ -87,10 +87,9 @@ def check_weight(weight: TokenWeight) -> None:
     answers = step.context_builder.tokenizer(texts)["input_ids"]
     questions = [_PROMPTS[0], _PROMPTS[0], _PROMPTS[2], _PROMPTS[2]]
     feedback = [f"Rollout {i} is not right." for i in range(4)]
-    loop = CreditLoop(step)
     samples = [LoopSample(*pair, Verdict(0.0)) for pair in zip(questions, answers, strict=True)]
     batch = GenerationBatch([{}] * 4, questions, answers, [1.0, 0.0, 1.0, 0.0], feedback, first=0, group_size=2)
-    tensors = loop.tensors(samples)
+    tensors = sample_tensors(step, samples)
     tensors["advantages"] = torch.tensor([1.0, -1.0, 1.0, -1.0], dtype=torch.float64)
     inputs = tensors | step.prepare(batch, tensors)
     loss = step.loss(model, inputs).terms.loss
@@ -101,7 +100,7 @@ def check_weight(weight: TokenWeight) -> None:
     divergence = torch.zeros(mask.shape, dtype=torch.float64)
     for i, contexts in enumerate(step.build_contexts(batch)):
         f, g = (dense_logps(step.teacher.model, ids, answers[i]).detach() for ids, _ in contexts.sequences())
-        p = dense_logps(model, loop.prompt_ids(questions[i]), answers[i])
+        p = dense_logps(model, prompt_ids(step, questions[i]), answers[i])
         divergence[i, mask[i]] = (p.exp() * (p - f + step.config.contrastive_coef * g)).sum(-1)
     names = ("teacher_logps", "generic_logps", "specific", "delta_v", "entropy")
     credit = replace(seen[0], **{name: getattr(seen[0], name).where(mask, math.nan) for name in names})

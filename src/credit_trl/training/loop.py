@@ -31,6 +31,27 @@ class LoopSample(NamedTuple):
     logps: Tensor | None = None
 
 
+def prompt_ids(step: CreditStep, prompt: Any) -> list[int]:
+    """Token ids of a prompt, as the policy reads it."""
+    return step.context_builder.encode(prompt, PrivilegedContext())
+
+
+def sample_tensors(step: CreditStep, samples: Sequence[LoopSample]) -> dict[str, Any]:
+    """TRL's tensors of the samples: prompts padded on the left, completions on the right."""
+    prompts = [torch.tensor(prompt_ids(step, sample.prompt)) for sample in samples]
+    completions = [torch.tensor(sample.completion_ids) for sample in samples]
+    tensors = {
+        "prompt_ids": pad(prompts, padding_side="left"),
+        "prompt_mask": pad([torch.ones_like(ids) for ids in prompts], padding_side="left"),
+        "completion_ids": pad(completions),
+        "completion_mask": pad([torch.ones_like(ids) for ids in completions]),
+    }
+    if samples[0].logps is not None:
+        tensors["old_per_token_logps"] = pad([sample.logps for sample in samples])
+    tensors["num_items_in_batch"] = tensors["completion_mask"].sum()
+    return {name: tensor.to(step.teacher.device) for name, tensor in tensors.items()}
+
+
 class CreditLoop:
     """A `CreditStep` with what surrounds it in a loop on one process, with text prompts and without GRPO's part.
 
@@ -47,7 +68,7 @@ class CreditLoop:
 
     def prompt_ids(self, prompt: Any) -> list[int]:
         """Token ids of a prompt, as the policy reads it."""
-        return self.step.context_builder.encode(prompt, PrivilegedContext())
+        return prompt_ids(self.step, prompt)
 
     def micro_batches(self, samples: Sequence[LoopSample]) -> list[dict[str, Any]]:
         """Score a generation batch, and split it into micro-batches of `per_device_train_batch_size` samples."""
@@ -62,25 +83,10 @@ class CreditLoop:
             index=self.batch_count,
         )
         self.batch_count += 1
-        tensors = self.tensors(samples)
+        tensors = sample_tensors(self.step, samples)
         tensors |= self.step.prepare(batch, tensors)
         rows = torch.arange(len(samples)).split(self.config.per_device_train_batch_size)
         return [without_padding(take_rows(tensors, part.tolist())) for part in rows]
-
-    def tensors(self, samples: Sequence[LoopSample]) -> dict[str, Any]:
-        """TRL's tensors of the samples: prompts padded on the left, completions on the right."""
-        prompts = [torch.tensor(self.prompt_ids(sample.prompt)) for sample in samples]
-        completions = [torch.tensor(sample.completion_ids) for sample in samples]
-        tensors = {
-            "prompt_ids": pad(prompts, padding_side="left"),
-            "prompt_mask": pad([torch.ones_like(ids) for ids in prompts], padding_side="left"),
-            "completion_ids": pad(completions),
-            "completion_mask": pad([torch.ones_like(ids) for ids in completions]),
-        }
-        if samples[0].logps is not None:
-            tensors["old_per_token_logps"] = pad([sample.logps for sample in samples])
-        tensors["num_items_in_batch"] = tensors["completion_mask"].sum()
-        return {name: tensor.to(self.step.teacher.device) for name, tensor in tensors.items()}
 
     def loss(self, model: nn.Module, micro_batch: dict[str, Any]) -> Tensor:
         """Loss of a micro-batch; the gradients of the micro-batches of an optimizer step are summed."""
