@@ -63,13 +63,19 @@ class ContrastBatch:
     @cached_property
     def keys(self) -> list[str]:
         """Key of every sample's prompt; an environment may word the prompts of a group differently."""
-        return [prompt_key(prompt) for prompt in self.prompts]
+        return list(map(prompt_key, self.prompts))
 
     def other_prompts(self, sample: int) -> list[Prompt]:
         """The distinct first prompts of all groups in their order, without the prompts of the sample's own group."""
-        own = {prompt_key(self.dataset_prompts[sample]), *(self.keys[i] for i in self.group(sample))}
-        first = {self.keys[i]: self.prompts[i] for i in range(0, len(self.prompts), self.group_size)}
-        return [prompt for key, prompt in first.items() if key not in own]
+        group = self.group(sample)
+        group_keys = self.keys[group.start : group.stop]
+        excluded = {prompt_key(self.dataset_prompts[sample]), *group_keys}
+        prompts = {}
+        for start in range(0, len(self.prompts), self.group_size):
+            key = self.keys[start]
+            if key not in excluded:
+                prompts[key] = self.prompts[start]
+        return list(prompts.values())
 
 
 # `source(batch, sample, rng)`, with the dataset columns that it reads as further parameters. It returns prompts or
@@ -100,8 +106,12 @@ def find_source(name: str) -> Source:
 def source_columns(source: Source) -> list[str]:
     """Names of the dataset columns that a source takes: its parameters without a default after the first three."""
     parameters = list(inspect.signature(source).parameters.values())[3:]
-    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return [one.name for one in parameters if one.default is one.empty and one.kind in named]
+    passed_by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    columns = []
+    for parameter in parameters:
+        if parameter.default is parameter.empty and parameter.kind in passed_by_name:
+            columns.append(parameter.name)
+    return columns
 
 
 def draw_contrasts(source: Source, batch: ContrastBatch, sample: int, seed: int) -> Iterator[Contrast]:
@@ -111,17 +121,19 @@ def draw_contrasts(source: Source, batch: ContrastBatch, sample: int, seed: int)
         TypeError: the source does not return prompts or `Contrast`s.
         ValueError: a contrast has the sample's own prompt and privileged context.
     """
-    drawn = source(batch, sample, np.random.default_rng([seed, batch.index, sample]), **batch.columns)
-    own = {batch.keys[sample], prompt_key(batch.dataset_prompts[sample])}
+    rng = np.random.default_rng([seed, batch.index, sample])
+    elements = source(batch, sample, rng, **batch.columns)
+    sample_keys = (batch.keys[sample], prompt_key(batch.dataset_prompts[sample]))
     name = f"The contrast source {getattr(source, '__name__', source)!r}"
     fix = "Return a list of texts, lists of messages or `Contrast(prompt, privileged)`, or yield them."
-    if isinstance(drawn, str) or not isinstance(drawn, Iterable):
-        raise TypeError(f"{name} returned a {type(drawn).__name__}. {fix}")
-    for one in drawn:
-        contrast = one if isinstance(one, Contrast) else Contrast(one)
+    if isinstance(elements, str) or not isinstance(elements, Iterable):
+        raise TypeError(f"{name} returned a {type(elements).__name__}. {fix}")
+    for element in elements:
+        contrast = element if isinstance(element, Contrast) else Contrast(element)
         if not isinstance(contrast.prompt, str | list):
-            raise TypeError(f"{name} returned an element of type {type(one).__name__}. {fix}")
-        if contrast.privileged in (None, batch.privileged[sample]) and prompt_key(contrast.prompt) in own:
+            raise TypeError(f"{name} returned an element of type {type(element).__name__}. {fix}")
+        has_sample_z = contrast.privileged in (None, batch.privileged[sample])
+        if has_sample_z and prompt_key(contrast.prompt) in sample_keys:
             raise ValueError(f"{name} returned the prompt of sample {sample} itself. Draw another prompt.")
         yield contrast
 
@@ -136,8 +148,8 @@ def shuffled(items: Sequence[T], rng: np.random.Generator) -> Iterator[T]:
 def from_batch(batch: ContrastBatch, sample: int, rng: np.random.Generator) -> Iterator[Prompt]:
     """The other prompts of the generation batch, uniformly, with one draw for all samples of a group."""
     *key, _ = rng.bit_generator.seed_seq.entropy
-    first = batch.group(sample).start
-    return shuffled(batch.other_prompts(sample), np.random.default_rng([*key, first]))
+    group_rng = np.random.default_rng([*key, batch.group(sample).start])
+    return shuffled(batch.other_prompts(sample), group_rng)
 
 
 def from_dataset(batch: ContrastBatch, sample: int, rng: np.random.Generator) -> Iterator[Prompt]:
@@ -159,16 +171,20 @@ def from_dataset(batch: ContrastBatch, sample: int, rng: np.random.Generator) ->
 def other_images(batch: ContrastBatch, sample: int, rng: np.random.Generator) -> Iterator[Prompt]:
     """The sample's own prompt with the images of other prompts of the batch that have as many, uniformly."""
     prompt = batch.prompts[sample]
-    own = images_of(prompt)
-    choices = {tuple(map(content_key, images)): images for images in _images_of_batch(batch) if images}
-    kept = [images for key, images in choices.items() if len(key) == len(own) and key != tuple(map(content_key, own))]
-    return (with_images(prompt, images) for images in shuffled(kept, rng))
+    sample_key = list(map(content_key, images_of(prompt)))
+    choices = {}
+    for images in _images_of_batch(batch):
+        key = list(map(content_key, images))
+        if len(key) == len(sample_key) and key != sample_key:
+            choices[tuple(key)] = images
+    return (with_images(prompt, images) for images in shuffled(list(choices.values()), rng))
 
 
 def without_images(batch: ContrastBatch, sample: int, rng: np.random.Generator) -> list[Prompt]:
     """The sample's own prompt without its images: what the images explain, and the text does not."""
     prompt = batch.prompts[sample]
-    return [with_images(prompt, [])] if _images_of_batch(batch)[sample] else []
+    has_images = _images_of_batch(batch)[sample]
+    return [with_images(prompt, [])] if has_images else []
 
 
 def _images_of_batch(batch: ContrastBatch) -> list[list[Any]]:

@@ -26,16 +26,19 @@ def build_contexts(batch: GenerationBatch, builder: ContextBuilder) -> list[Toke
         ValueError: turn feedback cannot be placed.
     """
     gathered = gather_contrast_batch(batch, builder)
+    tools_of = batch.tools or [None] * len(batch.prompts)
     contexts = []
     for i, sample in enumerate(batch.indices):
         prompt = batch.prompts[i]
-        tools = batch.tools[i] if batch.tools else None
+        tools = tools_of[i]
         contrasts = ()
         if builder.source is not None:
             contrasts = draw_contrasts(builder.source, gathered, sample, builder.config.seed)
         built = builder.build(prompt, gathered.privileged[sample], contrasts, tools=tools)
         if built.teacher is not None and built.privileged.turns:
-            render = None if isinstance(prompt, str) else partial(builder.render, tools=tools or None)
+            render = None
+            if not isinstance(prompt, str):
+                render = partial(builder.render, tools=tools or None)
             built = place_turns(built, batch.completion_ids[i], batch.turn_starts[i], builder, render)
         contexts.append(built)
     return contexts
@@ -54,13 +57,21 @@ class GatheredSample:
 
 def gather_contrast_batch(batch: GenerationBatch, builder: ContextBuilder) -> ContrastBatch:
     """The generation batch of all processes with z of every sample. Every process must call it."""
-    column_names = source_columns(builder.source) if builder.source else []
+    column_names: list[str] = []
+    if builder.source is not None:
+        column_names = source_columns(builder.source)
     samples: list[GatheredSample] = gather_object(_local_samples(batch, builder, column_names))
     privileged = []
     for start in range(0, len(samples), batch.group_size):
         group = samples[start : start + batch.group_size]
-        privileged += [_privileged_context(sample, group, builder.config) for sample in group]
-    has_rows = isinstance(batch.dataset, Dataset | Mapping)
+        for sample in group:
+            privileged.append(_privileged_context(sample, group, builder.config))
+    columns = {}
+    for name in column_names:
+        columns[name] = [sample.columns[name] for sample in samples]
+    dataset: Sequence[Prompt] = ()
+    if isinstance(batch.dataset, Dataset | Mapping):
+        dataset = _DatasetPrompts(batch.dataset)
     return ContrastBatch(
         index=batch.index,
         group_size=batch.group_size,
@@ -69,8 +80,8 @@ def gather_contrast_batch(batch: GenerationBatch, builder: ContextBuilder) -> Co
         privileged=privileged,
         rollouts=[sample.rollout for sample in samples],
         successes=[sample.is_successful for sample in samples],
-        dataset=_DatasetPrompts(batch.dataset) if has_rows else (),
-        columns={name: [sample.columns[name] for sample in samples] for name in column_names},
+        dataset=dataset,
+        columns=columns,
     )
 
 
@@ -82,19 +93,22 @@ def _local_samples(
     texts = decode_with_marks(builder.tokenizer, batch.completion_ids, builder.marks)
     feedback = batch.feedback
     successes = is_successful(batch.rewards, config.success_reward_threshold)
+    tools_of = batch.tools or [None] * len(batch.prompts)
     shared_images: dict[str, Any] = {}  # by their content: pickling stores the same object once
     samples = []
     for i, (sample, row, prompt) in enumerate(zip(batch.indices, batch.rows, batch.prompts, strict=True)):
-        tools = batch.tools[i] if batch.tools else None
         turns = batch.turn_feedback[i] if batch.turn_starts else None
-        is_open = opening_mark(builder.student_text(prompt, tools), builder.marks) != ""
+        student_text = builder.student_text(prompt, tools_of[i])
+        is_open = opening_mark(student_text, builder.marks) != ""
         answer = demonstration_text(texts[i], config.teacher_context, builder.marks, opened=is_open)
+        dataset_prompt = row_prompt({"prompt": prompt, **row})
+        has_reward = not math.isnan(batch.rewards[sample])
         samples.append(
             GatheredSample(
                 prompt=share_images(prompt, shared_images),
-                dataset_prompt=share_images(row_prompt({"prompt": prompt, **row}), shared_images),
+                dataset_prompt=share_images(dataset_prompt, shared_images),
                 rollout=PrivilegedContext(answer, feedback[i], turns or None),
-                is_successful=None if math.isnan(batch.rewards[sample]) else successes[sample],
+                is_successful=successes[sample] if has_reward else None,
                 columns={name: row[name] for name in column_names},
             )
         )
@@ -107,7 +121,9 @@ def _privileged_context(
     """z of one sample, by the options that choose its parts."""
     if config.teacher_prompt == "student":
         return PrivilegedContext()
-    demonstration = _demonstration(sample, group, config) if config.use_successful_as_teacher else None
+    demonstration = None
+    if config.use_successful_as_teacher:
+        demonstration = _demonstration(sample, group, config)
     suffices = config.environment_feedback_only_without_solution and demonstration is not None
     if suffices or not config.include_environment_feedback:
         return PrivilegedContext(demonstration)
@@ -132,16 +148,22 @@ class _DatasetPrompts(Sequence):
         is_transformed = isinstance(dataset, Dataset) and dataset.format["type"] == "custom"
         self.dataset = dataset if is_transformed else None  # a transform forms whole rows
         self.columns = {}
-        if not is_transformed:
-            self.columns = {name: dataset[name] for name in ("prompt", "images", "image") if name in column_names}
+        for name in ("prompt", "images", "image"):
+            if name in column_names and not is_transformed:
+                self.columns[name] = dataset[name]
 
     def __len__(self) -> int:
-        return len(self.columns["prompt"] if self.dataset is None else self.dataset)
+        if self.dataset is not None:
+            return len(self.dataset)
+        return len(self.columns["prompt"])
 
     def __getitem__(self, index: int) -> Prompt:
         if self.dataset is not None:
             return row_prompt(self.dataset[index])
-        return row_prompt({name: values[index] for name, values in self.columns.items()})
+        row = {}
+        for name, values in self.columns.items():
+            row[name] = values[index]
+        return row_prompt(row)
 
 
 def ignored_feedback(batch: GenerationBatch, config: CreditConfig) -> tuple[bool, list[int]]:

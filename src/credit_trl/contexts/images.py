@@ -7,15 +7,15 @@ encodes the prompt as any text, so that the processor never sees z: a placeholde
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 from datasets import Dataset
 from jaxtyping import Int
 from torch import Tensor
-from torch.nn.functional import pad
 
 from credit_trl.contexts.prompts import check_local_images
 from credit_trl.rollout.batch import content_key
@@ -40,19 +40,29 @@ class PromptImages:
 torch.serialization.add_safe_globals([PromptImages])  # checkpoints hold rollouts
 
 
+class _ReadImages(NamedTuple):
+    """A list of images, and what the processor returned for it."""
+
+    images: Sequence[Any]
+    inputs: PromptImages
+    texts: list[str]  # that stand for each image in an expanded prompt
+
+
 class ImageReader:
     """Reads lists of images with the processor of a model, each once until `clear`."""
 
     def __init__(self, processor: Any) -> None:
         self.processor = processor
-        self._read: dict[str, tuple[PromptImages, list[str], Sequence[Any]]] = {}
+        self._read: dict[str, _ReadImages] = {}
 
     @property
     def placeholder_ids(self) -> set[int]:
         """Token ids that stand for an image in a rendered prompt or in an expanded one."""
         tokenizer = self.processor.tokenizer
-        named = (getattr(owner, "image_token_id", None) for owner in (self.processor, tokenizer))
-        return {tokenizer.convert_tokens_to_ids(self.processor.image_token), *named} - {None}
+        ids = {tokenizer.convert_tokens_to_ids(self.processor.image_token)}
+        ids.add(getattr(self.processor, "image_token_id", None))
+        ids.add(getattr(tokenizer, "image_token_id", None))
+        return ids - {None}
 
     def clear(self) -> None:
         self._read.clear()
@@ -63,11 +73,11 @@ class ImageReader:
         Raises:
             ValueError: the processor returns inputs that cannot be combined with a longer text.
         """
-        return self._cached(images)[0] if images else None
+        return self._cached(images).inputs if images else None
 
-    def sources(self, own: PromptImages) -> Sequence[Any]:
-        """The images that were read as `own`."""
-        return next(images for read, _, images in self._read.values() if read is own)
+    def sources(self, inputs: PromptImages) -> Sequence[Any]:
+        """The images that were read as `inputs`."""
+        return next(cached.images for cached in self._read.values() if cached.inputs is inputs)
 
     def expand(self, text: str, images: Sequence[Any]) -> str:
         """A rendered prompt in which each placeholder is replaced by the text that stands for its image.
@@ -77,13 +87,15 @@ class ImageReader:
         """
         if not images:
             return text
-        start, *pieces = text.split(self.processor.image_token)
+        expanded, *pieces = text.split(self.processor.image_token)
         if len(pieces) != len(images):
             raise ValueError(
                 f"The chat template renders {len(pieces)} placeholders {self.processor.image_token!r} for "
                 f"{len(images)} images. Use one that renders each image part once, and texts without the placeholder."
             )
-        return start + "".join(map("".join, zip(self._cached(images)[1], pieces, strict=True)))
+        for image_text, piece in zip(self._cached(images).texts, pieces, strict=True):
+            expanded += image_text + piece
+        return expanded
 
     def encode(self, text: str, images: Sequence[Any] = ()) -> list[int]:
         """Token ids of a rendered prompt as TRL forms them. Without `images`, each placeholder stays one token."""
@@ -91,13 +103,13 @@ class ImageReader:
         has_bos = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
         return tokenizer(self.expand(text, images), add_special_tokens=not has_bos)["input_ids"]
 
-    def _cached(self, images: Sequence[Any]) -> tuple[PromptImages, list[str], Sequence[Any]]:
+    def _cached(self, images: Sequence[Any]) -> _ReadImages:
         key = " ".join(map(content_key, images))
         if key not in self._read:
-            self._read[key] = (*self._process(images), images)
+            self._read[key] = self._process(images)
         return self._read[key]
 
-    def _process(self, images: Sequence[Any]) -> tuple[PromptImages, list[str]]:
+    def _process(self, images: Sequence[Any]) -> _ReadImages:
         recorder = _Recorder(self.processor.tokenizer)
         processor = copy.copy(self.processor)
         processor.tokenizer = recorder
@@ -113,7 +125,8 @@ class ImageReader:
                 "longer prompt of the teacher. Set `distillation_weight=0` (GRPO), or use a model of another family."
             )
         modalities = {token: modality for token, modality in zip(ids, types, strict=True) if modality}
-        return PromptImages(dict(outputs), modalities, name), recorder.text.split(_MARK)
+        inputs = PromptImages(dict(outputs), modalities, name)
+        return _ReadImages(images, inputs, recorder.text.split(_MARK))
 
 
 class _Recorder:
@@ -152,9 +165,9 @@ def thumbnail(image: Any, size: int = 256) -> Any:
     """A copy of an image of Pillow with at most `size` pixels a side; another value unchanged."""
     if not hasattr(image, "thumbnail"):
         return image
-    shown = image.convert("RGB")
-    shown.thumbnail((size, size))
-    return shown
+    picture = image.convert("RGB")
+    picture.thumbnail((size, size))
+    return picture
 
 
 def joined_images(
@@ -167,21 +180,28 @@ def joined_images(
         ids: of all rows, padded; a model may read the modality of each.
         with_pixels: include what only the vision tower reads.
     """
-    names = [name for name in images[0].tensors if with_pixels or not name.startswith("pixel")]
-    inputs = {name: _joined([own.tensors[name] for own in images]) for name in names}
-    if name := images[0].types_name:
-        modalities = {token: modality for own in images for token, modality in own.modalities.items()}
-        inputs[name] = torch.tensor([[modalities.get(token, 0) for token in row] for row in ids.tolist()])
+    inputs = {}
+    for name in images[0].tensors:
+        if with_pixels or not name.startswith("pixel"):
+            inputs[name] = _joined([prompt_images.tensors[name] for prompt_images in images])
+    types_name = images[0].types_name
+    if types_name is not None:
+        types = torch.zeros_like(ids)
+        for prompt_images in images:
+            for token, modality in prompt_images.modalities.items():
+                types[ids == token] = modality
+        inputs[types_name] = types
     return inputs
 
 
 def _joined(parts: list[Tensor]) -> Tensor:
     """Parts along the first dimension; the others are padded with 0, as processors pad images and tiles."""
-    sizes = [max(of_dimension) for of_dimension in zip(*(part.shape[1:] for part in parts), strict=True)]
+    sizes = np.max([part.shape[1:] for part in parts], axis=0).tolist()
     padded = []
     for part in parts:
-        missing = [size - own for size, own in zip(sizes, part.shape[1:], strict=True)]
-        padded.append(pad(part, [side for count in reversed(missing) for side in (0, count)]))
+        padded_part = part.new_zeros((len(part), *sizes))
+        padded_part[tuple(map(slice, part.shape))] = part
+        padded.append(padded_part)
     return torch.cat(padded)
 
 
@@ -192,12 +212,16 @@ def trl_image_fields(batch: dict[str, Any]) -> dict[str, Any]:
     the first sample: TRL reads the micro-batch in one slice.
     """
     images = batch.get("prompt_images") or []
-    present = [own for own in images if own is not None]
+    present = [prompt_images for prompt_images in images if prompt_images is not None]
     if not present:
         return {}
     ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
-    fields = {name: values.to(ids.device) for name, values in joined_images(present, ids).items()}
+    fields: dict[str, Any] = {}
+    for name, values in joined_images(present, ids).items():
+        fields[name] = values.to(ids.device)
     pixels = fields["pixel_values"]
-    others = [0] * (len(images) - 1)
     count = len(fields.get("image_grid_thw", pixels))
-    return fields | {"num_images": [count, *others], "num_tiles": [len(pixels), *others]}
+    zeros = [0] * (len(images) - 1)
+    fields["num_images"] = [count, *zeros]
+    fields["num_tiles"] = [len(pixels), *zeros]
+    return fields

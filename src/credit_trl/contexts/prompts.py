@@ -9,6 +9,7 @@ from credit_trl.trl_compat import prepare_multimodal_messages
 
 # Chained ones too, such as `zip://picture.png::https://host/pictures.zip`.
 _ADDRESS = re.compile(r"(?:^|::)(?!file:)[a-z][a-z0-9+.-]+://", re.IGNORECASE)
+_PROMPT_COLUMNS = ("prompt", "image", "images")
 Render = Callable[..., str]  # conversation to text; takes `tools` and `add_generation_prompt`, True by default
 
 
@@ -22,10 +23,10 @@ def chat_renderer(processor: Any, is_multimodal: bool = False, **options: Any) -
     """
 
     def render(messages: list[dict[str, Any]], **changed: Any) -> str:
-        parts = prepare_multimodal_messages(messages) if is_multimodal else messages
-        return processor.apply_chat_template(
-            parts, **({"add_generation_prompt": True, "tokenize": False} | options | changed)
-        )
+        if is_multimodal:
+            messages = prepare_multimodal_messages(messages)
+        defaults = {"add_generation_prompt": True, "tokenize": False}
+        return processor.apply_chat_template(messages, **(defaults | options | changed))
 
     return render
 
@@ -52,17 +53,17 @@ def check_rows(name: str, prompts: Iterable[Any], *, needs_user: bool = False) -
         ValueError: one is neither text nor messages, or has another form than the first, or is the text of
             messages, or has no user turn although `needs_user`, or an address as an image.
     """
-    first = None
+    expected_type = None
     for row, prompt in enumerate(prompts):
-        first = first or type(prompt)
+        expected_type = expected_type or type(prompt)
         fix = None
         if not is_prompt(prompt):
             fix = "Give the column `prompt` text, or messages with `role` and `content`."
-        elif not isinstance(prompt, first):
+        elif not isinstance(prompt, expected_type):
             fix = "Give all prompts the form of the first: text, or messages."
         elif isinstance(prompt, str) and re.match(r"""\s*\[\s*\{\s*['"](role|content)['"]""", prompt):
             fix = "It is the text of messages: store lists, as `json.loads` or `ast.literal_eval` read them."
-        elif needs_user and isinstance(prompt, list) and all(message["role"] != "user" for message in prompt):
+        elif needs_user and isinstance(prompt, list) and "user" not in _roles(prompt):
             fix = "The teacher's prompt needs a user turn: add a message with the role 'user'."
         if fix is not None:
             raise ValueError(f"Row {row} of {name} is the prompt {prompt!r:.80}. {fix}")
@@ -86,8 +87,12 @@ def _parts(message: dict[str, Any]) -> list[dict[str, Any]]:
 
 def parts_of(prompt: Prompt, kind: str) -> list[dict[str, Any]]:
     """Content parts of a kind of a conversational prompt, such as `"image"`, in their order."""
-    messages = [] if isinstance(prompt, str) else prompt
-    return [part for message in messages for part in _parts(message) if part.get("type") == kind]
+    if isinstance(prompt, str):
+        return []
+    parts = []
+    for message in prompt:
+        parts += [part for part in _parts(message) if part.get("type") == kind]
+    return parts
 
 
 def images_of(prompt: Prompt) -> list[Any]:
@@ -98,8 +103,11 @@ def images_of(prompt: Prompt) -> list[Any]:
 def remote_image(prompt: Prompt, images: Iterable[Any] = ()) -> str | None:
     """The address of an image of a prompt or of its dataset row, which processors would fetch; None without one."""
     pending = list(images)
-    for message in [] if isinstance(prompt, str) else prompt or []:
-        pending += [part for part in _parts(message) if part.get("type") != "text"]
+    if not isinstance(prompt, str):
+        for message in prompt or []:
+            for part in _parts(message):
+                if part.get("type") != "text":
+                    pending.append(part)
     while pending:
         value = pending.pop()
         if isinstance(value, dict):
@@ -125,25 +133,34 @@ def with_images(prompt: Prompt, images: Sequence[Any]) -> Prompt:
     """The prompt with other images in the places of its own; without image parts where `images` is empty."""
     if not images_of(prompt):
         return prompt
-    rest = iter(images)
+    sources = iter(images)
     messages = []
     for message in prompt:
-        if parts := _parts(message):
-            kept = [part for part in parts if images or part.get("type") != "image"]
-            filled = [{**part, "image": next(rest)} if part.get("type") == "image" else part for part in kept]
-            message = {**message, "content": filled}
-        messages.append(message)
+        parts = _parts(message)
+        if not parts:
+            messages.append(message)
+            continue
+        content = []
+        for part in parts:
+            if part.get("type") != "image":
+                content.append(part)
+            elif images:
+                content.append({**part, "image": next(sources)})
+        messages.append({**message, "content": content})
     return messages
 
 
 def share_images(prompt: Prompt, shared: dict[str, Any]) -> Prompt:
     """The prompt with the image of the same content that an earlier call has met."""
-    return with_images(prompt, [shared.setdefault(content_key(image), image) for image in images_of(prompt)])
+    images = images_of(prompt)
+    for i, image in enumerate(images):
+        images[i] = shared.setdefault(content_key(image), image)
+    return with_images(prompt, images)
 
 
 def prompt_columns(row: Mapping[str, Any]) -> dict[str, Any]:
     """The columns of a dataset row from which its prompt is formed."""
-    return {name: row[name] for name in ("prompt", "image", "images") if name in row}
+    return {name: row[name] for name in _PROMPT_COLUMNS if name in row}
 
 
 def row_prompt(row: Mapping[str, Any]) -> Prompt:
@@ -154,13 +171,15 @@ def row_prompt(row: Mapping[str, Any]) -> Prompt:
             an address.
     """
     prompt = row.get("prompt")
-    given = row.get("images") if "images" in row else [row.get("image")]
-    images = [image for image in given or [] if image is not None]
+    column = row.get("images", [row.get("image")])
+    images = [image for image in column or [] if image is not None]
     check_local_images(prompt, images)
     if images and isinstance(prompt, str):
         raise ValueError(f"A row with images has a plain-text prompt: {prompt[:80]!r}. Write prompts as messages.")
     has_column = "images" in row or "image" in row
-    return prepare_multimodal_messages(prompt, images=images) if has_column and isinstance(prompt, list) else prompt
+    if has_column and isinstance(prompt, list):
+        return prepare_multimodal_messages(prompt, images=images)
+    return prompt
 
 
 def with_images_in_prompts(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -171,21 +190,29 @@ def with_images_in_prompts(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, 
     shared: dict[str, Any] = {}
     formed = []
     for row in rows:
-        columns = prompt_columns(row)
-        others = {name: value for name, value in row.items() if name not in columns}
-        if "prompt" in columns:  # an environment may give it instead
-            others = {"prompt": share_images(row_prompt(row), shared), **others}
-        formed.append(others)
+        formed_row = {}
+        if "prompt" in row:  # an environment may give it instead
+            formed_row["prompt"] = share_images(row_prompt(row), shared)
+        for name, value in row.items():
+            if name not in _PROMPT_COLUMNS:
+                formed_row[name] = value
+        formed.append(formed_row)
     return formed
 
 
+def _roles(messages: list[dict[str, Any]]) -> list[str | None]:
+    return [message.get("role") for message in messages]
+
+
 def _last_user(messages: list[dict[str, Any]]) -> int:
-    if users := [index for index, message in enumerate(messages) if message.get("role") == "user"]:
-        return users[-1]
-    raise ValueError(
-        f"The teacher's prompt needs a user turn; the roles of this prompt are {[m.get('role') for m in messages]}. "
-        "Add a message with the role 'user'."
-    )
+    """Index of the last user turn."""
+    roles = _roles(messages)
+    if "user" not in roles:
+        raise ValueError(
+            f"The teacher's prompt needs a user turn; the roles of this prompt are {roles}. "
+            "Add a message with the role 'user'."
+        )
+    return len(roles) - 1 - roles[::-1].index("user")
 
 
 def with_user_text(messages: list[dict[str, Any]], template: str, place: str) -> list[dict[str, Any]]:
@@ -195,20 +222,21 @@ def with_user_text(messages: list[dict[str, Any]], template: str, place: str) ->
     """
     index = _last_user(messages)
     parts = _parts(messages[index])
-    text = template.replace(place, user_text(messages))
-    content: Any = [{"type": "text", "text": text}] if parts else text
-    if any(part.get("type") != "text" for part in parts):
-        content = _with_text(parts, *template.split(place))
+    content: Any = template.replace(place, user_text(messages))
+    if parts != parts_of([messages[index]], "text"):  # it has images
+        prefix, suffix = template.split(place)
+        content = _with_text(parts, prefix, suffix)
+    elif parts:
+        content = [{"type": "text", "text": content}]
     return [*messages[:index], {**messages[index], "content": content}, *messages[index + 1 :]]
 
 
-def _with_text(parts: list[dict[str, Any]], before: str, after: str) -> list[dict[str, Any]]:
+def _with_text(parts: list[dict[str, Any]], prefix: str, suffix: str) -> list[dict[str, Any]]:
     """Content parts with text before the first and after the last, in one part with a text that is there."""
-    first, last = ({"type": "text", "text": text} for text in (before, after))
+    parts = list(parts)
     if parts[0].get("type") == "text":
-        first["text"] += parts[0]["text"]
-        parts = parts[1:]
+        prefix += parts.pop(0)["text"]
     if parts and parts[-1].get("type") == "text":
-        last["text"] = parts[-1]["text"] + last["text"]
-        parts = parts[:-1]
-    return [part for part in (first, *parts, last) if part.get("type") != "text" or part["text"]]
+        suffix = parts.pop()["text"] + suffix
+    content = [{"type": "text", "text": prefix}, *parts, {"type": "text", "text": suffix}]
+    return [part for part in content if part.get("type") != "text" or part["text"]]

@@ -34,7 +34,9 @@ def demonstration_text(
         return None
     solution = answer if answer == completion else answer.strip()
     text = {"solution": solution, "think": thinking, "think+solution": completion}[teacher_context]
-    return text if text.strip() else None
+    if not text.strip():
+        return None
+    return text
 
 
 @dataclass(frozen=True)

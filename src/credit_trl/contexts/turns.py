@@ -55,8 +55,12 @@ def place_turns(
             column = _opening_start(completion_ids[: starts[turn]], opening, turn)
             inserted += message.ids
             insert_columns += [column] * len(message.ids)
-    teacher, *contrasts = [prompt + inserted for prompt in prompts]
-    insert_at = [[0] * len(prompt) + insert_columns for prompt in prompts]
+    sequences = []
+    insert_at = []
+    for prompt in prompts:
+        sequences.append(prompt + inserted)
+        insert_at.append([0] * len(prompt) + insert_columns)
+    teacher, *contrasts = sequences
     return replace(contexts, teacher=teacher, contrasts=contrasts, insert_at=insert_at, cut=cut)
 
 
