@@ -314,7 +314,7 @@ def keep_up_to(path: str | Path, step: int) -> None:
     path = Path(path)
     if not path.is_file():
         return
-    kept = []
+    lines = []
     for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
         try:
             row = _json_object(line, f"{path}, line {number}")
@@ -323,8 +323,8 @@ def keep_up_to(path: str | Path, step: int) -> None:
             logger.warning(f"Line {number} of {path} is dropped: {error}")
             continue
         if is_early:
-            kept.append(json_line(row))
-    write_atomically(path, "".join(kept))
+            lines.append(json_line(row))
+    write_atomically(path, "".join(lines))
 
 
 def holds_run(folder: Path) -> bool:

@@ -438,9 +438,9 @@ class CreditTrainer(ResumableTrainer):
         with self.clock.stage("old_logps"):
             logps = step.policy_and_sampling_logps(model, parts, batch_size)
         if moves and model is self.model:
-            self._outside_logps = logps.whole - logps.sampled
+            self._outside_logps = logps.full - logps.sampled
             return logps.sampled, None, None  # which TRL compares with the engine's
-        return logps.whole, None, None
+        return logps.full, None, None
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         if self.model.training:

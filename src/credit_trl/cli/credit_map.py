@@ -96,9 +96,9 @@ def measuring_config(args: argparse.Namespace) -> CreditConfig:
     from credit_trl.config import CreditConfig
     from credit_trl.lab.analysis.responses import analysis_config
 
-    last = Path(args.checkpoint[-1] if args.checkpoint else "").resolve()
+    last_checkpoint = Path(args.checkpoint[-1] if args.checkpoint else "").resolve()
     # In the folder of a final model, or beside a checkpoint.
-    files = [place / RUN_FILE for place in (last, last.parent) if args.checkpoint]
+    files = [place / RUN_FILE for place in (last_checkpoint, last_checkpoint.parent) if args.checkpoint]
     path = args.config or next((file for file in files if file.is_file()), None)
     options = {} if path is None else read_options(path)
     if options.get("teacher_model_kind") == "model" or options.get("teacher_prompt") == "student":
@@ -110,11 +110,11 @@ def measuring_config(args: argparse.Namespace) -> CreditConfig:
     measured = {field.name for field in fields(CreditConfig)} - {field.name for field in fields(GRPOConfig)}
     measured |= {"chat_template_kwargs", "max_completion_length", "seed", "temperature"}
     measured -= {"distillation_weight"}
-    given = {"contrastive_count": 4} | {name: options[name] for name in options if name in measured}
-    given |= {name: getattr(args, name) for name in ("contrastive_coef", "seed") if getattr(args, name) is not None}
-    if args.max_prompts == 1 and given.get("contrastive_source") == "batch":  # which has no other prompt
-        given["contrastive_source"] = "dataset"
-    return analysis_config(**given)
+    selected = {"contrastive_count": 4} | {name: options[name] for name in options if name in measured}
+    selected |= {name: getattr(args, name) for name in ("contrastive_coef", "seed") if getattr(args, name) is not None}
+    if args.max_prompts == 1 and selected.get("contrastive_source") == "batch":  # which has no other prompt
+        selected["contrastive_source"] = "dataset"
+    return analysis_config(**selected)
 
 
 def _write(directory: Path, maps: list[TokenMap], config: CreditConfig, generation_batches: int) -> None:
@@ -129,10 +129,10 @@ def _write(directory: Path, maps: list[TokenMap], config: CreditConfig, generati
     average = (config.teacher_update_rate or 0.0) / (config.teacher_sync_steps or 1)  # in a step
     rate = {"live": 1.0, "base": 0.0}.get(config.teacher_model_kind, average)
     summaries = []
-    for name in dict.fromkeys(one.checkpoint for one in maps):
-        own = [one for one in maps if one.checkpoint == name]
-        drift = branch_table(own, rate, generation_batches)
-        summaries.append(f"## {name}\n\n{format_summary(summarize_maps(own))}\n{drift}")
+    for name in dict.fromkeys(token_map.checkpoint for token_map in maps):
+        checkpoint_maps = [token_map for token_map in maps if token_map.checkpoint == name]
+        drift = branch_table(checkpoint_maps, rate, generation_batches)
+        summaries.append(f"## {name}\n\n{format_summary(summarize_maps(checkpoint_maps))}\n{drift}")
     (directory / "summary.md").write_text("\n".join(summaries), encoding="utf-8")
     print("\n".join(summaries))
     print(f"{directory / 'maps.html'}: {pluralized(len(maps), 'map')}, with maps.json and summary.md beside it")

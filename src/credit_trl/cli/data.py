@@ -80,28 +80,28 @@ def import_function(name: str, option: str) -> Any:
     if not all(part.isidentifier() and part != "py" for part in (*module.split("."), function)):
         raise ValueError(f"`{option} {name}`: expected an import path such as my_module:my_function.")
     missing = f"`{option} {name}`: no module `{module}` in {os.getcwd()} or installed. Run from its folder."
-    found = import_named(module, ValueError(missing))
-    if not hasattr(found, function):
-        raise ValueError(f"`{option} {name}`: {module} has no `{function}`.{suggest(function, vars(found))}")
-    return getattr(found, function)
+    imported = import_named(module, ValueError(missing))
+    if not hasattr(imported, function):
+        raise ValueError(f"`{option} {name}`: {module} has no `{function}`.{suggest(function, vars(imported))}")
+    return getattr(imported, function)
 
 
 def _check_one_source(script_args: CreditScriptArguments, dataset_args: DatasetMixtureConfig) -> None:
     """Raise where no data is given, or two sources, of which one would be ignored."""
-    own = {
+    value_of = {
         "--task": script_args.task,
         "--dataset_name": script_args.dataset_name,
         "datasets": dataset_args.datasets or None,
         "--dataset_path": None if script_args.task else script_args.dataset_path,  # the local copy of a task's data
     }
-    given = [f"`{option} {value}`" for option, value in own.items() if value is not None]
-    if not given:
+    sources = [f"`{option} {value}`" for option, value in value_of.items() if value is not None]
+    if not sources:
         raise ValueError(
             "No training data: give `--task NAME`, `--dataset_path questions.jsonl`, `--dataset_name NAME`, or "
             "`datasets:` in the YAML."
         )
-    if len(given) > 1:
-        raise ValueError(f"The training data is given by {' and '.join(given)}. Remove all but one.")
+    if len(sources) > 1:
+        raise ValueError(f"The training data is given by {' and '.join(sources)}. Remove all but one.")
 
 
 def describe(script_args: CreditScriptArguments, weights: list[float] | None = None) -> dict[str, Any]:
@@ -138,7 +138,7 @@ def drop_long_prompts(name: str, dataset: Any, processor: Any, limit: int, optio
     check_image_columns(dataset)
     if hasattr(dataset, "__len__"):  # not a stream
         check_rows(f"the {name} rows", (row.get("prompt") for row in dataset))
-    kept = dataset.filter(lambda row: len(encode_prompt(processor, row_prompt(row), **options)) <= limit)
-    if hasattr(kept, "__len__") and len(kept) == 0:
+    short_enough = dataset.filter(lambda row: len(encode_prompt(processor, row_prompt(row), **options)) <= limit)
+    if hasattr(short_enough, "__len__") and len(short_enough) == 0:
         raise ValueError(f"`--max_prompt_tokens {limit}` drops all {len(dataset)} {name} rows. Raise it.")
-    return kept
+    return short_enough

@@ -72,7 +72,9 @@ def task_of_run(folder: str | Path, name: str | None = None, reward_funcs: Seque
         raise ValueError(f"{folder}: run.json does not describe data and verifier. Give `--task`.")
     _follow_moves(data, run["config"]["output_dir"], Path(folder).resolve())
     if reward_funcs is not None:
-        data["reward_funcs"] = [describe_function(import_function(one, "--reward_funcs")) for one in reward_funcs]
+        data["reward_funcs"] = [
+            describe_function(import_function(reward_func, "--reward_funcs")) for reward_func in reward_funcs
+        ]
     return task_of_data(data)
 
 

@@ -108,7 +108,7 @@ class MicroBatchLoss:
     # `training.metrics.teacher_success_weights`; NaN where no group is mixed.
     fidelity: Float[Tensor, ""]
     aux_loss: Float[Tensor, ""] | None  # load-balancing loss of a mixture of experts
-    read: int  # tokens of the student's forward pass, with padding
+    tokens_read: int  # of the student's forward pass, with padding
     valid: int  # the same without padding
     engine_logps: Float[Tensor, " N"] | None  # what the engine reported, where the loss uses it
     policy: TokenPolicy | None = None  # (B, T), where GRPO's loss reads the same pass

@@ -43,8 +43,8 @@ def thinking_marks(tokenizer: PreTrainedTokenizerBase) -> ThinkingMarks:
     pairs = list(COMMON_MARKS)
     for tag in _TAG.findall(declared):
         pairs += _pairs_of(tag)
-    found = dict.fromkeys(pair for pair in pairs if all(mark in declared for mark in pair))
-    return tuple(found) or COMMON_MARKS[:1]
+    valid_pairs = dict.fromkeys(pair for pair in pairs if all(mark in declared for mark in pair))
+    return tuple(valid_pairs) or COMMON_MARKS[:1]
 
 
 def _pairs_of(tag: str) -> list[tuple[str, str]]:
@@ -179,16 +179,16 @@ def mark_thinking(
     for index, text in enumerate(decode_with_marks(tokenizer, completion_ids, marks)):
         completion = completions[index]
         is_text = isinstance(completion, str)
-        own = completion if is_text or len(completion) != 1 else completion[0]["content"]
-        if not isinstance(own, str):
+        answer = completion if is_text or len(completion) != 1 else completion[0]["content"]
+        if not isinstance(answer, str):
             continue
-        plain = own if text == own else tokenizer.decode(completion_ids[index], skip_special_tokens=True)
-        content = own if text == plain else text
+        plain = answer if text == answer else tokenizer.decode(completion_ids[index], skip_special_tokens=True)
+        content = answer if text == plain else text
         readings = {is_open: split_thinking(content, marks, opened=is_open) for is_open in (True, False)}
         if readings[True] != readings[False]:
             opening = opening_mark(prompt_of(index), marks)
             if split_thinking(content, marks) != readings[opening != ""]:
                 content = (opening or "".join(marks[0])) + content
-        if content != own:
+        if content != answer:
             marked[index] = content if is_text else [{**completion[0], "content": content}]
     return marked

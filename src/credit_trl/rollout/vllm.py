@@ -78,14 +78,14 @@ class PolicyGeneration(VLLMGeneration):
         if images is None or self.mode == "server":
             return check_returned("VLLMGeneration.generate", super().generate(prompts, images, *args, **kwargs))
         self.llm.llm_engine.reset_encoder_cache()
-        given = list(map(self._unexpanded, prompts))
-        generated = super().generate(given, images, *args, **kwargs)
-        read, *generated = check_returned("VLLMGeneration.generate", generated)
-        for ids, own, found in zip(prompts, given, read, strict=True):
-            if own is not ids and list(found) != list(ids):
+        sent_prompts = list(map(self._unexpanded, prompts))
+        generated = super().generate(sent_prompts, images, *args, **kwargs)
+        prompt_ids, *generated = check_returned("VLLMGeneration.generate", generated)
+        for ids, sent_ids, engine_ids in zip(prompts, sent_prompts, prompt_ids, strict=True):
+            if sent_ids is not ids and list(engine_ids) != list(ids):
                 raise ValueError(
-                    f"vLLM expands a prompt with images to {len(found)} tokens, the processor to {len(ids)}, or to "
-                    "other ones. Give both the same image processor, such as by `preprocessor_config.json`."
+                    f"vLLM expands a prompt with images to {len(engine_ids)} tokens, the processor to {len(ids)}, or "
+                    "to other ones. Give both the same image processor, such as by `preprocessor_config.json`."
                 )
         return prompts, *generated
 
@@ -99,7 +99,11 @@ class PolicyGeneration(VLLMGeneration):
         if not is_peft_model(self.model):
             yield from super()._iter_named_params()
         elif self._dist.is_zero3 or self._dist.fsdp_version == 1:  # gathered, merged copies
-            yield from (named for named in super()._iter_named_params() if ".modules_to_save." not in named[0])
+            yield from (
+                named_parameter
+                for named_parameter in super()._iter_named_params()
+                if ".modules_to_save." not in named_parameter[0]
+            )
         else:
             for name, weight in merged_weights(self.model):
                 yield self._fix_param_name_to_vllm(name), weight

@@ -133,11 +133,11 @@ def serve(descriptor: int, module: str, name: str) -> None:
     """Answer the requests that arrive on a connection until it closes: the main function of the process."""
     connection = Connection(descriptor)
     with ThreadPoolExecutor(1) as reader:
-        first = reader.submit(connection.recv_bytes)  # the sender of a large request does not wait for the import
+        pending = reader.submit(connection.recv_bytes)  # the sender of a large request does not wait for the import
         with suppress(Exception):
             import_module(module)  # else the answer to a request has the error
     with suppress(EOFError, ConnectionError):
-        request = first.result()
+        request = pending.result()
         while True:
             connection.send_bytes(_answer(module, name, request))
             request = connection.recv_bytes()

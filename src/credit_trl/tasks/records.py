@@ -67,19 +67,19 @@ def read_rows(task: str, split: str, path: str | Path | None, hub: str, names: S
         yield from hub_rows(hub, hub, split=split)
         return
     path = Path(path)
-    found = [path]
+    paths = [path]
     if path.is_dir():
         folder = path / task if (path / task).is_dir() else path
         files = sorted(file for file in folder.rglob("*") if file.suffix in LOADERS and file.is_file())
-        wanted = "|".join(map(re.escape, names or [split]))
-        found = [file for file in files if re.fullmatch(rf"(?:{wanted})(?:-\d{{5}}-of-\d{{5}})?", file.stem)]
-        if not found or len({file.parent for file in found}) > 1:
-            held = ", ".join(printable(file.relative_to(folder).as_posix()) for file in files) or "no data file"
+        stems = "|".join(map(re.escape, names or [split]))
+        paths = [file for file in files if re.fullmatch(rf"(?:{stems})(?:-\d{{5}}-of-\d{{5}})?", file.stem)]
+        if not paths or len({file.parent for file in paths}) > 1:
+            listed = ", ".join(printable(file.relative_to(folder).as_posix()) for file in files) or "no data file"
             raise FileNotFoundError(
-                f"{folder} has {len(found)} files named {' or '.join(names or [split])} ({', '.join(LOADERS)}); it "
-                f"holds {held}. Pass one file, or a folder with one file or its shards ({PATH_OPTIONS})."
+                f"{folder} has {len(paths)} files named {' or '.join(names or [split])} ({', '.join(LOADERS)}); it "
+                f"holds {listed}. Pass one file, or a folder with one file or its shards ({PATH_OPTIONS})."
             )
-    for file in found:
+    for file in paths:
         for number, data in enumerate(read_dataset(file, "path"), 1):
             yield Row(data, str(file), number)
 

@@ -44,8 +44,8 @@ def build(split: str, path: str | Path | None = None, *, domain: str | None = No
     if split not in ("train", "test", "all"):
         raise ValueError(f"SciKnowEval has no split {split!r}; use train, test or all.")
     if domain not in DOMAINS and (domain is not None or path is None or Path(path).is_dir()):
-        known = ", ".join(f"sciknoweval:{one}" for one in DOMAINS)
-        raise ValueError(f"SciKnowEval has no domain {domain!r}; name one, as in {known}.")
+        choices = ", ".join(f"sciknoweval:{domain_name}" for domain_name in DOMAINS)
+        raise ValueError(f"SciKnowEval has no domain {domain!r}; name one, as in {choices}.")
     parts = ("train", "test") if split == "all" else (split,)
     rows = read_rows("sciknoweval", "test", path, hub, [f"{domain}-{part}" for part in parts])
     examples = [example for row in rows if (example := _example(row, domain)) is not None]
@@ -67,17 +67,17 @@ def verify(response: str, answer: str, *, truncated: bool = False) -> Verdict:
         raise ValueError(f"A SciKnowEval answer must be one capital letter, got {answer!r}.")
     response = split_thinking(response)[1] or ""
     # The stripped text from the last `<answer>` (or the start) to `</answer>` (or the end).
-    given = response.rpartition("<answer>")[2].partition("</answer>")[0].strip()
+    tagged = response.rpartition("<answer>")[2].partition("</answer>")[0].strip()
     is_tagged = re.search(r"<answer>\s*[A-Z]\s*</answer>\s*\Z", response) is not None
     feedback = f"Correct answer: {answer}"
-    written = given if "<answer>" in response else given.rpartition("\n")[2]
-    before, no_article = rf"(?:[\W_]|(?:{WORDS_BEFORE})\b)*", r"(?!(?<=[ai]) +[a-z])"
-    letter = re.match(rf"{before}([a-z])(?!-?[a-z']){no_article}", written[:200], re.IGNORECASE)
+    written = tagged if "<answer>" in response else tagged.rpartition("\n")[2]
+    words_before, no_article = rf"(?:[\W_]|(?:{WORDS_BEFORE})\b)*", r"(?!(?<=[ai]) +[a-z])"
+    letter = re.match(rf"{words_before}([a-z])(?!-?[a-z']){no_article}", written[:200], re.IGNORECASE)
     is_named = letter is not None and letter[1].upper() == answer
     # "B or C", "B is wrong"
-    if given != answer and is_named and not re.match(OTHER_ANSWER, written[letter.end() :]):
+    if tagged != answer and is_named and not re.match(OTHER_ANSWER, written[letter.end() :]):
         feedback = f"The letter is right; write it as <answer>\n{answer}\n</answer>. {feedback}"
-    return Verdict(float(given == answer), feedback, {"answer_format": float(is_tagged)})
+    return Verdict(float(tagged == answer), feedback, {"answer_format": float(is_tagged)})
 
 
 def split_indices(count: int, split: str) -> list[int]:
@@ -91,11 +91,11 @@ def _ordered(places: Collection[int], split: str) -> list[int]:
     """Places of a split in its order, out of those of the whole set or of this split alone."""
     if split == "all":
         return sorted(places)
-    for whole in range(len(places), 10 * len(places) + 1):
-        held_out = math.ceil(0.1 * whole)
-        if len(places) in (whole, held_out if split == "test" else whole - held_out):
-            order = split_indices(whole, split)
-            if set(places) in (set(order), set(range(whole))):
+    for size in range(len(places), 10 * len(places) + 1):
+        held_out = math.ceil(0.1 * size)
+        if len(places) in (size, held_out if split == "test" else size - held_out):
+            order = split_indices(size, split)
+            if set(places) in (set(order), set(range(size))):
                 return order
     raise ValueError(f"The rows' `idx` are neither the whole set nor its {split} part. Pass the {split} file, or all.")
 

@@ -139,13 +139,16 @@ def golden_calls(answer: str | list[dict[str, Any]]) -> list[Call]:
     try:
         calls = json.loads(answer) if isinstance(answer, str) else answer
         golden = [(call["Action"], call["Action_Input"]) for call in calls]
-        if not all(isinstance(name, str) and isinstance(given, str | dict) for name, given in golden):
+        if not all(isinstance(name, str) and isinstance(arguments, str | dict) for name, arguments in golden):
             raise TypeError("a name is no text, or an input neither an object nor its text")
     except (ValueError, RecursionError, TypeError, KeyError) as error:
         form = "a list of calls with `Action` and `Action_Input`, or its JSON text"
         raise ValueError(f"A ToolAlpaca answer must be {form}, got {answer!r:.100}: {error!r}") from error
-    inputs = [given if isinstance(given, dict) else _json_or_none(given) for _, given in golden]
-    return [(name, one if isinstance(one, dict) else {}) for (name, _), one in zip(golden, inputs, strict=True)]
+    inputs = [arguments if isinstance(arguments, dict) else _json_or_none(arguments) for _, arguments in golden]
+    return [
+        (name, input_value if isinstance(input_value, dict) else {})
+        for (name, _), input_value in zip(golden, inputs, strict=True)
+    ]
 
 
 def _is_right_in_another_form(response: str, golden: Sequence[Call]) -> bool:
@@ -153,22 +156,22 @@ def _is_right_in_another_form(response: str, golden: Sequence[Call]) -> bool:
     if len(response) > 20_000 or not golden:
         return False
     calls = re.findall(r'"name"\s*:\s*"([^"]*)",\s*"(?:arguments|parameters)"|\b(\w+)\((?=\s*\w+\s*=)', response)
-    if any((first or second) not in [name for name, _ in golden] for first, second in calls):
+    if any((name_before or second) not in [name for name, _ in golden] for name_before, second in calls):
         return False
     any_name = "|".join(rf"\b{re.escape(name)}\b" for name, _ in golden)
     written_names = iter(re.findall(any_name, response))
     if not all(name in written_names for name, _ in golden):  # each is searched behind the one before
         return False
     inputs = []
-    for found in re.finditer(rf"(?P<object>\{{[^{{}}]*\}})|(?:{any_name})\((?P<keywords>[^(){{}}]*)\)", response):
-        pairs = re.findall(r"""\b(\w+)\s*=\s*("[^"]*"|'[^']*'|[^,\s]+)""", found["keywords"] or "")
-        written = found["object"] or "{" + ", ".join(f'"{name}": {value}' for name, value in pairs) + "}"
+    for match in re.finditer(rf"(?P<object>\{{[^{{}}]*\}})|(?:{any_name})\((?P<keywords>[^(){{}}]*)\)", response):
+        pairs = re.findall(r"""\b(\w+)\s*=\s*("[^"]*"|'[^']*'|[^,\s]+)""", match["keywords"] or "")
+        written = match["object"] or "{" + ", ".join(f'"{name}": {value}' for name, value in pairs) + "}"
         inputs.append(_json_or_none(written) or _json_or_none(written.replace("'", '"')))
     return inputs == [arguments for _, arguments in golden]
 
 
 def _merged(inputs: Iterable[Any]) -> dict[str, Any]:
-    return {name: value for one in inputs for name, value in (one or {}).items()}
+    return {name: value for call_inputs in inputs for name, value in (call_inputs or {}).items()}
 
 
 def _json_or_none(text: str) -> Any:
@@ -186,6 +189,6 @@ def _as_json(value: Any) -> str:
 
 
 def _mismatch(what: str, predicted: str, expected: str) -> str:
-    shown = predicted if len(predicted) <= MAX_SHOWN else f"{predicted[:MAX_SHOWN]}..."
-    text = f"{what} mismatch: predicted {shown}, expected {expected}"
+    excerpt = predicted if len(predicted) <= MAX_SHOWN else f"{predicted[:MAX_SHOWN]}..."
+    text = f"{what} mismatch: predicted {excerpt}, expected {expected}"
     return text.encode("utf-8", "replace").decode("utf-8")  # tokenizers reject lone surrogates

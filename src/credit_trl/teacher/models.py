@@ -110,8 +110,8 @@ class Teacher:
         Raises:
             FileNotFoundError, ValueError: the checkpoint has no teacher, or one with other parameters.
         """
-        named = self.named_weights()
-        if not named:
+        teacher_weights = self.named_weights()
+        if not teacher_weights:
             return
         path = Path(directory) / TEACHER_FILE
         if not path.is_file():
@@ -120,12 +120,12 @@ class Teacher:
                 "checkpoint of a run with the same `teacher_model_kind`, or start a new run from its weights."
             )
         with safe_open(path, framework="pt") as saved:  # one tensor at a time
-            if differing := named.keys() ^ saved.keys():
+            if differing := teacher_weights.keys() ^ saved.keys():
                 raise ValueError(
                     f"{path} and this run's teacher have different parameters (for example {sorted(differing)[:3]}). "
                     "Resume with the same fine-tuning method (full or LoRA) and LoRA configuration."
                 )
-            for name, weight in named.items():
+            for name, weight in teacher_weights.items():
                 copy_full(weight, saved.get_tensor(name))
 
     def unwrapped(self, model: nn.Module) -> nn.Module:

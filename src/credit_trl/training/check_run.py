@@ -195,26 +195,27 @@ def success_with_feedback(trainer: Any, batch: GenerationBatch, contexts: Sequen
         return {}
     builder = trainer.context_builder
     prompts: dict[str, list[list[int] | None]] = {"with z": [], "with another prompt's z": []}
-    for i, (prompt, own) in enumerate(zip(batch.prompts, contexts, strict=True)):
+    for i, (prompt, sample_contexts) in enumerate(zip(batch.prompts, contexts, strict=True)):
         foreign = contexts[(i + batch.group_size) % len(contexts)].privileged
         is_other = len(contexts) > batch.group_size and bool(foreign)
-        prompts["with z"].append(own.teacher)
+        prompts["with z"].append(sample_contexts.teacher)
         prompts["with another prompt's z"].append(builder.build(prompt, foreign).teacher if is_other else None)
     facts = {"without z": _share(batch.rewards, trainer.args, [True] * len(batch.rewards))}
     if trainer.use_vllm:
         trainer.vllm_generation.generation_kwargs = trainer.args.generation_kwargs or {}
     else:
         trainer.generation_config.min_new_tokens = None
-    for name, read in prompts.items():
+    for name, prompt_ids in prompts.items():
         students = [
-            ids or builder.encode(prompt, PrivilegedContext()) for ids, prompt in zip(read, batch.prompts, strict=True)
+            ids or builder.encode(prompt, PrivilegedContext())
+            for ids, prompt in zip(prompt_ids, batch.prompts, strict=True)
         ]
         completion_ids = trainer._generate_single_turn(students, None, {}, 1)[0]
         texts = trainer._tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
         is_text = isinstance(batch.prompts[0], str)
         completions = texts if is_text else [[{"role": "assistant", "content": text}] for text in texts]
         trainer._calculate_rewards(batch.rows, batch.prompts, completions, completion_ids)
-        is_read = gather_object([ids is not None for ids in read])
+        is_read = gather_object([ids is not None for ids in prompt_ids])
         facts[name] = _share(trainer._rollouts.rewards, trainer.args, is_read)
     return facts
 

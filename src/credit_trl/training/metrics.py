@@ -86,7 +86,7 @@ def token_sums(loss: MicroBatchLoss) -> dict[str, Float[Tensor, " 2"]]:
         "credit/generic_mean": (torch.where(contrasted, generic, 0.0), contrasts),
         "credit/kl_to_teacher": (torch.where(contrasted, terms.kl_to_teacher, 0.0), contrasts),
         "credit/teacher_fidelity": (loss.fidelity.nan_to_num(), ~loss.fidelity.isnan()),
-        "credit/padding_factor": (one * loss.read, loss.valid),
+        "credit/padding_factor": (one * loss.tokens_read, loss.valid),
     }
     if loss.engine_logps is not None:
         difference = engine_difference(terms.policy_logps, loss.engine_logps).abs()

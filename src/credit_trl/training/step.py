@@ -39,7 +39,7 @@ class PolicyPass(NamedTuple):
     """What the policy's forward pass returns."""
 
     output: Any  # of the function of hidden states and head
-    read: int  # tokens of the pass, padding included
+    tokens_read: int  # of the pass, padding included
     aux_loss: Float[Tensor, ""] | None  # load-balancing loss of a mixture of experts
 
 
@@ -53,7 +53,7 @@ class PolicyLoss(NamedTuple):
 class PolicyLogps(NamedTuple):
     """Log-probabilities of the completion tokens of B samples under the policy; 0 on padding."""
 
-    whole: Float[Tensor, "B T"]  # over the whole vocabulary
+    full: Float[Tensor, "B T"]  # over the whole vocabulary
     sampled: Float[Tensor, "B T"]  # under the distribution that the engine samples from
 
 
@@ -220,7 +220,7 @@ class CreditStep:
             contrasted=has_contrast,
             fidelity=micro_batch_fidelity(inputs.get("success_weights"), mask, samples, delta_v),
             aux_loss=result.aux_loss,
-            read=result.read,
+            tokens_read=result.tokens_read,
             valid=sum(len(ids) for ids in sequences.ids),
             engine_logps=engine_logps if moved_logps is None else moved_logps,
             policy=policy,
@@ -248,8 +248,8 @@ class CreditStep:
             engine_logps = tokens.engine_logps
             if engine_logps is not None and not self.sampling.is_policy:
                 ids = tokens.ids.unsqueeze(-1)
-                whole, sampled = sampling_logps(head.detached(), hidden.detach(), ids, self.sampling)
-                engine_logps = engine_logps + (whole - sampled)
+                whole_logps, sampled = sampling_logps(head.detached(), hidden.detach(), ids, self.sampling)
+                engine_logps = engine_logps + (whole_logps - sampled)
             moved_tokens = tokens._replace(engine_logps=engine_logps)
             terms = credit_loss(hidden, head, moved_tokens, scores, self.support, self.config, self.serves_grpo)
             return PolicyLoss(terms, engine_logps)
@@ -267,8 +267,10 @@ class CreditStep:
 
         def forward(_chosen: Int[Tensor, " N"]) -> PolicyPass:
             with self.teacher.mixed_precision():
-                hidden, read, aux_loss = policy_states(policy, sequences, packed=self.packed, router_loss=router_loss)
-            return PolicyPass(loss(hidden, self.head(policy).gathered()), read, aux_loss)
+                hidden, tokens_read, aux_loss = policy_states(
+                    policy, sequences, packed=self.packed, router_loss=router_loss
+                )
+            return PolicyPass(loss(hidden, self.head(policy).gathered()), tokens_read, aux_loss)
 
         return run_in_wrapped_forward(model, policy, forward, sequences.chosen)
 
@@ -329,7 +331,7 @@ class CreditStep:
             return PolicyLogps(*sampling_logps(head.detached(), hidden, ids, self.sampling))
 
         logps = self._forward(model, sequences, read, router_loss=False).output
-        return PolicyLogps(sequences.scatter(logps.whole), sequences.scatter(logps.sampled))
+        return PolicyLogps(sequences.scatter(logps.full), sequences.scatter(logps.sampled))
 
 
 def choose_packing(packed: bool | None, teacher: Teacher, may_have_images: bool) -> tuple[bool, bool]:

@@ -178,11 +178,11 @@ class Probe:
         group = [rollout for rollout in self.groups[i] if rollout.privileged]
         group.sort(key=lambda rollout: rollout.reward >= self.config.success_reward_threshold)
         chosen = list({rollout.privileged: rollout for rollout in [*group[:1], *group[-1:]]}.values())
-        others = [self.foreign[(i + n) % len(self.groups)] for n in range(1, len(self.groups))]
-        others.sort(key=lambda z: not z or z in [rollout.privileged for rollout in group])
+        foreign_contexts = [self.foreign[(i + n) % len(self.groups)] for n in range(1, len(self.groups))]
+        foreign_contexts.sort(key=lambda z: not z or z in [rollout.privileged for rollout in group])
         try:
             built = [responses.rollout_contexts(one, self.config, self.checkpoint) for one in chosen]
-            elsewhere = self._teacher(chosen[0], others[0])
+            elsewhere = self._teacher(chosen[0], foreign_contexts[0])
         except (NoTeacherError, IndexError):
             return None
         contrasts = [ids for contexts in built for ids in contexts.contrasts][:MAX_CONTRASTS]
@@ -231,10 +231,10 @@ class Probe:
         gated = [replace(arm, name=arm.name + GATED, gated=True) for arm in arms]
 
         def of_prompt(i: int) -> dict[str, Any]:
-            read = self._prompts(i)
-            if read is None:
+            prompts_and_conditions = self._prompts(i)
+            if prompts_and_conditions is None:
                 return {"weights": [], "answers": []}
-            prompts, conditions = read
+            prompts, conditions = prompts_and_conditions
             names = ["policy", *conditions, *(arm.name for arm in (*arms, *gated))]
             sources = [0, *conditions.values(), *arms, *gated]
             uniforms = np.random.default_rng(self.seed(i, self.samples)).random(self.config.max_completion_length)
@@ -328,9 +328,9 @@ def summarize_probe(
     lookahead: dict[str, list[Any]],
 ) -> dict[str, Any]:
     """Facts, arms, examples and advice of the records of rollouts and targets."""
-    frame = DataFrame([record for group in [*records, *(one["answers"] for one in targets)] for record in group])
+    frame = DataFrame([record for group in [*records, *(target["answers"] for target in targets)] for record in group])
     frame["lead"] = frame["text"].str.split().str[:3].str.join(" ")
-    taught = [i for i, one in enumerate(targets) if one["weights"]]
+    taught = [i for i, target in enumerate(targets) if target["weights"]]
     if not taught:
         raise ValueError("No answer has feedback or a successful sibling, so there is no z to probe.")
     facts = summarize_facts(frame)
@@ -375,13 +375,13 @@ def training_steps(config: CreditConfig, samples: int, prompt: float, arms: int 
     A sampled token counts `SAMPLED` times. A step samples, scores 1 + C prompts and trains, which counts three times.
     `prompt` is the length of a prompt.
     """
-    whole = prompt + config.max_completion_length
+    sequence_length = prompt + config.max_completion_length
     sampled = prompt + SAMPLED * config.max_completion_length
     batch = config.per_device_train_batch_size * config.gradient_accumulation_steps * config.world_size
     contrasts = config.contrastive_count if config.contrasts else 0
-    step = batch * (sampled + (1 + contrasts + 3) * whole)
+    step = batch * (sampled + (1 + contrasts + 3) * sequence_length)
     rows = samples + 8 + arms * 2 * (3 + MAX_CONTRASTS)
-    return (rows * sampled + samples * (4 + MAX_CONTRASTS) * whole) / step
+    return (rows * sampled + samples * (4 + MAX_CONTRASTS) * sequence_length) / step
 
 
 def weighted_change(successes: NDArray[Any], weights: NDArray[np.float64]) -> dict[str, float]:

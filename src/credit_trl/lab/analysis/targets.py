@@ -105,8 +105,8 @@ def importance_weights(
 ) -> list[float]:
     """Target over policy, of one response of the policy, for each arm."""
     logs = np.zeros(len(arms))
-    read = TokenContexts(prompts.ids[0], prompts.ids[1 : 2 + prompts.teacher + prompts.contrasts])
-    passes = vocabulary_logps([(checkpoint.student, read)], token_ids, temperature=formula.temperature)
+    contexts = TokenContexts(prompts.ids[0], prompts.ids[1 : 2 + prompts.teacher + prompts.contrasts])
+    passes = vocabulary_logps([(checkpoint.student, contexts)], token_ids, temperature=formula.temperature)
     for rows, (logps,) in passes:
         sampled = torch.tensor(token_ids[rows], device=logps.device)[:, None]
         for i, arm in enumerate(arms):
@@ -128,8 +128,8 @@ def decode(
     All sources use the same uniform random numbers, one a token, so their answers differ where they do.
     """
     ends = checkpoint.end_ids()
-    read = [[source] if isinstance(source, int) else prompts.of(source) for source in sources]
-    reader = _Reader(checkpoint.student, prompts.ids, read, ends[0])
+    prompts_of_source = [[source] if isinstance(source, int) else prompts.of(source) for source in sources]
+    reader = _Reader(checkpoint.student, prompts.ids, prompts_of_source, ends[0])
     completions: list[list[int]] = [[] for _ in sources]
     tokens = None
     for uniform in uniforms:
@@ -153,11 +153,13 @@ def decode(
 class _Reader:
     """Keys and values of prompts, copied for each source that reads them, which continues with its own answer."""
 
-    def __init__(self, model: Teacher, prompts: Sequence[list[int]], read: Sequence[list[int]], padding: int) -> None:
+    def __init__(
+        self, model: Teacher, prompts: Sequence[list[int]], prompts_of_source: Sequence[list[int]], padding: int
+    ) -> None:
         self.model = model
-        pairs = [(prompt, source) for source, indices in enumerate(read) for prompt in indices]
+        pairs = [(prompt, source) for source, indices in enumerate(prompts_of_source) for prompt in indices]
         self.pairs = torch.tensor(pairs, device=model.device).T  # prompt and source of each row
-        self.shape = (len(prompts), len(read))
+        self.shape = (len(prompts), len(prompts_of_source))
         width = max(map(len, prompts))
         rows = [[padding] * (width - len(ids)) + ids for ids in prompts]
         lengths = torch.tensor([[len(ids)] for ids in prompts], device=model.device)
