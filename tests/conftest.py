@@ -60,6 +60,15 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """The real data beside the project; tests that need it skip where it is absent."""
+    folder = Path(__file__).parents[1] / ".." / "shared" / "data"
+    if not folder.is_dir():
+        pytest.skip("needs the real data in ../shared/data (see its README)")
+    return folder
+
+
+@pytest.fixture(scope="session")
 def tokenizer() -> PreTrainedTokenizerFast:
     return build_tokenizer()
 

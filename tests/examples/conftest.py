@@ -19,6 +19,12 @@ def smollm() -> Iterator:
     yield from _imports(EXAMPLES / "smollm")
 
 
+@pytest.fixture(scope="module")
+def ifeval() -> Iterator:
+    pytest.importorskip("if_verifiable", reason='needs IFEval\'s checkers: pip install "credit-trl[ifeval]"')
+    yield from _imports(EXAMPLES / "ifeval")
+
+
 def _imports(folder: Path) -> Iterator:
     """A function that imports a module of a folder by name. They are unloaded after the tests of a file."""
     modules_before = set(sys.modules)

@@ -4,16 +4,6 @@ from pathlib import Path
 
 import pytest
 
-SHARED_DATA = Path(__file__).parents[2] / ".." / "shared" / "data"
-
-
-@pytest.fixture(scope="session")
-def shared_data() -> Path:
-    """The real data beside the project; tests that need it skip where it is absent."""
-    if not SHARED_DATA.is_dir():
-        pytest.skip("needs the real data in ../shared/data (see its README)")
-    return SHARED_DATA
-
 
 @pytest.fixture(autouse=True, scope="session")
 def _own_datasets_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
