@@ -310,7 +310,7 @@ class CreditStep:
         `model` is the policy as it is wrapped for distributed training. One pass has at most `size` samples, which are
         of similar lengths.
         """
-        return self.policy_and_sampling_logps(model, inputs, size).whole
+        return self.policy_and_sampling_logps(model, inputs, size).full
 
     @torch.no_grad()
     def policy_and_sampling_logps(
