@@ -26,7 +26,7 @@ MAX_LINES = 60
 
 CORE_PARTS = ("trainer", "config", "objective", "rollout", "contexts", "teacher", "loss", "training")
 MAX_OPTIONS = 34  # of `CreditConfig` beyond `GRPOConfig`
-MAX_PROSE_BYTES = 200_000  # Markdown of the root, docs and examples
+MAX_PROSE_BYTES = 200_000  # Markdown of the root, docs, examples and skills
 MAX_FINDINGS = 1300  # words, with those of tables
 MAX_PACKED_ASSIGNMENTS = 60
 MAX_WALRUSES = 30
@@ -143,7 +143,7 @@ def test_options_are_within_the_budget():
 
 
 def test_documentation_is_within_the_budget():
-    folders = (ROOT / "docs", ROOT / "examples")
+    folders = (ROOT / "docs", ROOT / "examples", ROOT / "skills")
     pages = [*ROOT.glob("*.md"), *(page for folder in folders for page in folder.rglob("*.md"))]
     assert sum(page.stat().st_size for page in pages) <= MAX_PROSE_BYTES
     assert [page for page in pages if re.search(r"^(<{7}|>{7}) ", page.read_text("utf-8"), re.MULTILINE)] == []

@@ -10,7 +10,8 @@ from sybil import Example, Sybil
 from sybil.parsers.markdown import CodeBlockParser
 
 ROOT = Path(__file__).parents[2]
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")), *sorted(ROOT.glob("examples/**/*.md"))]
+PATTERNS = ("*.md", "docs/*.md", "examples/**/*.md", "skills/*/SKILL.md")
+PAGES = [page for pattern in PATTERNS for page in sorted(ROOT.glob(pattern))]
 LANGUAGES = ("python", "bash", "yaml", "json")
 
 FILES = Path(__file__).with_name("files")  # that the pages name

@@ -19,6 +19,7 @@ from tiny import SMALL, length_verdicts, save_model
 
 NEEDS_TRAINER = ("evaluation.md", "token_maps.md")
 PROGRAMS = {"trl", "credit-trl", "make", "pip", "python", "sbatch", "accelerate", "vllm", "echo", "credit-report"}
+PROGRAMS |= {"git", "gh"}  # of a release
 
 
 @pytest.fixture(scope="session")
