@@ -1,7 +1,9 @@
 """The task: generated prompts for training, IFEval's prompts for evaluation, and a verifier with feedback.
 
-    PYTHONPATH=examples/ifeval trl credit-eval MODEL --task ifeval_task:RULE_NAMED --split rules
-    PYTHONPATH=examples/ifeval trl credit-eval MODEL --task ifeval_task:RULE_NAMED --path input_data.jsonl
+    trl credit-eval --model MODEL --task ifeval_task:RULE_NAMED --split rules
+    trl credit-eval --model MODEL --task ifeval_task:RULE_NAMED --path input_data.jsonl --group_by type
+
+These run in this folder, or with it in PYTHONPATH.
 
 Splits: `train`; `test` with held-out topics and arguments; `rules` with rule types that are not trained; `official`,
 the prompts of IFEval with one instruction; `official_all`. With a path, which is a file in the published form, every
@@ -72,7 +74,7 @@ class IFEval:
         self.rejects_copies = rejects_copies
 
     def build(self, split: str, path: str | Path | None = None) -> Dataset:
-        """Rows of a split with the columns `prompt`, `answer` (JSON of what the verifier reads), `task` and `id`."""
+        """Rows of a split: `prompt`, `answer` (JSON that the verifier reads), `type` (the first), `task` and `id`."""
         if path is not None and split not in OFFICIAL:
             split = "official"
         if split in OFFICIAL:
@@ -87,7 +89,8 @@ class IFEval:
             answer = json.dumps({name: value for name, value in example.items() if name not in ("prompt", "key")})
             identifier = str(example.get("key", number))
             rows.append({"prompt": prompt, "answer": answer, "task": "ifeval", "id": f"{split}-{identifier}"})
-        return dataset_of(rows, f"ifeval {split}")
+        types = [example["instructions"][0] for example in examples]
+        return dataset_of(rows, f"ifeval {split}").add_column("type", types)
 
     def verify(self, response: str, answer: str, *, truncated: bool = False) -> Verdict:
         """Grade one response; `truncated` has no effect, as in IFEval."""

@@ -1,6 +1,7 @@
 """Instruction following on a public benchmark: SmolLM2-135M-Instruct learns rules, graded by IFEval's checkers.
 
     python examples/ifeval/run.py    # `make ifeval`: answers of the base, GRPO and guide to 20 held-out prompts
+    python examples/ifeval/run.py --base_rates
     python examples/ifeval/run.py --predict --csv results/predicted.csv
     python examples/ifeval/run.py --rates 3e-6 1e-5 3e-5 --seeds 100 --csv results/rates.csv --official none
     python examples/ifeval/run.py --arms GRPO SDPO --seeds 0 1 2 --rates_from results/rates.csv --csv results/runs.csv
@@ -102,7 +103,7 @@ class Measurement:
         """A row for each set and instruction type, and one for unrelated prompts."""
         rows = []
         for name, prompts in self.sets.items():
-            answers = greedy_answers(policy, prompts)
+            answers = answers_to(policy, prompts)
             graded = pd.DataFrame(grade(policy, prompts, answers))
             for instruction, group in graded.groupby("type", sort=False):
                 means = group.drop(columns="type").mean().to_dict()
@@ -115,10 +116,10 @@ class Measurement:
         return rows
 
 
-def greedy_answers(policy: Checkpoint, prompts: Sequence[dict[str, Any]]) -> list[list[int]]:
-    """Token ids of the greedy answer to each prompt."""
+def answers_to(policy: Checkpoint, prompts: Sequence[dict[str, Any]], temperature: float = 0.0) -> list[list[int]]:
+    """Token ids of an answer to each prompt, greedy by default."""
     length = OPTIONS["max_completion_length"]
-    sampling = SamplingConfig(temperature=0.0, top_p=1.0, max_completion_length=length)
+    sampling = SamplingConfig(temperature=temperature, top_p=1.0, max_completion_length=length)
     return policy.generate([policy.encode(row["prompt"]) for row in prompts], sampling, batch_size=16)
 
 
@@ -128,8 +129,7 @@ def grade(policy: Checkpoint, prompts: Sequence[dict[str, Any]], answers: Sequen
     rows = []
     for row, ids, text in zip(prompts, answers, texts, strict=True):
         verdict = RULE_NAMED.verify(text, row["answer"])
-        instruction = json.loads(row["answer"])["instructions"][0]
-        rows.append({"type": instruction, "length": len(ids), **verdict.metrics})
+        rows.append({"type": row["type"], "length": len(ids), **verdict.metrics})
     return rows
 
 
@@ -261,6 +261,16 @@ def order_text(predicted: pd.DataFrame, rows: pd.DataFrame) -> str:
     )
 
 
+def base_rates(args: argparse.Namespace, load: Load) -> pd.DataFrame:
+    """Mean scores of the base's sampled answers to training prompts and to those of held-out rules, by type."""
+    model, tokenizer = load()
+    base = Checkpoint.from_model(model.eval(), tokenizer, name="base")
+    prompts = [row for split in ("train", "rules") for row in RULE_NAMED.build(split).to_list()[: args.prompts]]
+    graded = pd.DataFrame(grade(base, prompts, answers_to(base, prompts, temperature=1.0)))
+    rates = graded.groupby("type", sort=False).mean()
+    return rates.assign(prompts=graded["type"].value_counts(), **made_by()).reset_index()
+
+
 def predict(args: argparse.Namespace, load: Load) -> None:
     """Probe held-out prompts before training; write the success of answers drawn from each arm's target."""
     from credit_trl.lab.analysis.probing import ProbeSettings, probe
@@ -304,7 +314,7 @@ def demonstrate(args: argparse.Namespace, load: Load) -> Path:
             options = {"seed": args.seeds[0], "max_steps": args.steps, "output_dir": str(args.output_dir / arm)}
             policies[STYLES[arm][0]] = train(load, arm, args.feedback[0], read_options(args.set) | options)
         name, policy = policies.popitem()
-        texts = policy.tokenizer.batch_decode(greedy_answers(policy, prompts), skip_special_tokens=True)
+        texts = policy.tokenizer.batch_decode(answers_to(policy, prompts), skip_special_tokens=True)
         verdicts = [RULE_NAMED.verify(text, row["answer"]) for text, row in zip(texts, prompts, strict=True)]
         columns[name] = [answer_cell(text, verdict) for text, verdict in zip(texts, verdicts, strict=True)]
         counts.append(f"{escape(name)}: {sum(float(verdict) for verdict in verdicts):.0f} of {len(prompts)}")
@@ -355,6 +365,9 @@ def main() -> None:
     parser.add_argument("--rates_from", type=Path, help="table of such a comparison, whose best rates are used")
     parser.add_argument("--official", default="hub", help="IFEval's input_data.jsonl, `hub` or `none`")
     parser.add_argument("--prompts", type=int, help="prompts of each set (default: all)")
+    parser.add_argument(
+        "--base_rates", action="store_true", help="print the base's sampled scores by instruction type"
+    )
     parser.add_argument("--predict", action="store_true", help="probe the targets before training and train nothing")
     parser.add_argument("--set", nargs="+", default=[], metavar="OPTION=VALUE", help="options of every arm")
     parser.add_argument("--csv", type=Path, help="run a study: append its rows to this table")
@@ -374,7 +387,12 @@ def main() -> None:
         model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
         return model, AutoTokenizer.from_pretrained(directory)
 
-    if args.table:
+    if args.base_rates:
+        rates = base_rates(args, load)
+        print(rates.round(3).to_string(index=False))
+        if args.csv:
+            rates.to_csv(args.csv, index=False)
+    elif args.table:
         rows = pd.read_csv(args.table)
         print(study_table(rows, args.baseline), type_table(rows), sep="\n\n")
         if args.predicted:

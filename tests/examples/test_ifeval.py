@@ -9,6 +9,7 @@ import pandas as pd
 import pytest
 from scipy import stats
 
+from credit_trl.cli import main, training
 from credit_trl.tasks import load_task
 from credit_trl.testing import check_task
 from tables import tables_of
@@ -159,6 +160,26 @@ def test_deeply_nested_json_breaks_the_rule(ifeval):
     assert not result.strict_pass
 
 
+COMMANDS = {
+    "credit": "--check --model_name_or_path MODEL --task TASK --max_completion_length 4 --num_generations 2 "
+    "--per_device_train_batch_size 4 --use_cpu true --bf16 false --report_to none --output_dir out",
+    "credit-eval": "credit-eval --model MODEL --task TASK --k 1 --max_prompts 3 --max_completion_length 4 "
+    "--group_by type",
+    "credit-map": "credit-map --model MODEL --task TASK --max_prompts 2 --samples 1 --output_dir maps",
+    "credit-probe": "credit-probe --model MODEL --task TASK --prompts 4 --arms 0 guide:1.5 --output_dir probe",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_take_the_task(task, command, monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    names = {"MODEL": save_model(tmp_path / "model"), "TASK": "ifeval_task:RULE_NAMED"}
+    call = training.run if command == "credit" else main  # the launcher would start another process
+    assert call([names.get(word, word) for word in COMMANDS[command].split()]) == 0
+    assert "ifeval" in "".join(capsys.readouterr())
+
+
 # Official prompts
 
 
@@ -229,6 +250,17 @@ def test_demonstration_writes_a_page_with_three_answers(run, tmp_path):
     assert page.count("<tr") == 21  # the head and twenty prompts
     assert re.findall(r"<th>(.*?)</th>", page) == ["prompt", "base", "GRPO", "guide, λ = 1.5"]
     assert page.count('<b class="') == 60
+
+
+def test_base_rates_have_every_generated_type(run, prompts, tmp_path):
+    table = tmp_path / "rates.csv"
+    run("--base_rates", "--csv", str(table))
+    rates = pd.read_csv(table).set_index("type")
+    for split, (topics, rules) in prompts.SPLITS.items():
+        if split != "test":
+            counts = rates.loc[[rule.instruction for rule in rules], "prompts"]
+            assert (counts == len(topics) * prompts.DRAWS[split]).all()
+    assert rates["strict"].between(0.0, 1.0).all()
 
 
 def test_study_appends_rows_once(run, tmp_path, published):
