@@ -1,7 +1,7 @@
 """CREDIT for TRL: input-specific credit for on-policy self-distillation.
 
-Public API: `CreditTrainer`, `CreditConfig`, `Verdict`, `EvaluationCallback` and `in_process` for verifiers that may
-hang. All but `Verdict` are imported on first use, because they load torch or TRL.
+Public API: `CreditTrainer`, `CreditConfig`, `Verdict`, `Task`, `evaluate`, `EvaluationCallback` and `in_process` for
+verifiers that may hang. All but `Verdict` are imported on first use, because they load torch or TRL.
 """
 
 from importlib import import_module
@@ -12,15 +12,18 @@ from credit_trl.rollout.verdict import Verdict
 if TYPE_CHECKING:
     from credit_trl.config import CreditConfig
     from credit_trl.evaluation.callback import EvaluationCallback
-    from credit_trl.tasks.task import in_process
+    from credit_trl.evaluation.protocol import evaluate
+    from credit_trl.tasks.task import Task, in_process
     from credit_trl.trainer import CreditTrainer
 
-__all__ = ["CreditConfig", "CreditTrainer", "EvaluationCallback", "Verdict", "in_process"]
+__all__ = ["CreditConfig", "CreditTrainer", "EvaluationCallback", "Task", "Verdict", "evaluate", "in_process"]
 
 _MODULES = {
     "CreditConfig": "credit_trl.config",
     "CreditTrainer": "credit_trl.trainer",
     "EvaluationCallback": "credit_trl.evaluation.callback",
+    "Task": "credit_trl.tasks.task",
+    "evaluate": "credit_trl.evaluation.protocol",
     "in_process": "credit_trl.tasks.task",
 }
 

@@ -44,6 +44,7 @@ from credit_trl.teacher.external import build_teacher
 from credit_trl.teacher.models import Teacher, TeacherUpdate
 from credit_trl.teacher.packing import cannot_pack
 from credit_trl.training import checks, micro_batches, reporting
+from credit_trl.training.card import card_writer
 from credit_trl.training.check_model import check_logits, check_model
 from credit_trl.training.check_run import check_run
 from credit_trl.training.checkpoints import ResumableTrainer
@@ -173,10 +174,12 @@ class CreditTrainer(ResumableTrainer):
 
     def _init_reports(self) -> None:
         self._eval_batches = 0
-        self.alarms = Alarms(self.accelerator.is_main_process)
-        self._eval_alarms = Alarms(self.accelerator.is_main_process)  # which replace none of training
-        self._token_metrics = TokenMetrics(self.args, self._sum_over_processes)
+        self.create_model_card = card_writer(self.create_model_card, self.args.output_dir)
         self.run_log = reporting.RunLog(self)
+        is_main = self.accelerator.is_main_process
+        self.alarms = Alarms(is_main, self.run_log.note_warning)
+        self._eval_alarms = Alarms(is_main, self.run_log.note_warning)  # which replace none of training
+        self._token_metrics = TokenMetrics(self.args, self._sum_over_processes)
         self.add_callback(self.run_log)
         self.add_callback(WeightChange(self.alarms, self.model))
         self.num_completions_to_print = 0  # of TRL's table, see `print_completions`

@@ -94,7 +94,8 @@ def test_latest_is_of_the_branch_that_trained_last(train, tmp_path):
 
 def test_evaluation_before_training_is_no_earlier_run(train, tmp_path):
     train(max_steps=1, evaluates=True)
-    assert [row["step"] for row in read_lines(tmp_path / "log.jsonl")][:2] == [0, 1]
+    rows = [row for row in read_lines(tmp_path / "log.jsonl") if "warning" not in row]
+    assert [row["step"] for row in rows][:2] == [0, 1]
 
 
 def test_rows_and_tokens_are_not_pushed(make_trainer, tmp_path, monkeypatch):

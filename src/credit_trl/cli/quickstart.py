@@ -18,6 +18,7 @@ from credit_trl.evaluation import EvaluationCallback
 from credit_trl.lab import analysis
 from credit_trl.lab.analysis.token_classes import task_classes
 from credit_trl.lab.report import write_report
+from credit_trl.lab.report.callback import defer_link, report_link
 from credit_trl.lab.report.logs import LogLines
 from credit_trl.run_directory import EVALUATIONS_FOLDER, MAPS_FOLDER, RESULT_FILE, describe_data, read_json
 from credit_trl.tasks import quickstart
@@ -76,7 +77,8 @@ def run_quickstart(output_dir: str | Path, steps: int = 130, **options: Any) -> 
         read_json(directory / EVALUATIONS_FOLDER / f"step-{at:06d}" / RESULT_FILE) for at in (0, steps)
     )
     credit = _credit_lines(analysis.summarize_maps(maps_before), analysis.summarize_maps(maps_after))
-    link = f"report: {write_report([directory])} (open it in a browser)"
+    write_report([directory])
+    link = f"Report: {report_link(directory)} (open it in a browser)"
     return "\n".join([*_accuracy_lines(result_before, result_after), "", *credit, "", link])
 
 
@@ -86,6 +88,7 @@ def quickstart_trainer(config: CreditConfig) -> CreditTrainer:
     trainer = CreditTrainer("quickstart", task.reward, config, task.build("train"))
     for callback in (LogLines, analysis.CreditMapCallback):  # the page shows `token_maps`
         trainer.remove_callback(callback)
+    defer_link(trainer)
     evaluation = EvaluationCallback(
         trainer,
         task,

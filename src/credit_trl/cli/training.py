@@ -135,9 +135,10 @@ def model_init_kwargs(model_args: ModelConfig, training_args: CreditConfig) -> d
 
 def train(trainer: CreditTrainer, script_args: CreditScriptArguments) -> None:
     """Train, optionally from a checkpoint, evaluate and save."""
-    from credit_trl.lab.report.callback import report_link
+    from credit_trl.lab.report.callback import defer_link, report_link
 
     training_args = trainer.args
+    defer_link(trainer)
     trainer.train(training_args.resume_from_checkpoint, resume_changes=script_args.resume_changes)
     if training_args.eval_strategy != "no":
         metrics = {name: value for name, value in trainer.evaluate().items() if value is not None}  # of no samples

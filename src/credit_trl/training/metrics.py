@@ -256,10 +256,14 @@ class CreditWarning(UserWarning):
 
 
 class Alarms:
-    """Warnings, each raised once a run, where enabled: on the main process only."""
+    """Warnings, each raised once a run, where enabled: on the main process only.
 
-    def __init__(self, enabled: bool = True) -> None:
+    `record` is called with the cause and the message of each.
+    """
+
+    def __init__(self, enabled: bool = True, record: Callable[[str, str], None] | None = None) -> None:
         self.enabled = enabled
+        self._record = record
         self.raised: set[str] = set()
         self._in_a_row: dict[str, int] = {}  # by cause
 
@@ -270,6 +274,8 @@ class Alarms:
         if count >= TIMES.get(cause, 1) and self.enabled and cause not in self.raised:
             self.raised.add(cause)
             message = values.get("message") or _MESSAGES[cause].format(count=count, **values)
+            if self._record is not None:
+                self._record(cause, message)
             warnings.warn_explicit(message, CreditWarning, "credit_trl", 0)  # no source line in the output
 
     def check_contexts(self, share: dict[str, float], frac_skipped: float = 0.0) -> None:

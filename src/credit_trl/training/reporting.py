@@ -7,6 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -77,7 +78,7 @@ class RunLog(TrainerCallback):
     Every `CreditTrainer` has one, `trainer.run_log`. A run changes no file in the directory before its first update,
     or its end. Then the files of an earlier run are moved into `_earlier_<n>`; a run that resumes drops the logs,
     completions, scores and token maps after the step that it starts from. `segments` in `run.json` lists the steps
-    from which the run went on with other options, each with those that changed.
+    from which the run went on with other options, each with those that changed. Warnings are rows of `log.jsonl`.
     `facts` are further fields of `run.json`, such as the task; `rows` are data sets for `store_rows`.
     """
 
@@ -140,6 +141,7 @@ class RunLog(TrainerCallback):
             "config": args.to_dict(),
             "seed": args.seed,
             "model": getattr(model, "name_or_path", "") or type(model).__name__,
+            "last_step": self.trainer.state.max_steps,
             "parameters": sum(full_shape(p).numel() for p in model.parameters()),
             "run": start.run or earlier.get("run") or uuid4().hex,
             "segments": self._segments(start, earlier.get("segments") or []),
@@ -180,6 +182,14 @@ class RunLog(TrainerCallback):
             self._begin(args, state, self.trainer.accelerator.unwrap_model(self.trainer.model))
         if self.has_begun:
             self._write_logs(Path(args.output_dir))
+
+    def note_warning(self, cause: str, message: str) -> None:
+        """Add a warning to the log: its step, the time in UTC, its cause in `warning`, and the message."""
+        time_of_warning = datetime.now(UTC).isoformat(timespec="seconds")
+        row = {"step": self.trainer.state.global_step, "time": time_of_warning, "warning": cause, "message": message}
+        self._unwritten.append(row)
+        if self.has_begun:
+            self._write_logs(Path(self.trainer.args.output_dir))
 
     def _write_logs(self, folder: Path) -> None:
         path = folder / files.LOG_FILE

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 # Chromium without features that use the network.
@@ -50,3 +51,9 @@ def open_page(browser: Any) -> Iterator[Any]:
     for page in opened:
         page.close()
     assert complaints == []
+
+
+@pytest.fixture
+def scores() -> np.ndarray:
+    """(runs, evaluations, prompts)."""
+    return np.random.default_rng(0).integers(0, 5, size=(6, 3, 20)) / 4

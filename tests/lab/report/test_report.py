@@ -7,12 +7,13 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -24,43 +25,14 @@ from credit_trl.lab.analysis.tokentext import visible
 from credit_trl.lab.report import ReportCallback, callback, write_report, write_token_maps
 from credit_trl.lab.report.comparison import compare_arms, curves, training_table
 from credit_trl.lab.report.runs import arms_of, differing_options, load_run
+from credit_trl.lab.report.token_maps import headline_token
 from credit_trl.run_directory import append_lines, read_json, write_json
 from lab.drawn import HOSTILE, drawn_map
+from lab.run_folders import make_run
 from tables import tables_of
 from tiny import declared_entry_points
 
 TABLES = tables_of(__file__)
-
-
-def make_run(folder: Path, scores: np.ndarray, *, seed: int = 0, text: str = "hello", **options: Any) -> Path:
-    """Run directory with evaluations at steps 0, 2, …; `scores` has shape (evaluations, prompts)."""
-    config = {"contrastive_coef": 0.1, "output_dir": str(folder), "seed": seed, "logging_steps": 1} | options
-    rows = {"path": str(folder / "rows" / "train.parquet"), "sha256": "0123456789abcdef"}
-    functions = [{"name": None, "called": "check", "file": None}]
-    data = {"folder": str(folder), "train": rows, "reward_funcs": functions}
-    run = {"config": config, "seed": seed, "model": f"bases/seed{seed}", "data": data}
-    write_json(folder / "run.json", run | {"segments": [{"step": 0, "options": options}]})
-    for step in range(1, 5):
-        row = {"step": step, "reward": 0.1 * step + seed, "completions/mean_length": 20.0, "credit/s_mean": 0.5}
-        append_lines(folder / "log.jsonl", row)
-        message = [{"role": "user", "content": f"{text} {step}"}]
-        rollout = {"step": step, "prompt": message, "completion": message, "reward": 1.0, "feedback": text}
-        (folder / "completions").mkdir(exist_ok=True)
-        table = pa.Table.from_pylist([rollout | {"teacher_prompt": text, "s_mean": 0.25, "advantage": 0.0}] * 9)
-        pq.write_table(table, folder / "completions" / f"completions_{step:05d}.parquet")
-    for i, row in enumerate(np.atleast_2d(scores)):
-        mean = float(row.mean())
-        result = {"task": "sums", "k": 4, "score": mean, "low": mean - 0.1, "high": mean + 0.1}
-        append_lines(folder / "evaluations.jsonl", {"step": 2 * i, **result})
-        prompts = [{"id": f"p{n}", "group": None, "score": float(value)} for n, value in enumerate(row)]
-        write_json(folder / "evaluations" / f"step-{2 * i:06d}" / "result.json", {**result, "prompts": prompts})
-    return folder
-
-
-@pytest.fixture
-def scores() -> np.ndarray:
-    """(runs, evaluations, prompts)."""
-    return np.random.default_rng(0).integers(0, 5, size=(6, 3, 20)) / 4
 
 
 def arms(paths: list[Path]) -> dict[str, list[Any]]:
@@ -73,15 +45,15 @@ def test_arms_are_named_by_every_option_that_differs(tmp_path, scores):
     paths.append(make_run(tmp_path / "r3", scores[3], seed=7))
     arms_by_name = arms(paths)
     assert list(arms_by_name) == [
-        "contrastive_coef=0.1, distillation_topk=null",
-        "contrastive_coef=0.1, distillation_topk=5",
-        "contrastive_coef=0.0, distillation_topk=null",
+        "CREDIT λ = 0.1, top-K none",
+        "CREDIT λ = 0.1, top-K 5",
+        "SDPO, top-K none",
     ]
-    assert [run.seed for run in arms_by_name["contrastive_coef=0.1, distillation_topk=null"]] == [0, 7]
+    assert [run.seed for run in arms_by_name["CREDIT λ = 0.1, top-K none"]] == [0, 7]
     write_json(paths[3] / "run.json", {"config": {}, "seed": 7, "model": "other"})
     assert {"model", "reward_funcs", "rows"} < set(differing_options([load_run(path) for path in paths]))
     twin = make_run(tmp_path / "again", scores[4])
-    assert list(arms([paths[0], twin])) == ["r0", "r0 (again)"]
+    assert list(arms([paths[0], twin])) == ["CREDIT λ = 0.1", "CREDIT λ = 0.1 (again)"]
 
 
 @pytest.mark.parametrize("model", ["Qwen/Qwen3-0.6B", "bases/{}", "bases/Seed0{}", "seeds/{}", "base-s{}/model"])
@@ -96,7 +68,7 @@ def test_arms_are_not_named_by_options_that_one_run_lacks(tmp_path, scores):
     run = make_run(tmp_path / "r", scores[0])
     evaluation = {"model": "base", "score": 0.5, "task": "own", "prompts": [], "step": 0}
     write_json(tmp_path / "eval" / "result.json", evaluation)
-    assert [name.split("=")[0] for name in arms([run, tmp_path / "eval"])] == ["model"] * 2
+    assert list(arms([run, tmp_path / "eval"])) == ["CREDIT λ = 0.1, model bases/seed{seed}", "model base"]
 
 
 def test_evaluations_with_other_settings_are_compared_with_a_warning(tmp_path, scores, caplog):
@@ -222,7 +194,7 @@ def test_page_of_one_run_shows_curves_rollouts_and_maps(open_page, tmp_path, sco
         write_maps([token_map], folder / "credit_maps" / f"step-{i:06d}.json")
     page = open_page(write_report([folder]), width=width, color_scheme=scheme)
     assert page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
-    assert page.locator("#contents a").all_inner_texts() == ["Summary", "Token maps", "Curves", "Rollouts", "Symbols"]
+    assert page.locator("#contents a").all_inner_texts() == ["Token maps", "Curves", "Rollouts", "Run", "Symbols"]
     assert page.locator(".pane").count() == 2
     assert page.locator("#quantities input:checked").get_attribute("value") == "centred"
     titles = page.locator("figure h3").all_inner_texts()
@@ -247,8 +219,9 @@ def test_page_of_a_run_begins_with_harmful_feedback(open_page, tmp_path, scores)
         fidelity = {"credit/teacher_fidelity": -0.3, "credit/fidelity_groups": 5}
         append_lines(folder / "log.jsonl", {"step": step, "reward": 0.5, **fidelity})
     page = open_page(write_report([folder]), width=1280, color_scheme="light")
-    text = page.locator("#summary > div > :first-child").inner_text()
-    assert text.startswith("r: Feedback harms: over 20 groups of the first 4 logs the teacher's fidelity is -0.30")
+    assert page.locator("main h2").first.inner_text().startswith("Feedback harms")
+    text = page.locator(".problem").first.inner_text()
+    assert text.startswith("Feedback harms: over 20 groups of the first 4 logs the teacher's fidelity is -0.30")
 
 
 def test_scores_whose_mean_differs_in_the_last_digit_are_drawn(open_page, tmp_path):
@@ -259,7 +232,7 @@ def test_scores_whose_mean_differs_in_the_last_digit_are_drawn(open_page, tmp_pa
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize(("width", "height"), [(1280, 900), (390, 844)])
-def test_first_view_colours_a_punished_token_as_its_legend(open_page, tmp_path, scores, scheme, width, height):
+def test_first_view_shows_the_largest_change_in_its_colours(open_page, tmp_path, scores, scheme, width, height):
     folder = make_run(tmp_path / "r", scores[0])
     tokens = ["a ", "long ", "wrong ", "answer\n"] * 200
     maps = [drawn_map(tokens, seed=i, checkpoint=f"step-{i}", problem="word " * 2000) for i in (1, 3)]
@@ -274,13 +247,16 @@ def test_first_view_colours_a_punished_token_as_its_legend(open_page, tmp_path, 
     punished, rewarded = (re.findall(r"rgba\((\d+, \d+, \d+), 0\.", legend)[i] for i in (0, -1))
     assert punished != rewarded
     values = maps[0].values("centred")
+    changes = (maps[1].values("student_logps") - maps[0].values("student_logps")).abs()
     for value, colour in zip(values.tolist(), colours, strict=True):
         assert f"({punished if value < 0 else rewarded}" in colour
-    box = cells.nth(int(values.argmin())).bounding_box()  # of the token that a step lowers most
+    box = cells.nth(int(changes.argmax())).bounding_box()  # of the token whose probability changed most
     frame = page.locator(".map").first.bounding_box()
     assert frame["y"] <= box["y"]
-    assert box["y"] + box["height"] <= min(height, frame["y"] + frame["height"])
-    assert page.locator("table.numbers td:nth-child(2)").first.inner_text() == as_shown(values.amin()[None])[0]
+    assert box["y"] + box["height"] <= frame["y"] + frame["height"]
+    assert width < 1280 or box["y"] + box["height"] <= height  # a phone shows the answer first
+    centred = as_shown(values[changes.argmax()][None])
+    assert page.locator("table.numbers td:nth-child(2)").first.inner_text() == centred[0]
     assert page.locator("#low").inner_text().endswith("punished")
 
 
@@ -319,6 +295,56 @@ def test_pointer_and_keys_show_numbers_and_alternatives_of_a_token(open_page, tm
     assert "token 2 of 4" in page.locator("#inspector").inner_text()
     page.keyboard.press("ArrowRight")
     assert "token 3 of 4" in page.locator("#inspector").inner_text()
+
+
+def scores_at(token_map, student, preferred, centred):
+    """The map with one token whose log-probability, credit and alternatives are set, and zeros elsewhere."""
+    length = len(token_map.tokens)
+    zeros = torch.zeros(length)
+    alternatives = token_map.scores.alternatives
+    teacher = torch.tensor([[0.0, -5.0]] * length)
+    teacher[1] = torch.tensor(preferred)
+    alternatives = replace(
+        alternatives,
+        ids=torch.tensor([[index, 99] for index in range(length)]),
+        teacher_logps=teacher,
+        advantage=torch.tensor([[0.0, 7.8]] * length),
+        policy_mean=torch.zeros(length, 2),
+    )
+    values = {"student_logps": zeros.clone(), "advantage": zeros.clone(), "policy_mean": zeros}
+    values["student_logps"][1] = student
+    values["advantage"][1] = centred
+    return replace(token_map, scores=replace(token_map.scores, alternatives=alternatives, **values))
+
+
+def test_headline_of_a_map_is_where_the_teacher_prefers_another_token():
+    """Also where the sampled token is rewarded, as any token above the policy's mean."""
+    base = drawn_map(["a", "b", "c"], alternatives=("x", "y"))
+    headline = headline_token([scores_at(base, 0.0, [-5.0, 0.0], 2.2)])
+    assert (headline.index, headline.pair) == (1, 1)
+    assert headline.size == pytest.approx(7.8 - 2.2)
+    agreed = headline_token([scores_at(base, 0.0, [0.0, -5.0], -1.0)])
+    assert (agreed.index, agreed.pair) == (1, None)
+
+
+def test_first_response_is_the_one_that_training_changed_most(open_page, tmp_path):
+    maps = []
+    for name, change in (("still", -0.1), ("moved", -3.0)):
+        start = drawn_map(["a", "b", "c"], alternatives=("x", "y"), identifier=name)
+        maps.append(scores_at(start, 0.0, [-5.0, 0.0], 2.2))
+        maps.append(replace(scores_at(start, change, [-5.0, 0.0], 2.2), checkpoint="step-9"))
+    write_token_maps(maps, tmp_path / "maps.html")
+    page = open_page(tmp_path / "maps.html", width=1280)
+    assert page.locator("#response option").first.inner_text().startswith("moved")
+    assert page.locator("#headline").inner_text() == (
+        "Token 2, “b”: its probability went from 100.0 % (step-1) to 5.0 % (step-9). With the feedback the teacher "
+        "prefers “y”: R_t − mean is +7.8 for that and +2.2 for “b”."
+    )
+    assert page.locator(".t.at").first.inner_text() == "b"
+    boxes = [page.locator(name).bounding_box() for name in ("#panes", "#inspector", "#context")]
+    for upper, lower in pairwise(boxes):
+        assert lower["y"] - (upper["y"] + upper["height"]) < 60  # no empty area
+        assert lower["width"] == upper["width"]
 
 
 def test_hostile_text_is_shown_as_text(open_page, tmp_path, scores):

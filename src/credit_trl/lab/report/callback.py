@@ -34,6 +34,13 @@ def run_callbacks(trainer: Any) -> list[TrainerCallback]:
     return [*maps, ReportCallback(trainer)]
 
 
+def defer_link(trainer: Any) -> None:
+    """Have the report's callback print no link, for a caller that prints it when all is done."""
+    for callback in trainer.callback_handler.callbacks:
+        if isinstance(callback, ReportCallback):
+            callback.prints_link = False
+
+
 def report_link(folder: str | Path) -> str:
     """Link to the report of a run, which terminals and notebooks open."""
     return (Path(folder) / REPORT_FILE).resolve().as_uri()
@@ -66,9 +73,13 @@ class ReportCallback(OptionalCallback):
     Args:
         trainer: a `CreditTrainer`.
         rollouts: number of rollouts of a step.
+
+    Attributes:
+        prints_link: whether it prints the link when training ends; a command that goes on prints its own.
     """
 
     def __init__(self, trainer: Any, *, rollouts: int = 8) -> None:
+        self.prints_link = True
         self.trainer = trainer
         self.rollouts = rollouts
         self._next_report = 0.0
@@ -91,7 +102,8 @@ class ReportCallback(OptionalCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.is_world_process_zero and self.attempt(write_report, [args.output_dir]):
-            print(f"Report: {report_link(args.output_dir)}", flush=True)
+            if self.prints_link:
+                print(f"Report: {report_link(args.output_dir)}", flush=True)
             if is_in_notebook():
                 self.attempt(_show_report, args.output_dir)
 
@@ -110,9 +122,12 @@ class ReportCallback(OptionalCallback):
             **rollout_logs["extra"],
         }
         columns["advantage"] = rollout_logs["advantages"]
-        frame = DataFrame({name: list(values)[: self.rollouts] for name, values in columns.items()})
+        rows = {name: list(values)[: self.rollouts] for name, values in columns.items()}
+        frame = DataFrame(rows)
         frame.insert(0, "step", step)
-        images = [list(map(data_url, images_of(prompt))) for prompt in frame["prompt"]]
+        images = []
+        for prompt in frame["prompt"]:
+            images.append(list(map(data_url, images_of(prompt))))
         if any(images):
             frame["images"] = images
             frame["prompt"] = frame["prompt"].map(prepare_multimodal_messages)  # a column has contents of one type

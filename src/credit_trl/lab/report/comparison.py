@@ -3,7 +3,8 @@
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,8 +37,11 @@ def curves(arms: Mapping[str, Sequence[Run]]) -> list[dict[str, Any]]:
     """
     figures = []
     for title, name in CURVES.items():
-        series = [{"arm": i, "points": _points(name, runs)} for i, runs in enumerate(arms.values())]
-        series = [line for line in series if line["points"]]
+        series = []
+        for i, runs in enumerate(arms.values()):
+            points = _points(name, runs)
+            if points:
+                series.append({"arm": i, "points": points})
         if series:
             figures.append({"title": title, "series": series})
     return figures
@@ -81,14 +85,14 @@ def _points(name: str, runs: Sequence[Run]) -> list[list[float | None]]:
     if name == SCORE and len(runs) == 1:
         return [[row["step"], row["score"], row.get("low"), row.get("high")] for row in runs[0].evaluations]
     values = [run.series(name) for run in runs]
-    steps = sorted(set.intersection(*map(set, values)))
-    of_step = {step: [series[step] for series in values] for step in steps}
-    if len(runs) == 1:
-        return [[step, step_values[0], None, None] for step, step_values in of_step.items()]
-    return [
-        [step, float(np.mean(step_values)), min(step_values), max(step_values)]
-        for step, step_values in of_step.items()
-    ]
+    points: list[list[float | None]] = []
+    for step in sorted(set.intersection(*map(set, values))):
+        step_values = [series[step] for series in values]
+        if len(runs) == 1:
+            points.append([step, step_values[0], None, None])
+        else:
+            points.append([step, float(np.mean(step_values)), min(step_values), max(step_values)])
+    return points
 
 
 def compare_arms(arms: Mapping[str, Sequence[Run]]) -> list[dict[str, Any]]:
@@ -99,28 +103,100 @@ def compare_arms(arms: Mapping[str, Sequence[Run]]) -> list[dict[str, Any]]:
     run, biased upwards), and for every arm but the first `difference`, `difference_low`, `difference_high`, `p` and
     `p_holm`. Missing values are None.
     """
+    by_task: dict[str, dict[str, list[Run]]] = {}
+    for name, runs in arms.items():
+        for run in runs:
+            if run.evaluations:
+                by_task.setdefault(run.task, {}).setdefault(name, []).append(run)
     rows: list[dict[str, Any]] = []
-    tasks = dict.fromkeys(run.task for runs in arms.values() for run in runs if run.evaluations)
-    for task in tasks:
-        evaluated = {
-            name: [run for run in runs if run.evaluations and run.task == task] for name, runs in arms.items()
-        }
-        rows += _compare_on_task(task, {name: runs for name, runs in evaluated.items() if runs})
+    for task, arms_of_task in by_task.items():
+        rows += _compare_on_task(task, arms_of_task)
     return rows
 
 
+def gain(runs: Sequence[Run], group: str | None = None) -> dict[str, Any] | None:
+    """avg@k of the runs of an arm before training and at their last evaluation, paired by prompt and seed.
+
+    It has `before`, `after` with `low` and `high`, `difference` with `difference_low` and `difference_high`, and the
+    number of `prompts`. With `group` the prompts are those of it. None where no evaluation is at step 0, or no prompt
+    is in all of them; the intervals are None for a single prompt.
+    """
+    if any(len(run.evaluations) < 2 or run.evaluations[0]["step"] != 0 for run in runs):
+        return None
+    scores_at_start = [run.scores(0, group) for run in runs]
+    final_scores = [run.scores(run.evaluations[-1]["step"], group) for run in runs]
+    prompts = _shared_prompts([*scores_at_start, *final_scores])
+    if not prompts:
+        return None
+    scores_before = _matrix(scores_at_start, prompts)
+    scores_after = _matrix(final_scores, prompts)
+    row: dict[str, Any] = {
+        "before": float(scores_before.mean()),
+        "after": float(scores_after.mean()),
+        "difference": float(scores_after.mean() - scores_before.mean()),
+        "prompts": len(prompts),
+    }
+    row |= dict.fromkeys(("low", "high", "difference_low", "difference_high"))
+    if len(prompts) > 1:
+        row |= _interval(scores_after)
+        difference = paired_bootstrap(scores_after, scores_before, paired_seeds=True)
+        bounds = _possible(difference.low, difference.high, -1.0, scores_after, scores_before)
+        row |= {"difference_low": bounds.low, "difference_high": bounds.high}
+    return row
+
+
+def _shared_prompts(scores: Sequence[Mapping[str, float]]) -> list[str]:
+    shared = []
+    for prompt in scores[0]:
+        if all(prompt in run_scores for run_scores in scores):
+            shared.append(prompt)
+    return shared
+
+
+def _matrix(scores: Sequence[Mapping[str, float]], prompts: Sequence[str]) -> NDArray[np.float64]:
+    """Scores of shape (runs, prompts)."""
+    rows = []
+    for run_scores in scores:
+        rows.append([run_scores[prompt] for prompt in prompts])
+    return np.array(rows)
+
+
+class Bounds(NamedTuple):
+    """Ends of a 95 % interval."""
+
+    low: float
+    high: float
+
+
+def _possible(low: float, high: float, least: float, *scores: NDArray[np.float64]) -> Bounds:
+    """The part of an interval from `least` to 1, where no score lies outside of 0 and 1.
+
+    With two seeds the interval of Student's t reaches far beyond what a mean of such scores can be.
+    """
+    if any(matrix.min() < 0.0 or matrix.max() > 1.0 for matrix in scores):
+        return Bounds(low, high)
+    return Bounds(max(low, least), min(high, 1.0))
+
+
+def _interval(matrix: NDArray[np.float64]) -> dict[str, float]:
+    """`low` and `high` of the mean of (runs, prompts): over prompts, and over seeds where there are several."""
+    if len(matrix) > 1:
+        difference = paired_bootstrap(matrix, np.zeros_like(matrix[0]))
+        return _possible(difference.low, difference.high, 0.0, matrix)._asdict()
+    interval = bootstrap_ci(matrix[0])
+    return {"low": interval.low, "high": interval.high}
+
+
 def _compare_on_task(task: str, arms: Mapping[str, Sequence[Run]]) -> list[dict[str, Any]]:
-    final = {name: [run.scores(run.evaluations[-1]["step"]) for run in runs] for name, runs in arms.items()}
-    of_runs = [scores for of_arm in final.values() for scores in of_arm]
-    shared = [prompt for prompt in of_runs[0] if all(prompt in scores for scores in of_runs)]
-    settings = [run.settings(run.evaluations[-1]["step"]) for runs in arms.values() for run in runs]
-    differing = [
-        name for name in SETTINGS if len({json.dumps(setting[name]) for setting in settings if name in setting}) > 1
-    ]
+    final: dict[str, list[dict[str, float]]] = {}
+    for name, runs in arms.items():
+        final[name] = [run.scores(run.evaluations[-1]["step"]) for run in runs]
+    shared = _shared_prompts(list(chain.from_iterable(final.values())))
+    differing = _differing_settings(list(chain.from_iterable(arms.values())))
     if differing:
         names = ", ".join(differing)
         logger.warning(f"The scores of {task} are not comparable: the evaluations differ in {names}.")
-    matrices = {name: np.array([[s[i] for i in shared] for s in scores]) for name, scores in final.items()}
+    matrices = {name: _matrix(scores, shared) for name, scores in final.items()}
     baseline = next(iter(arms))
     rows = []
     for name, runs in arms.items():
@@ -135,15 +211,29 @@ def _compare_on_task(task: str, arms: Mapping[str, Sequence[Run]]) -> list[dict[
             row |= _difference(runs, arms[baseline], matrices[name], matrices[baseline])
         rows.append(row)
     tested = [row for row in rows if row.get("p") is not None]
-    for row, adjusted in zip(tested, holm([row["p"] for row in tested]) if tested else (), strict=True):
+    p_values = [row["p"] for row in tested]
+    for row, adjusted in zip(tested, holm(p_values), strict=True):
         row["p_holm"] = adjusted
     return rows
+
+
+def _differing_settings(runs: Sequence[Run]) -> list[str]:
+    """Settings in which the last evaluations of the runs differ."""
+    values: dict[str, set[str]] = {}
+    for run in runs:
+        settings = run.settings(run.evaluations[-1]["step"])
+        for name in SETTINGS:
+            if name in settings:
+                values.setdefault(name, set()).add(json.dumps(settings[name]))
+    return [name for name, texts in values.items() if len(texts) > 1]
 
 
 def _scores(runs: Sequence[Run], matrix: NDArray[np.float64], shared: Sequence[str]) -> dict[str, Any]:
     """Scores of one arm; `matrix` has shape (runs, shared prompts)."""
     final = [run.evaluations[-1] for run in runs]
-    scores = [{row["step"]: _score_on(run, row, shared) for row in run.evaluations} for run in runs]
+    scores = []
+    for run in runs:
+        scores.append({row["step"]: _score_on(run, row, shared) for row in run.evaluations})
     row: dict[str, Any] = {
         "k": final[0].get("k"),
         "greedy": bool(final[0].get("greedy")),
@@ -155,10 +245,7 @@ def _scores(runs: Sequence[Run], matrix: NDArray[np.float64], shared: Sequence[s
     if shared:
         row["score"] = float(matrix.mean())
     if len(shared) > 1:
-        # over prompts, and over seeds where there are several
-        several = len(matrix) > 1
-        interval = paired_bootstrap(matrix, np.zeros_like(matrix[0])) if several else bootstrap_ci(matrix[0])
-        row |= {"low": interval.low, "high": interval.high}
+        row |= _interval(matrix)
     return row
 
 
@@ -180,4 +267,10 @@ def _difference(
     if is_paired:
         base_scores = base_scores[[base_seeds.index(seed) for seed in seeds]]
     statistics = paired_bootstrap(scores, base_scores, paired_seeds=is_paired)
-    return dict(zip(("difference", "difference_low", "difference_high", "p"), statistics, strict=True))
+    bounds = _possible(statistics.low, statistics.high, -1.0, scores, base_scores)
+    return {
+        "difference": statistics.difference,
+        "difference_low": bounds.low,
+        "difference_high": bounds.high,
+        "p": statistics.p_value,
+    }

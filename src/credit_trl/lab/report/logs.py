@@ -47,12 +47,30 @@ def log_line(logs: Mapping[str, Any], step: int, last_step: int) -> str:
     is_eval = any(name.startswith("eval_") for name in logs)
     values = {name.removeprefix("eval_"): value for name, value in logs.items() if isinstance(value, int | float)}
     parts = [f"{column} {values[name]:7.3f}" for name, column in COLUMNS.items() if name in values]
-    parts = parts or [f"{name} {value:.4g}" for name, value in values.items() if name not in ("epoch", "total_flos")]
-    stages = [f"{name.removeprefix(_SECONDS)} {x:.1f}" for name, x in values.items() if name.startswith(_SECONDS)]
+    parts = parts or _number_words(values)
+    stages = []
+    for name, value in values.items():
+        if name.startswith(_SECONDS):
+            stages.append(f"{name.removeprefix(_SECONDS)} {value:.1f}")
     if stages:
         parts.append(f"seconds {' '.join(stages)}")
     start = f"{'eval at ' if is_eval else ''}step {step:{len(str(last_step))}}/{last_step}"
     return "  ".join([start, *parts])
+
+
+def _number_words(values: Mapping[str, float]) -> list[str]:
+    """Names and numbers in words: bounds stand in brackets behind their score, and spaces for underscores."""
+    parts = []
+    for name, value in values.items():
+        is_bound = name.endswith(("_low", "_high")) and name.rpartition("_")[0] in values
+        if is_bound or name in ("epoch", "total_flos"):
+            continue
+        text = f"{name.replace('_', ' ')} {value:.4g}"
+        low, high = values.get(f"{name}_low"), values.get(f"{name}_high")
+        if low is not None and high is not None:
+            text += f" [{low:.4g}, {high:.4g}]"
+        parts.append(text)
+    return parts
 
 
 class LogLines(PrinterCallback):
@@ -117,9 +135,8 @@ def send_rollouts(trainer: Any, rollouts: Sequence[Mapping[str, Any]]) -> None:
     for row in rollouts:
         metadata = dict(row)
         turns = [(role, metadata.pop(name, None)) for role, name in _TURNS.items()]
-        parts = [
-            [{"role": role, "content": content}] if isinstance(content, str) else content or []
-            for role, content in turns
-        ]
-        traces.append(trackio.Trace([message for part in parts for message in part], metadata))
+        messages: list[dict[str, Any]] = []
+        for role, content in turns:
+            messages += [{"role": role, "content": content}] if isinstance(content, str) else content or []
+        traces.append(trackio.Trace(messages, metadata))
     trackio.log({"rollouts": traces}, step=trainer.state.global_step)

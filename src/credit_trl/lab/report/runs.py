@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ import numpy as np
 from pyarrow import parquet
 
 from credit_trl import run_directory as files
+from credit_trl.training.card import METHOD_OPTIONS, method_of_run, model_name
 
 COMPLETIONS = "completions"
 SCORE = "score"  # avg@k in an evaluation
@@ -19,8 +20,40 @@ _IGNORED_OPTIONS = re.compile(
     r"seed|data_seed|run|run_name|.*_dir|resume_from_checkpoint|disable_tqdm|project|parameters|(trackio|dataloader|eval|hub|"
     r"log|logging|push|report|save|wandb)_.*"
 )
+# Options -> words in the name of an arm, where the option's name says less.
+_OPTION_WORDS = {
+    "contrastive_count": "contrast prompts",
+    "contrastive_source": "contrast prompts from",
+    "distillation_topk": "top-K",
+    "distillation_alpha": "divergence α",
+    "teacher_model_kind": "teacher",
+    "reward_funcs": "verifier",
+    "rows": "data",
+}
 # Options without effect on GRPO.
 _OF_TEACHER = re.compile(r"(contrastive|distillation|teacher)_(?!weight).*")
+
+
+def json_text(value: Any) -> str:
+    """A text as it is, other values as JSON."""
+    return value if isinstance(value, str) else json.dumps(value, sort_keys=True)
+
+
+def words(value: Any) -> str:
+    """A value of an option for the name of an arm: no JSON, at most 60 characters."""
+    if isinstance(value, bool):
+        text = "on" if value else "off"
+    elif value is None:
+        text = "none"
+    elif isinstance(value, dict):
+        parts = [f"{name} {words(item)}" for name, item in sorted(value.items())]
+        text = ", ".join(parts)
+    elif isinstance(value, list):
+        text = ", ".join(map(words, value))
+    else:
+        text = str(value)
+    text = text.replace("_", " ")
+    return text if len(text) <= 60 else f"{text[:59]}…"
 
 
 @dataclass(frozen=True)
@@ -32,6 +65,7 @@ class Run:
     log: Sequence[Mapping[str, Any]]  # rows of `log.jsonl`
     evaluations: Sequence[Mapping[str, Any]]  # rows of `evaluations.jsonl`, sorted by step
     segments: Sequence[Mapping[str, Any]] = ()  # of `run.json`: steps at which options changed
+    last_step: int | None = None  # that the run is to reach
 
     @property
     def seed(self) -> int | None:
@@ -42,13 +76,27 @@ class Run:
         """Name of the evaluated task, "" without evaluations."""
         return str(self.evaluations[-1]["task"]) if self.evaluations else ""
 
-    def text(self, option: str) -> str:
+    @property
+    def method(self) -> str:
+        """Name of the method, of a resumed run with the steps at which it changed."""
+        return method_of_run(self.options, self.segments)
+
+    @property
+    def warnings(self) -> list[Mapping[str, Any]]:
+        """Rows of the log that are warnings, one for each cause."""
+        rows: dict[str, Mapping[str, Any]] = {}
+        for row in self.log:
+            if isinstance(row.get("warning"), str):
+                rows.setdefault(row["warning"], row)
+        return list(rows.values())
+
+    def text(self, option: str, form: Callable[[Any], str] = json_text) -> str:
         """An option's value as text or JSON, with the steps at which a resumed run changed it."""
         changes = [segment for segment in self.segments[1:] if option in segment["options"]]
         if not changes:
-            return _text(self.options.get(option))
-        values = [_text(self.segments[0]["options"].get(option))]
-        values += [f"from step {segment['step']}: {_text(segment['options'][option])}" for segment in changes]
+            return form(self.options.get(option))
+        values = [form(self.segments[0]["options"].get(option))]
+        values += [f"from step {segment['step']}: {form(segment['options'][option])}" for segment in changes]
         return ", ".join(values)
 
     def changed_options(self) -> list[str]:
@@ -65,16 +113,29 @@ class Run:
 
         Each log is a mean over the steps since the log before it. None where nothing was logged.
         """
-        values = [(row["step"], [row[name] for name in row if name.startswith(prefix)]) for row in self.log]
-        sums = {step: sum(step_values) for step, step_values in values if step_values and None not in step_values}
+        sums: dict[int, float] = {}
+        for row in self.log:
+            values = [row[name] for name in row if name.startswith(prefix)]
+            if values and None not in values:
+                sums[row["step"]] = sum(values)
         if not sums:
             return None
-        return float(np.average([*sums.values()], weights=np.diff([0, *sums])))
+        steps = [0, *sums]
+        return float(np.average(list(sums.values()), weights=np.diff(steps)))
 
-    def scores(self, step: int) -> dict[str, float]:
-        """avg@k of each prompt at an evaluated step; empty where its results are missing."""
+    def scores(self, step: int, group: str | None = None) -> dict[str, float]:
+        """avg@k of each prompt, or of those of a group, at an evaluated step; empty where its results are missing."""
+        scores: dict[str, float] = {}
+        for prompt in self._result(step).get("prompts", ()):
+            if group is None or prompt.get("group") == group:
+                scores[str(prompt["id"])] = float(prompt["score"])
+        return scores
+
+    def groups(self, step: int) -> list[str]:
+        """Groups of the task in the evaluation at a step, in the order of the prompts."""
         prompts = self._result(step).get("prompts", ())
-        return {str(prompt["id"]): float(prompt["score"]) for prompt in prompts}
+        names = dict.fromkeys(prompt.get("group") for prompt in prompts)
+        return [name for name in names if isinstance(name, str)]
 
     def settings(self, step: int) -> dict[str, Any]:
         """Settings of the evaluation at a step; empty where its results are missing."""
@@ -109,41 +170,57 @@ def load_run(folder: str | Path) -> Run:
         )
     segments = described.pop("segments", None) or []
     described.pop("saved", None)
+    last_step = described.pop("last_step", None)
     data = described.pop("data", None)
     if data is not None:
-        described["reward_funcs"] = ", ".join(
-            function["name"] or function["called"] for function in data["reward_funcs"]
-        )
+        functions = [function["name"] or function["called"] for function in data["reward_funcs"]]
+        described["reward_funcs"] = ", ".join(functions)
         rows = data["train"] or {}
         described["rows"] = (rows.get("sha256") or "")[:8] or rows.get("name")  # of a file, or of the hub
-    return Run(folder, {**described.pop("config", {}), **described}, log, evaluations, segments)
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, sort_keys=True)
+    options = {**described.pop("config", {}), **described}
+    return Run(folder, options, log, evaluations, segments, last_step if isinstance(last_step, int) else None)
 
 
 def arms_of(runs: Sequence[Run]) -> dict[str, list[Run]]:
-    """Runs by the options in which they differ from each other, which name them; seeds of one arm share a name.
+    """Runs by method and the options in which they differ from each other; seeds of one arm share a name.
 
-    Without such an option the first run's folder names them. Runs with equal options and seeds are named with their
-    folders too.
+    Without either the first run's folder names them. Runs with equal options and seeds are named with their folders
+    too.
     """
     arms: dict[str, list[Run]] = {}
+    name_of_options: dict[tuple[str, ...], str] = {}
     options = differing_options(runs)
     for run, folder in zip(runs, short_names([run.folder for run in runs]), strict=True):
-        differing = {option: effective_text(run, option) for option in options}
-        name = ", ".join(f"{option}={text}" for option, text in differing.items() if text)
-        name = name or runs[0].folder.resolve().name
+        texts = tuple(effective_text(run, option) for option in options)
+        name = _arm_name(run, options) or runs[0].folder.resolve().name
+        if texts not in name_of_options and name in name_of_options.values():
+            name = f"{name} ({folder})"
+        name = name_of_options.setdefault(texts, name)
         is_twin = any(twin.seed == run.seed for twin in arms.get(name, ()))
         arms.setdefault(f"{name} ({folder})" if is_twin else name, []).append(run)
     return arms
 
 
+def _arm_name(run: Run, differing: Sequence[str]) -> str:
+    """Method and differing options in words: `CREDIT λ = 0.1, learning rate 1e-05`."""
+    parts = [run.method]
+    for option in differing:
+        if option in METHOD_OPTIONS or not effective_text(run, option):
+            continue
+        title = _OPTION_WORDS.get(option, option.replace("_", " "))
+        value = effective_text(run, option) if option == "model" else run.text(option, words)
+        parts.append(f"{title} {model_name(value) if option == 'model' else value}")
+    return ", ".join(part for part in parts if part)
+
+
 def differing_options(runs: Sequence[Run]) -> list[str]:
     """Options that differ among the runs that use them, without seeds and those that do not affect training."""
-    names = sorted({name for run in runs for name in run.options if not _IGNORED_OPTIONS.fullmatch(name)})
-    return [name for name in names if len({effective_text(run, name) for run in runs} - {""}) > 1]
+    texts: dict[str, set[str]] = {}
+    names = sorted(set().union(*(run.options for run in runs)))
+    for name in names:
+        if not _IGNORED_OPTIONS.fullmatch(name):
+            texts[name] = {effective_text(run, name) for run in runs} - {""}
+    return [name for name in texts if len(texts[name]) > 1]
 
 
 def short_names(paths: Sequence[str | Path], parts: int = 1) -> list[str]:

@@ -4,7 +4,7 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,43 +25,82 @@ def read_run_maps(folder: Path) -> list[TokenMap]:
     """Maps of the first and the last step of a run; without these, in the first and last file of `credit_maps/`."""
     files = sorted((folder / MAPS_FOLDER).glob("*.json"))
     paths = [path for path in files if path.name.startswith("step-")] or files
-    maps = [token_map for path in dict.fromkeys([*paths[:1], *paths[-1:]]) for token_map in read_maps(path)]
-    return list({(token_map.response.identifier, token_map.checkpoint): token_map for token_map in maps}.values())
+    maps: dict[tuple[str, str], TokenMap] = {}
+    for path in dict.fromkeys([*paths[:1], *paths[-1:]]):
+        for token_map in read_maps(path):
+            maps[token_map.response.identifier, token_map.checkpoint] = token_map
+    return list(maps.values())
 
 
 def maps_section(maps: Sequence[TokenMap]) -> dict[str, Any]:
     """What the page reads of the maps, as JSON.
 
-    Responses that are shown first have a low reward, since their wrong tokens have a negative R_t; then those with
-    more checkpoints. The summaries are of the responses that all checkpoints score.
+    Responses with more checkpoints come first, then those with more to see at one token, see `headline_token`. The
+    summaries are of the responses that all checkpoints score.
     """
     checkpoints = list(dict.fromkeys(m.checkpoint for m in maps))
     scales = group_scales(maps)
     by_response: dict[str, list[TokenMap]] = {}
     for token_map in maps:
         by_response.setdefault(token_map.response.identifier, []).append(token_map)
-    shared = [
-        m for response_maps in by_response.values() if len(response_maps) == len(checkpoints) for m in response_maps
-    ] or maps
-    ordered = sorted(
-        by_response.values(), key=lambda response_maps: (-len(response_maps), _reward(response_maps[0].response))
-    )
+    shared: list[TokenMap] = []
+    entries = []
+    for response_maps in by_response.values():
+        if len(response_maps) == len(checkpoints):
+            shared += response_maps
+        by_checkpoint = {m.checkpoint: _values(m) for m in response_maps}
+        headline = headline_token(response_maps)
+        entry = _described(response_maps[0]) | {
+            "scales": scales[response_maps[0].response.group],
+            "maps": [by_checkpoint.get(checkpoint) for checkpoint in checkpoints],
+            "headline": {"index": headline.index, "pair": headline.pair},
+        }
+        entries.append((-len(response_maps), -headline.size, entry))
+    entries.sort(key=lambda item: item[:2])
     return {
         "quantities": [{"key": key, "symbol": symbol} for key, symbol in QUANTITIES.items()],
         "checkpoints": [visible(name) for name in checkpoints],
-        "responses": [
-            {
-                **_described(response_maps[0]),
-                "scales": scales[response_maps[0].response.group],
-                "maps": [next((_values(m) for m in response_maps if m.checkpoint == c), None) for c in checkpoints],
-            }
-            for response_maps in ordered
-        ],
-        "summaries": [
-            summarize_maps([m for m in shared if m.checkpoint == c]).reset_index(names="name").to_dict("records")
-            for c in checkpoints
-        ],
+        "responses": [entry for _, _, entry in entries],
+        "summaries": [_summary(shared or maps, checkpoint) for checkpoint in checkpoints],
     }
+
+
+def _summary(maps: Sequence[TokenMap], checkpoint: str) -> list[dict[str, Any]]:
+    """Shares and means of the token classes under a checkpoint."""
+    summary = summarize_maps([m for m in maps if m.checkpoint == checkpoint])
+    return summary.reset_index(names="name").to_dict("records")
+
+
+class HeadlineToken(NamedTuple):
+    """The token of a response at which there is most to see."""
+
+    index: int
+    size: float  # by which responses are ordered, in nats
+    pair: int | None  # index of the alternative that the teacher prefers there; None where it is the sampled token
+
+
+def headline_token(maps: Sequence[TokenMap]) -> HeadlineToken:
+    """The token whose probability changed most between the first and the last of a response's maps.
+
+    Of a single map it is the token that lies furthest below the one that the teacher prefers there, in R_t − mean, or
+    has the lowest R_t − mean where the teacher prefers all sampled tokens.
+    """
+    scores = maps[0].scores
+    ids = scores.alternatives.ids
+    preferred = scores.alternatives.teacher_logps.argmax(dim=1, keepdim=True)
+    is_other = ids.gather(1, preferred).squeeze(1) != scores.ids
+    gaps = scores.alternatives.centred.gather(1, preferred).squeeze(1) - scores.centred
+    gaps = torch.where(is_other & ~gaps.isnan(), gaps, -math.inf)
+    if len(maps) > 1:
+        sizes = (maps[-1].scores.student_logps - scores.student_logps).abs()
+    elif bool((gaps > -math.inf).any()):
+        sizes = gaps
+    else:
+        sizes = -scores.centred
+    sizes = torch.where(sizes.isnan(), -math.inf, sizes)
+    index = int(sizes.argmax())
+    pair = int(preferred[index]) if bool(is_other[index]) else None
+    return HeadlineToken(index, float(sizes[index]), pair)
 
 
 def group_scales(maps: Sequence[TokenMap]) -> dict[str, dict[str, float]]:
@@ -72,10 +111,12 @@ def group_scales(maps: Sequence[TokenMap]) -> dict[str, dict[str, float]]:
     groups: dict[str, list[TokenMap]] = {}
     for token_map in maps:
         groups.setdefault(token_map.response.group, []).append(token_map)
-    return {
-        group: {q: _magnitude([m.values(q) for m in group_maps]) for q in QUANTITIES}
-        for group, group_maps in groups.items()
-    }
+    scales: dict[str, dict[str, float]] = {}
+    for group, group_maps in groups.items():
+        scales[group] = {}
+        for quantity in QUANTITIES:
+            scales[group][quantity] = _magnitude([m.values(quantity) for m in group_maps])
+    return scales
 
 
 def _magnitude(values: list[Float[Tensor, " T"]]) -> float:
@@ -123,11 +164,13 @@ def _content(turn: dict[str, Any]) -> str:
     content = turn.get("content")
     parts = [content] if isinstance(content, str | dict) else list(content or ())
     parts += turn.get("tool_calls") or ()
-    return "\n".join(
-        part if isinstance(part, str) else str(part.get("text") or json.dumps(part, default=str))
-        for part in parts
-        if isinstance(part, str) or part.get("type") != "image"  # shown as a picture
-    )
+    texts = []
+    for part in parts:
+        if isinstance(part, str):
+            texts.append(part)
+        elif part.get("type") != "image":  # shown as a picture
+            texts.append(str(part.get("text") or json.dumps(part, default=str)))
+    return "\n".join(texts)
 
 
 def _values(token_map: TokenMap) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import html
 import json
 import math
 import re
+import time
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any
 
 from credit_trl.lab.analysis.tokenmap import TokenMap
 from credit_trl.lab.analysis.tokentext import visible
+from credit_trl.lab.report.answer import answer, change_steps
 from credit_trl.lab.report.comparison import compare_arms, curves, training_table
 from credit_trl.lab.report.runs import (
     Run,
@@ -32,7 +34,6 @@ from credit_trl.lab.report.token_maps import maps_section, read_run_maps, turns
 from credit_trl.run_directory import read_json, without_nan, write_atomically, write_json
 from credit_trl.sandbox.protocol import excerpt
 from credit_trl.tasks.escaping import markdown_table, table_cell
-from credit_trl.training.metrics import harmful_feedback
 
 # `ensure_ascii` escapes U+2028 and U+2029, which end a line in a script.
 _ESCAPES = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"})
@@ -52,6 +53,7 @@ _COLUMNS = (
     "95 %",
     "p (Holm)",
 )
+_GROUP_COLUMNS = ("group", "prompts", "before", "after (%)", "95 % interval", "difference", "95 %")
 _TRAINING_COLUMNS = ("arm", "C", "avg@k (%)", "train score, peak", "seconds a step", "ratio", "S_t, mean", "S_t, std")
 _TITLE = re.compile(rb"# (?:Run |\d+ runs)")  # of the Markdown
 _FACTS = (
@@ -131,43 +133,46 @@ def report_document(runs: Sequence[Run]) -> dict[str, Any]:
     """Everything in the report but rollouts and token maps, as JSON."""
     arms = arms_of(runs)
     names = short_names([run.folder for run in runs])
-    facts = [name for name in _FACTS if name in runs[0].options and effective_text(runs[0], name)]
-    facts += [name for name in runs[0].changed_options() if name not in facts]
-    options = differing_options(runs) if len(runs) > 1 else facts
+    comparison = compare_arms(arms)
     return {
         "title": f"Run {visible(names[0])}" if len(runs) == 1 else f"{len(runs)} runs",
+        "answer": answer(runs, names, arms, comparison),
         "runs": [visible(name) for name in names],
         "arms": [visible(name) for name in arms],
-        "options": [
-            {"run": visible(name), "seed": run.seed}
-            | {visible(option): visible(run.text(option)) for option in options}
-            for name, run in zip(names, runs, strict=True)
-        ],
-        "alarms": _alarms(runs),
+        "options": _options(runs, names),
         "curves": curves(arms),
-        "changes": sorted({segment["step"] for run in runs for segment in run.segments[1:]}),  # steps, in the curves
+        "changes": change_steps(runs),
         "training": [row | {"arm": visible(row["arm"])} for row in training_table(arms)],
-        "comparison": [row | {name: visible(row[name]) for name in ("task", "arm")} for row in compare_arms(arms)],
+        "comparison": [row | {"task": visible(row["task"]), "arm": visible(row["arm"])} for row in comparison],
     }
 
 
-def _alarms(runs: Sequence[Run]) -> list[str]:
-    """Messages that the page begins with: of runs whose feedback harms."""
-    names = short_names([run.folder for run in runs])
-    messages = {name: harmful_feedback(run.log) for name, run in zip(names, runs, strict=True)}
-    return [f"{visible(name)}: {message}" for name, message in messages.items() if message is not None]
+def _options(runs: Sequence[Run], names: Sequence[str]) -> list[dict[str, Any]]:
+    """Options in which several runs differ, or the facts of one: a record for each run."""
+    if len(runs) > 1:
+        options = differing_options(runs)
+    else:
+        options = [name for name in _FACTS if name in runs[0].options and effective_text(runs[0], name)]
+        options += [name for name in runs[0].changed_options() if name not in options]
+    records = []
+    for name, run in zip(names, runs, strict=True):
+        record: dict[str, Any] = {"run": visible(name), "seed": run.seed}
+        for option in options:
+            record[visible(option)] = visible(run.text(option))
+        records.append(record)
+    return records
 
 
 def _of_runs(runs: Sequence[Run], names: Sequence[str]) -> dict[str, Any]:
     """Rollouts of all runs, and the token maps of the first run that has some."""
-    rollouts = [
-        {"run": name, **_rollout(row)} for name, run in zip(names, runs, strict=True) for row in read_completions(run)
-    ]
-    document: dict[str, Any] = {"rollouts": rollouts}
+    rollouts: list[dict[str, Any]] = []
+    document: dict[str, Any] = {"rollouts": rollouts, "written": time.time()}
     for name, run in zip(names, runs, strict=True):
-        if maps := read_run_maps(run.folder):
-            document["maps"] = {"run": name, **maps_section(maps)}
-            break
+        for row in read_completions(run):
+            rollouts.append({"run": name} | _rollout(row))
+        maps = [] if "maps" in document else read_run_maps(run.folder)
+        if maps:
+            document["maps"] = {"run": name} | maps_section(maps)
     return document
 
 
@@ -187,19 +192,45 @@ def _rollout(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def report_markdown(document: Mapping[str, Any]) -> str:
-    """Scores, differences, training and options as Markdown; the curves are in the JSON file."""
-    parts = [f"# {table_cell(document['title'])}"]
+    """The answer, scores, differences, training and options as Markdown; the curves are in the JSON file."""
+    parts = [f"# {table_cell(document['title'])}", *_answer_lines(document["answer"])]
     if document["comparison"]:
         parts.append(markdown_table(_COLUMNS, map(_score_cells, document["comparison"]), left_aligned=2))
     parts.append(markdown_table(_TRAINING_COLUMNS, map(_training_cells, document["training"])))
     options = document["options"]
-    rows = ([table_cell(str(value)) for value in row.values()] for row in options)
+    rows = []
+    for row in options:
+        rows.append([table_cell(str(value)) for value in row.values()])
     parts.append(markdown_table([table_cell(name) for name in options[0]], rows))
     return "\n\n".join(parts) + "\n"
 
 
+def _answer_lines(answered: Mapping[str, Any]) -> list[str]:
+    """Title, lines, groups, problems and warnings."""
+    parts = [f"**{table_cell(answered['title'])}**"]
+    for problem in answered["problems"]:
+        parts.append(table_cell(f"{problem['title']} {problem['remedy']}"))
+    parts += [table_cell(line) for line in answered["lines"]]
+    if answered["groups"]:
+        parts.append(markdown_table(_GROUP_COLUMNS, map(_group_cells, answered["groups"])))
+    for warning in answered["warnings"]:
+        parts.append(table_cell(f"Warning at step {warning['step']}, {warning['time']}: {warning['message']}"))
+    return parts
+
+
+def _group_cells(row: Mapping[str, Any]) -> list[str]:
+    return [
+        table_cell(row["group"]),
+        str(row["prompts"]),
+        _percent(row["before"]),
+        _percent(row["after"]),
+        _interval(row["low"], row["high"]),
+        _percent(row["difference"], "+"),
+        _interval(row["difference_low"], row["difference_high"], "+"),
+    ]
+
+
 def _score_cells(row: Mapping[str, Any]) -> list[str]:
-    p = row.get("p_holm")
     return [
         table_cell(row["task"]),
         table_cell(row["arm"]),
@@ -211,7 +242,7 @@ def _score_cells(row: Mapping[str, Any]) -> list[str]:
         _percent(row["best"]),
         _percent(row.get("difference"), "+"),
         _interval(row.get("difference_low"), row.get("difference_high"), "+"),
-        "–" if p is None else "< 0.001" if p < 0.001 else f"{p:.3f}",
+        _p_value(row.get("p_holm")),
     ]
 
 
@@ -221,8 +252,16 @@ def _training_cells(row: Mapping[str, Any]) -> list[str]:
     return [table_cell(row["arm"]), contrasts, _percent(row["score"]), *numbers]
 
 
+def _p_value(value: float | None) -> str:
+    if value is None:
+        return "–"
+    return "< 0.001" if value < 0.001 else f"{value:.3f}"
+
+
 def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.0f}" if abs(value) >= 100 else f"{value:.3f}"
+    if value is None:
+        return "–"
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3f}"
 
 
 def _percent(value: float | None, sign: str = "") -> str:

@@ -39,17 +39,56 @@ function option(select, value, text) {
   select.append(node);
 }
 
+// Symbols with their explanations, which the last section of the page lists.
+const terms = [...document.querySelectorAll("dt[data-match]")].map((title) => [new RegExp(title.dataset.match), title.textContent + ": " + title.nextElementSibling.textContent]);
+
+// A text, or one that explains its symbol where somebody points at it or moves the focus to it.
+function termed(text) {
+  const term = typeof text === "string" && terms.find(([pattern]) => pattern.test(text));
+  if (!term) return text;
+  const node = element("span", "term", text);
+  node.tabIndex = 0;
+  node.dataset.tip = term[1];
+  return node;
+}
+
+function showTip(event) {
+  const tip = byId("tip"), focused = document.querySelector("[data-tip]:focus-visible"); // which the pointer does not hide
+  const target = event.target.closest && event.target.closest("[data-tip]") || (event.type === "mouseover" && focused);
+  document.querySelectorAll("[aria-describedby=tip]").forEach((node) => node.removeAttribute("aria-describedby"));
+  tip.hidden = !target || event.key === "Escape";
+  if (tip.hidden) return;
+  target.setAttribute("aria-describedby", "tip");
+  tip.textContent = target.dataset.tip;
+  const box = target.getBoundingClientRect(), { offsetWidth, offsetHeight } = tip;
+  tip.style.left = Math.max(8, Math.min(box.left, window.innerWidth - offsetWidth - 8)) + "px";
+  tip.style.top = (box.bottom + offsetHeight + 14 > window.innerHeight ? box.top - offsetHeight - 6 : box.bottom + 6) + "px";
+}
+
+for (const kind of ["mouseover", "focusin", "focusout", "click"]) document.addEventListener(kind, showTip);
+document.addEventListener("keydown", (event) => { if (event.key === "Escape") byId("tip").hidden = true; });
+
+// Text with `code` between backticks.
+function prose(tag, text) {
+  const node = element(tag);
+  text.split("`").forEach((part, i, parts) => node.append(i % 2 && i < parts.length - 1 ? element("code", "", part) : part));
+  return node;
+}
+
 // Table whose rows are blocks with labels in a narrow window. A cell is a text or a node.
 function tableOf(names, rows, className, firstClass) {
   const table = element("table", className), head = element("thead"), body = element("tbody"), line = element("tr");
-  line.append(...names.map((name) => element("th", "", name)));
+  for (const name of names) {
+    line.append(element("th"));
+    line.lastChild.append(termed(name));
+  }
   head.append(line);
   for (const cells of rows) {
     const row = element("tr");
     cells.forEach((cell, i) => {
       const own = element("td", i === 0 ? firstClass : "");
       own.dataset.label = names[i];
-      own.append(cell);
+      own.append(i === 0 && firstClass !== "code" ? termed(cell) : cell);
       row.append(own);
     });
     body.append(row);
@@ -127,16 +166,98 @@ function buildProbe() {
   folded("The rule of the advice", element("p", "text", probe.rule));
 }
 
+// ---------------------------------------------------------------- answer
+
+function buildAnswer() {
+  const answer = data.answer, section = byId("answer"), box = section.lastElementChild;
+  section.hidden = false;
+  section.classList.add(answer.status);
+  section.querySelector("h2").replaceChildren(...prose("span", answer.title).childNodes);
+  if (answer.progress) box.append(...progressOf(answer.progress));
+  const [subject, ...lines] = answer.lines.map((line) => prose("p", line));
+  if (subject) box.append(subject);
+  for (const { run, title, remedy } of answer.problems) {
+    const problem = element("div", "problem"), strong = element("strong");
+    strong.append(...prose("span", (data.runs.length > 1 ? run + ": " : "") + title).childNodes);
+    if (data.runs.length > 1 || title !== answer.title) problem.append(strong);
+    problem.append(prose("p", remedy));
+    box.append(problem);
+  }
+  box.append(...lines);
+  if (answer.groups.length) {
+    const rows = answer.groups.map((row) => [
+      row.group, String(row.prompts), percent(row.before), percent(row.after), interval(row.low, row.high),
+      percent(row.difference, true), interval(row.difference_low, row.difference_high, true),
+    ]);
+    box.append(tableOf(["group", "prompts", "before, %", "after, %", "95 % interval", "difference", "95 % interval"], rows, "stacked"));
+  }
+  if (!answer.warnings.length) return;
+  const list = element("ul");
+  for (const { run, step, time, message } of answer.warnings) {
+    const place = (data.runs.length > 1 ? run + ", " : "") + "step " + step + (time ? ", " + time.replace("T", " ").replace("+00:00", " UTC") : "");
+    list.append(prose("li", place + ": " + message));
+  }
+  box.append(element("h3", "", "Warnings (" + answer.warnings.length + ")"), list);
+}
+
+const STALE = 600, REFRESH = 15; // seconds
+
+// Bar and text of a run that has not ended; the page is read again until it has.
+function progressOf({ step, last_step, seconds_left }) {
+  const bar = element("progress"), text = element("p", "note"), age = Date.now() / 1000 - data.written;
+  bar.max = last_step;
+  bar.value = step;
+  bar.setAttribute("aria-label", "Steps");
+  text.textContent = "Step " + step + " of " + last_step;
+  if (age > STALE) text.textContent += ". The last news is " + duration(age) + " old: the run may have ended before its last step.";
+  else {
+    if (typeof seconds_left === "number") text.textContent += ", about " + duration(seconds_left) + " left";
+    text.textContent += ". This page reads itself again while the run trains.";
+    setTimeout(refresh, 1000 * REFRESH);
+  }
+  return [bar, text];
+}
+
+function duration(seconds) {
+  if (seconds < 90) return Math.max(1, Math.round(seconds)) + " s";
+  return seconds < 5400 ? Math.round(seconds / 60) + " minutes" : (seconds / 3600).toFixed(1) + " hours";
+}
+
+const REMEMBERED = ["theme", "step", "response", "left", "right"];
+
+// Read the page again with the same choices, but not while somebody holds a token.
+function refresh() {
+  if (document.hidden || state.held) return setTimeout(refresh, 1000);
+  try {
+    sessionStorage.setItem("choices", JSON.stringify(REMEMBERED.map((id) => byId(id).value)));
+  } catch { /* no storage here */ }
+  location.reload();
+}
+
+function restore() {
+  let values = [];
+  try {
+    values = JSON.parse(sessionStorage.getItem("choices")) || [];
+    sessionStorage.removeItem("choices");
+  } catch { /* no storage here */ }
+  REMEMBERED.forEach((id, i) => {
+    const select = byId(id), isLast = id === "step" && values[i] === String(select.options.length - 2); // follow the newest
+    if (isLast || !values[i] || ![...select.options].some((item) => item.value === values[i]) || select.value === values[i]) return;
+    select.value = values[i];
+    select.dispatchEvent(new Event("change"));
+  });
+}
+
 // ---------------------------------------------------------------- summary and comparison
 
 function buildSummary() {
   const box = byId("summary").lastElementChild;
-  for (const alarm of data.alarms ?? []) box.append(element("p", "alarm", alarm));
   if (data.runs.length === 1) {
     const facts = element("dl", "facts");
     const add = (name, value) => {
       const pair = element("div");
-      pair.append(element("dt", "", name), element("dd", "", value));
+      pair.append(element("dt"), element("dd", "", value));
+      pair.firstChild.append(termed(name));
       facts.append(pair);
     };
     for (const row of data.comparison) {
@@ -148,7 +269,7 @@ function buildSummary() {
     for (const [name, value] of [["highest training reward", row.train_score], ["seconds a step", row.seconds], ["S_t, mean (nats)", row.s_mean]]) {
       if (typeof value === "number") add(name, short(value));
     }
-    box.append(facts, optionsOf("Options", false));
+    box.append(facts, optionsOf("Options", true));
     return;
   }
   const tasks = [...new Set(data.comparison.map((row) => row.task))];
@@ -174,7 +295,12 @@ function buildSummary() {
 
 function optionsOf(title, isOpen) {
   const names = Object.keys(data.options[0]), details = element("details");
-  details.append(element("summary", "", title), tableOf(names, data.options.map((row) => names.map((name) => String(row[name] ?? "–"))), "stacked"));
+  let head = names, rows = data.options.map((row) => names.map((name) => String(row[name] ?? "–")));
+  if (names.length > rows.length) { // the shorter side lies across
+    head = ["option", ...(rows.length > 1 ? rows.map((row) => row[0]) : ["value"])];
+    rows = names.slice(1).map((name, i) => [name, ...rows.map((row) => row[i + 1])]);
+  }
+  details.append(element("summary", "", title), tableOf(head, rows, "stacked options"));
   details.open = isOpen;
   return details;
 }
@@ -185,7 +311,7 @@ function armName(index) {
   item.style.display = "inline-block";
   item.style.verticalAlign = "middle";
   item.style.marginRight = "7px";
-  name.append(item, data.arms[index]);
+  name.append(item, termed(data.arms[index]));
   return name;
 }
 
@@ -240,17 +366,18 @@ function figureOf(curve) {
     line.append(shape("title", {}, "Options changed at step " + step));
     svg.append(line);
   }
-  for (const { arm, points: own } of curve.series) {
-    const group = shape("g", { class: "c" + arm % 6 + (arm > 5 ? " again" : "") });
+  const ranks = ranksOf(curve.series, high - low);
+  curve.series.forEach(({ arm, points: own }, n) => {
+    const group = shape("g", { class: "c" + arm % 6 + (arm > 5 ? " again" : "") + (ranks[n] ? " over" + Math.min(3, ranks[n]) : "") });
     const banded = own.filter((point) => typeof point[2] === "number" && typeof point[3] === "number");
     if (banded.length) {
       const edge = [...banded.map((p) => [p[0], p[3]]), ...banded.map((p) => [p[0], p[2]]).reverse()];
       group.append(shape("polygon", { class: "band", points: edge.map(([s, v]) => x(s) + "," + y(v)).join(" ") }));
     }
     group.append(shape("polyline", { points: own.map(([s, v]) => x(s) + "," + y(v)).join(" ") }));
-    if (own.length <= 30) for (const [s, v] of own) group.append(shape("circle", { class: "dot", cx: x(s), cy: y(v), r: 2.6 }));
+    if (own.length <= 30) for (const [s, v] of own) group.append(shape("circle", { class: "dot", cx: x(s), cy: y(v), r: 2.6 + 2 * ranks[n] }));
     svg.append(group);
-  }
+  });
   const cursor = shape("line", { class: "cursor", y1: TOP, y2: HEIGHT - BOTTOM, x1: -9, x2: -9 });
   svg.append(cursor);
   let at = steps.length - 1;
@@ -280,8 +407,25 @@ function figureOf(curve) {
   });
   svg.setAttribute("aria-label", curve.title + ", last: " + lastText(curve));
   rest();
-  figure.append(element("h3", "", curve.title), svg, caption);
+  figure.append(element("h3"), svg, caption);
+  figure.firstChild.append(termed(curve.title));
+  const covered = curve.series.filter((_, n) => ranks[n]).map(({ arm }) => data.arms[arm]);
+  if (covered.length) figure.append(element("p", "note", "Drawn dashed, as it lies on an earlier curve: " + covered.join("; ")));
   return figure;
+}
+
+// Number of earlier curves on which each curve lies: at all common steps they differ by less than a line's width.
+function ranksOf(series, span) {
+  const ranks = [];
+  series.forEach(({ points }, n) => {
+    const values = new Map(points.map(([step, value]) => [step, value]));
+    const isCovered = (earlier) => {
+      const common = earlier.points.filter(([step]) => values.has(step));
+      return common.length > 0 && common.every(([step, value]) => Math.abs(value - values.get(step)) < 0.01 * span);
+    };
+    ranks.push(series.slice(0, n).filter(isCovered).length);
+  });
+  return ranks;
 }
 
 function textAt(curve, step) {
@@ -404,7 +548,7 @@ function paint() {
   byId("low").textContent = number(-scale, digits) + (isCredit ? " punished" : "");
   byId("high").textContent = (isCredit ? "rewarded " : "") + "+" + number(scale, digits) + " nats";
   byId("meaning").textContent = meanings(state.quantity);
-  for (const label of byId("quantities").querySelectorAll("label")) label.title = meanings(label.firstChild.value);
+  for (const label of byId("quantities").querySelectorAll("label")) label.dataset.tip = meanings(label.firstChild.value);
   if (state.at >= 0) inspect(state.at);
 }
 
@@ -487,14 +631,18 @@ function inspect(index) {
   if (response.characters[index] !== undefined) facts.push("part of " + response.characters[index]);
   const rows = [...maps.quantities, { key: "teacher_logps", symbol: "f" }].map(({ key, symbol }) => [symbol, ...panes.map((pane) => number(pane.map[key][index]))]);
   const numbers = tableOf(["nats", ...panes.map((pane) => maps.checkpoints[pane.checkpoint])], rows, "numbers");
-  byId("inspector").replaceChildren(element("pre", "token", response.tokens[index]), element("p", "note", facts.join(" · ")), numbers, ...panes.flatMap((pane) => alternatives(pane, index)));
+  const token = element("div");
+  token.append(element("pre", "token", response.tokens[index]), element("p", "note", facts.join(" · ")), numbers);
+  byId("inspector").replaceChildren(token, ...panes.map((pane) => alternatives(pane, index)));
 }
 
 function alternatives(pane, index) {
   const { ids, tokens, student_logps, teacher_logps, specific, centred } = pane.map.alternatives;
   const rows = ids[index].map((_, a) => [tokens[index][a], ...[centred, specific, teacher_logps, student_logps].map((column) => number(column[index][a], 2))]);
   const name = "Most likely tokens" + (panes.length > 1 ? ", " + maps.checkpoints[pane.checkpoint] : "");
-  return [element("h3", "", name), tableOf(["token", "R_t − mean", "S_t", "f", "log π_θ"], rows, "alternatives", "code")];
+  const box = element("div");
+  box.append(element("h3", "", name), tableOf(["token", "R_t − mean", "S_t", "f", "log π_θ"], rows, "alternatives", "code"));
+  return box;
 }
 
 function choose(index) {
@@ -506,16 +654,24 @@ function choose(index) {
   byId("values").checked = maps.responses[index].tokens.length <= 120;
   showContext();
   showPanes();
-  inspect(lowest(panes.flatMap(({ map }) => map.centred)) % panes[0].map.centred.length); // of all panes, which have the same tokens
+  byId("headline").textContent = headlineOf(maps.responses[index]);
+  inspect(maps.responses[index].headline.index);
   for (const { cells } of panes) {
     const cell = cells[state.at], body = cell.closest(".map");
     body.scrollTop += cell.getBoundingClientRect().top - body.getBoundingClientRect().top - body.clientHeight / 3;
   }
 }
 
-// Index of the smallest value: the token that a step lowers most.
-function lowest(values) {
-  return values.reduce((best, value, i) => strength(value, 1e9) < strength(values[best], 1e9) ? i : best, 0);
+// What there is to see at the token that is shown first: its change, and the token that the teacher prefers there.
+function headlineOf({ tokens, maps: all, headline: { index, pair } }) {
+  const scored = all.map((map, i) => [map, maps.checkpoints[i]]).filter(([map]) => map !== null);
+  const [[start, startName], [end, endName]] = [scored[0], scored.at(-1)];
+  const sampled = "“" + tokens[index].trim() + "”", probability = (map) => typeof map.student_logps[index] === "number" ? percent(Math.exp(map.student_logps[index])) + " %" : "–";
+  let text = "Token " + (index + 1) + ", " + sampled + ": ";
+  text += scored.length > 1 ? "its probability went from " + probability(start) + " (" + startName + ") to " + probability(end) + " (" + endName + ")." : "probability " + probability(start) + ".";
+  if (pair === null) return text + " The teacher prefers it, too.";
+  const credit = (value) => number(value, 1, true);
+  return text + " With the feedback the teacher prefers “" + start.alternatives.tokens[index][pair].trim() + "”: R_t − mean is " + credit(start.alternatives.centred[index][pair]) + " for that and " + credit(start.centred[index]) + " for " + sampled + ".";
 }
 
 function classesOf(checkpoint) {
@@ -563,9 +719,13 @@ byId("theme").addEventListener("change", (event) => {
   if (event.target.value) document.documentElement.dataset.theme = event.target.value;
   else delete document.documentElement.dataset.theme;
 });
+if (data.answer) buildAnswer();
 if (data.probe) { show("probe", "Advice before training"); buildProbe(); }
-if (data.runs && (data.comparison.length || data.options.length)) { show("summary", data.runs.length > 1 ? "Comparison" : "Summary"); buildSummary(); }
-if (maps) { show("maps", data.runs && data.runs.length > 1 ? "Token maps of " + maps.run : "Token maps"); buildMaps(); }
+const isComparison = data.runs && data.runs.length > 1;
+if (isComparison) { show("summary", "Comparison"); buildSummary(); }
+if (maps) { show("maps", isComparison ? "Token maps of " + maps.run : "Token maps"); buildMaps(); }
 if (data.curves && data.curves.length) { show("curves", "Curves"); buildCurves(); }
 if (data.rollouts && data.rollouts.length) { show("rollouts", "Rollouts"); buildRollouts(); }
+if (data.runs && !isComparison) { byId("symbols").before(byId("summary")); show("summary", "Run"); buildSummary(); }
 if (maps || (data.curves && data.curves.length)) show("symbols", "Symbols");
+restore();
