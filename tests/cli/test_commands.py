@@ -8,11 +8,13 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+import yaml
 from torch.distributed.elastic.multiprocessing import SignalException
 from trl.cli.commands import get_commands
 
 from credit_trl import cli
 from credit_trl.cli import credit, training
+from credit_trl.cli.credit_init import recipe_path
 from credit_trl.sandbox import CHOICE
 from credit_trl.trl_compat import MODULES
 from tables import tables_of
@@ -153,6 +155,25 @@ def test_recipe_and_its_accelerate_file_are_found_from_any_directory(parsed, mon
     assert script.task == "livecodebench:v6"
     assert Path(launched.config_file).is_file()
     assert launched.num_processes in (None, 8)
+
+
+@pytest.mark.parametrize("name", ["livecodebench_qwen3_8b", "qlora_24gb", "sciknoweval_olmo3_7b"])
+def test_small_recipe_is_its_method_in_one_process(parsed, monkeypatch, tmp_path, name):
+    monkeypatch.chdir(tmp_path)
+    recipe = yaml.safe_load(recipe_path(name).read_text("utf-8"))
+    assert credit.run(["--recipe", name, "--small", "--max_steps", "2"]) == 0
+    [(script, config, launched)] = parsed
+    assert (launched.config_file, launched.num_processes) == (None, 1)
+    assert (config.use_vllm, config.max_steps, config.max_completion_length) == (False, 2, 64)
+    method = [option for option in recipe if option.startswith(("contrastive_", "distillation_", "teacher_"))]
+    assert {option: getattr(config, option) for option in method} == {option: recipe[option] for option in method}
+    assert script.task == recipe["task"]
+
+
+def test_small_without_a_recipe_is_an_error(parsed, capsys):
+    assert credit.run(["--small"]) == 2
+    assert "give `--recipe NAME` too" in capsys.readouterr().err
+    assert parsed == []
 
 
 def test_batches_are_checked_for_the_launched_processes(launched, capsys):

@@ -59,7 +59,10 @@ def own_options(argv: list[str]) -> tuple[Namespace, list[str]]:
     parser.add_argument("--help-all", dest="help", action="store_const", const="all")
     for option in ("--recipe", "--config"):
         parser.add_argument(option, action="append", nargs="?", default=[])
+    parser.add_argument("--small", action="store_true")
     given, others = parser.parse_known_args(argv)
+    if given.small and not given.recipe:
+        raise ValueError("`--small` makes a recipe small: give `--recipe NAME` too.")
     if None in (*given.config, *given.recipe):
         raise ValueError("`--config` names a YAML file, `--recipe` a recipe: give its path, or its name.")
     return given, others
@@ -137,14 +140,19 @@ def launch_arguments(argv: list[str]) -> Namespace:
 def one_config(given: Namespace, others: list[str]) -> Iterator[list[str]]:
     """Merge the files of `--recipe`, then those of `--config`, into a temporary one, since TRL's parser reads one.
 
-    Options of a later file override those of an earlier one, variables of `env` each by itself. An accelerate file of
-    the package is found from any directory.
+    Options of a later file override those of an earlier one, variables of `env` each by itself. `--small` puts its
+    file between them, where null removes an option of the recipe. An accelerate file of the package is found from any
+    directory.
     """
     merged: dict[str, Any] = {}
-    for file in (*map(recipe_path, given.recipe), *given.config):
+    recipes = [recipe_path(name) for name in given.recipe]
+    overlays = [recipe_path("overlays/small")] if given.small else []
+    for file in (*recipes, *overlays, *given.config):
         options = read_options(file)
         env = {**(merged.get("env") or {}), **(options.get("env") or {})}
         merged |= {**options, "env": env} if env else options
+        if file in overlays:
+            merged = {name: value for name, value in merged.items() if value is not None}
     if not merged:
         yield others
         return
