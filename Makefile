@@ -40,7 +40,7 @@ test-random: $(INSTALLED)  ## The fast tests in a random order, three times
 	for seed in 1 2 3; do OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal --random-order --random-order-seed=$$seed --ignore=tests/packaging || exit 1; done
 
 mutants: $(INSTALLED)  ## Change the core, one mutant at a time, and run the tests that mirror it; goes on where it stopped
-	$(BIN)/python tests/mutants/run.py
+	$(BIN)/python tests/mutants/mutation.py
 
 test-trl: $(INSTALLED)  ## Tests of the trainer with the oldest and the newest TRL, or more with one: make test-trl TRL=1.15.0 [WITH="transformers==5.6.2"]
 	tests/training/other_trl.sh $(VENV) $(TRL_VENV) "$(TRL)" $(WITH)

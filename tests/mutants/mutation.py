@@ -1,8 +1,8 @@
 """Change the core of the package, one mutant at a time, and run the tests that mirror the changed module.
 
-    python tests/mutants/run.py                      # go on where the last call stopped, and write table.csv
-    python tests/mutants/run.py --again survived     # decide the survivors once more, with the tests of today
-    python tests/mutants/run.py --list survived      # the differences of the survivors
+    python tests/mutants/mutation.py                      # go on where the last call stopped, and write table.csv
+    python tests/mutants/mutation.py --again survived     # decide the survivors once more, with the tests of today
+    python tests/mutants/mutation.py --list survived      # the differences of the survivors
 
 The checkout stays as it is: mutants live in a copy in `--folder`. The copy of `src` is that of the first call, so
 `--new` starts again with the present sources. A child process is forked for each mutant from a parent that has
@@ -429,7 +429,7 @@ def main() -> int:
             spec = item.mutations[0]
             place = f"{spec.module_path}:{spec.start_pos[0]}"
             print(f"{number}/{len(items)} {outcome_of(spec, result)} {place} {spec.operator_name}", flush=True)
-        header = f"python tests/mutants/run.py --count {options.count} --seed {options.seed}"
+        header = f"python tests/mutants/mutation.py --count {options.count} --seed {options.seed}"
         share = write_table(database.completed_work_items, header)
     return 0 if share >= REQUIRED_SHARE else 1
 
