@@ -26,7 +26,7 @@ MAX_LINES = 60
 
 CORE_PARTS = ("trainer", "config", "objective", "rollout", "contexts", "teacher", "loss", "training")
 MAX_OPTIONS = 34  # of `CreditConfig` beyond `GRPOConfig`
-MAX_PROSE_BYTES = 200_000  # Markdown of the root, docs, examples and skills
+MAX_PROSE_BYTES = 190_000  # Markdown of the root, docs, examples and skills
 MAX_FINDINGS = 1300  # words, with those of tables
 MAX_PACKED_ASSIGNMENTS = 60
 MAX_WALRUSES = 30
