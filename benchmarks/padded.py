@@ -13,12 +13,12 @@ from trl import GRPOTrainer
 
 from credit_trl import CreditTrainer
 from credit_trl.teacher.causal_lm import backbone, head_input
-from credit_trl.teacher.passes import Sequences, chosen_sequences
+from credit_trl.teacher.passes import PolicySequences, PolicyStates, chosen_sequences
 from credit_trl.training import micro_batches, step
 
 
 @dataclass(frozen=True)
-class PaddedSequences(Sequences):
+class PaddedSequences(PolicySequences):
     """Sequences with TRL's tensors of the micro-batch."""
 
     batch: dict[str, torch.Tensor]
@@ -29,7 +29,7 @@ def padded_sequences(batch: dict[str, Any], mask: torch.Tensor) -> PaddedSequenc
     return PaddedSequences(**vars(chosen_sequences(batch, mask)), batch=batch)
 
 
-def padded_states(model: nn.Module, sequences: PaddedSequences, **options: Any) -> tuple[Any, int, Any]:
+def padded_states(model: nn.Module, sequences: PaddedSequences, **options: Any) -> PolicyStates:
     """`policy_states` on TRL's tensors as they are, left-padded prompts included."""
     ids, mask = (
         torch.cat([sequences.batch[f"{part}_{kind}"] for part in ("prompt", "completion")], dim=1)
@@ -38,7 +38,7 @@ def padded_states(model: nn.Module, sequences: PaddedSequences, **options: Any) 
     outputs = backbone(model)(input_ids=ids, attention_mask=mask, use_cache=False)
     hidden = outputs.last_hidden_state[:, -sequences.width - 1 : -1].flatten(0, 1)[sequences.chosen]
     aux_loss = torch.zeros(()) if options.get("router_loss") else None
-    return head_input(model, hidden), ids.numel(), aux_loss
+    return PolicyStates(head_input(model, hidden), ids.numel(), aux_loss)
 
 
 def padding_kept() -> ExitStack:

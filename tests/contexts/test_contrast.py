@@ -20,7 +20,7 @@ from credit_trl.contexts.gather import build_contexts
 from credit_trl.contexts.tokens import PrivilegedContext
 from credit_trl.rollout.batch import GenerationBatch
 from credit_trl.teacher.packing import packed_row
-from credit_trl.teacher.passes import _Sequence, passes
+from credit_trl.teacher.passes import TeacherSequence, passes
 from credit_trl.testing import check_source
 from tables import tables_of
 from tiny import context_ids
@@ -143,7 +143,9 @@ def test_one_draw_per_group_leaves_fewer_tokens_to_score(make_config, tokenizer)
     for source in ("batch", PER_SAMPLE):
         options = words | {"contrastive_source": source, "reprompt_template": "{prompt}{solution}{feedback}"}
         built = build_contexts(batch, ContextBuilder(tokenizer, make_config(**options)))
-        sequences = [_Sequence(i, k, p, [0] * 128) for i in range(32) for k, p in enumerate(context_ids(built[i]))]
+        sequences = [
+            TeacherSequence(i, k, p, [0] * 128) for i in range(32) for k, p in enumerate(context_ids(built[i]))
+        ]
         rows = [
             packed_row([sequence.prompt + ids[sequence.sample] for sequence in forward_pass])[0]
             for forward_pass in passes(sequences, 65536 // 16, packed=True, shares=True)

@@ -16,7 +16,7 @@ from credit_trl.loss.head import lm_head
 from credit_trl.loss.scores import SupportConfig, score_completions, score_tokens
 from credit_trl.teacher.models import Teacher
 from credit_trl.teacher.packing import enable_packing, model_inputs, packed_row
-from credit_trl.teacher.passes import _Sequence, passes
+from credit_trl.teacher.passes import TeacherSequence, passes
 from families import FAMILIES, SMALL, build_family
 from tables import tables_of
 from tiny import context_ids
@@ -116,7 +116,7 @@ def test_every_prompt_is_read_once_within_the_budget(make_model, batch):
 
 
 sequences = st.lists(st.integers(1, 200), min_size=1, max_size=40).map(
-    lambda sizes: [_Sequence(i, 0, [0] * size, [0] * 3) for i, size in enumerate(sizes)]
+    lambda sizes: [TeacherSequence(i, 0, [0] * size, [0] * 3) for i, size in enumerate(sizes)]
 )
 
 

@@ -11,7 +11,9 @@ def unwrap_adapters(model: nn.Module) -> nn.Module:
     """Return the causal LM inside a PEFT model, or the model itself."""
     # accelerate's `is_peft_model` reads the metadata of PEFT's distribution at every call: 8 ms, 15 times a step.
     get_base_model = getattr(model, "get_base_model", None)
-    return get_base_model() if get_base_model is not None else model
+    if get_base_model is None:
+        return model
+    return get_base_model()
 
 
 def backbone(model: nn.Module) -> nn.Module:

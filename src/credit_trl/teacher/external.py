@@ -36,19 +36,21 @@ class ModelTeacher(CopyTeacher):
         name = config.teacher_model_name_or_path
         init_kwargs = config.teacher_model_init_kwargs or {}
         options = {"dtype": "auto", "trust_remote_code": config.trust_remote_code} | init_kwargs
-        configs = (student.config, AutoConfig.from_pretrained(name, **teacher_place(config)))
+        model_config = AutoConfig.from_pretrained(name, **teacher_place(config))
         # Quantized weights cannot be moved between devices.
-        if "quantization_config" in init_kwargs or hasattr(configs[1], "quantization_config"):
+        if "quantization_config" in init_kwargs or hasattr(model_config, "quantization_config"):
             if is_zero3(accelerator):
                 raise ValueError(
                     "ZeRO-3 cannot partition the quantized weights of the teacher. Use FSDP2 or ZeRO-2, or a teacher "
                     "without a `quantization_config`."
                 )
             options.setdefault("device_map", {"": accelerator.device})
-        read_images = all(hasattr(model_config, "vision_config") for model_config in configs)
-        auto = AutoModelForImageTextToText if read_images else AutoModelForCausalLM
-        model = auto.from_pretrained(name, **options).requires_grad_(False)
-        _pad_vocabulary(model, full_shape(student.get_output_embeddings().weight)[0])
+        reads_images = hasattr(student.config, "vision_config") and hasattr(model_config, "vision_config")
+        auto = AutoModelForImageTextToText if reads_images else AutoModelForCausalLM
+        model = auto.from_pretrained(name, **options)
+        model.requires_grad_(False)
+        head_shape = full_shape(student.get_output_embeddings().weight)
+        _pad_vocabulary(model, head_shape[0])
         commit = getattr(model.config, "_commit_hash", None)
         self.identity = {"name": name, "revision": init_kwargs.get("revision"), "commit": commit}
         if not getattr(model, "is_quantized", False):  # quantized weights stay where they were loaded
@@ -79,9 +81,12 @@ class ModelTeacher(CopyTeacher):
             ValueError: the commit differs, or the revision where a commit is unknown.
         """
         path = Path(directory) / SOURCE_FILE
-        saved = json.loads(path.read_text()) if path.is_file() else {}
+        saved: dict[str, Any] = {}
+        if path.is_file():
+            saved = json.loads(path.read_text())
         identity = self.identity
-        kind = "revision" if None in (saved.get("commit"), identity["commit"]) else "commit"
+        has_commits = None not in (saved.get("commit"), identity["commit"])
+        kind = "commit" if has_commits else "revision"
         if saved.get("name") == identity["name"] and saved[kind] != identity[kind]:
             raise ValueError(
                 f"{path} was saved with the {kind} {saved[kind]!r} of the teacher {identity['name']!r}, and this run "
@@ -92,10 +97,11 @@ class ModelTeacher(CopyTeacher):
 def teacher_place(config: CreditConfig) -> dict[str, Any]:
     """Options of the teacher's weights that its configuration and its tokenizer are loaded with too."""
     init_kwargs = config.teacher_model_init_kwargs or {}
-    places = {
-        name: init_kwargs[name] for name in ("revision", "subfolder", "token", "cache_dir") if name in init_kwargs
-    }
-    return {"trust_remote_code": config.trust_remote_code} | places
+    options = {"trust_remote_code": config.trust_remote_code}
+    for name in ("revision", "subfolder", "token", "cache_dir"):
+        if name in init_kwargs:
+            options[name] = init_kwargs[name]
+    return options
 
 
 def build_teacher(
@@ -135,14 +141,21 @@ def check_same_vocabulary(
     Raises:
         ValueError: they differ; the message has the first differing id.
     """
-    ours, theirs = (
-        {i: token for token, i in tokenizer.get_vocab().items()} for tokenizer in (policy_tokenizer, teacher_tokenizer)
-    )
-    differing = [i for i in ours.keys() | theirs.keys() if ours.get(i) != theirs.get(i)]
+    policy_tokens = _tokens_by_id(policy_tokenizer)
+    teacher_tokens = _tokens_by_id(teacher_tokenizer)
+    ids = policy_tokens.keys() | teacher_tokens.keys()
+    differing = [i for i in ids if policy_tokens.get(i) != teacher_tokens.get(i)]
     if differing:
         first_id = min(differing)
+        policy_token = policy_tokens.get(first_id)
+        teacher_token = teacher_tokens.get(first_id)
         raise ValueError(
             f"The teacher {name!r} has another vocabulary than the policy: the first differing id is {first_id}, "
-            f"{ours.get(first_id)!r} for the policy and {theirs.get(first_id)!r} for the teacher ({len(differing)} of "
-            f"{len(ours)} ids differ). Use one with the policy's tokenizer, or TRL's GOLD, which needs no common one."
+            f"{policy_token!r} for the policy and {teacher_token!r} for the teacher ({len(differing)} of "
+            f"{len(policy_tokens)} ids differ). Use one with the policy's tokenizer, or TRL's GOLD, which needs no "
+            "common one."
         )
+
+
+def _tokens_by_id(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
+    return {i: token for token, i in tokenizer.get_vocab().items()}

@@ -44,34 +44,50 @@ def image_inputs(
             "vision-language model, also as `teacher_model_name_or_path`."
         )
     takes_features = "mm_encoder_outputs" in inspect.signature(tower.forward).parameters
-    padded = nn.utils.rnn.pad_sequence([torch.tensor(row) for row in ids], batch_first=True, padding_value=-1)
+    rows = list(map(torch.tensor, ids))
+    padded = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-1)
     inputs: dict[str, Any] = joined_images(present, padded, with_pixels=not takes_features)
     inputs["attention_mask"] = (padded >= 0).long()
-    inputs = {name: to_device(values, device) for name, values in inputs.items()}
+    for name, values in inputs.items():
+        inputs[name] = to_device(values, device)
     if takes_features:
+        outputs = []
         for prompt_images in present:
             if id(prompt_images) not in encoded:
-                names = inspect.signature(tower.get_image_features).parameters.keys() & prompt_images.tensors.keys()
-                tower_inputs = {name: to_device(prompt_images.tensors[name], device) for name in names}
-                encoded[id(prompt_images)] = tower.get_image_features(**tower_inputs, return_dict=True)
-        inputs["mm_encoder_outputs"] = {
-            "image": _joined_features([encoded[id(prompt_images)] for prompt_images in present])
-        }
+                encoded[id(prompt_images)] = _encode(tower, prompt_images, device)
+            outputs.append(encoded[id(prompt_images)])
+        inputs["mm_encoder_outputs"] = {"image": _joined_features(outputs)}
     return inputs
+
+
+def _encode(tower: nn.Module, images: PromptImages, device: torch.device) -> Any:
+    """Outputs of the tower for one list of images."""
+    parameters = inspect.signature(tower.get_image_features).parameters
+    inputs = {}
+    for name, values in images.tensors.items():
+        if name in parameters:
+            inputs[name] = to_device(values, device)
+    return tower.get_image_features(**inputs, return_dict=True)
 
 
 def _joined_features(outputs: list[Any]) -> Any:
     """Outputs of the tower for several lists of images as one: features of each image, and of each layer."""
-    joined = {"pooler_output": _joined([output.pooler_output for output in outputs])}
-    if getattr(outputs[0], "deepstack_features", None) is not None:
-        layers = zip(*(output.deepstack_features for output in outputs), strict=True)
-        joined["deepstack_features"] = list(map(_joined, layers))
-    return type(outputs[0])(**joined)
+    kind = type(outputs[0])
+    pooled = _joined([output.pooler_output for output in outputs])
+    layers = getattr(outputs[0], "deepstack_features", None)
+    if layers is None:
+        return kind(pooler_output=pooled)
+    joined_layers = []
+    for layer in range(len(layers)):
+        joined_layers.append(_joined([output.deepstack_features[layer] for output in outputs]))
+    return kind(pooler_output=pooled, deepstack_features=joined_layers)
 
 
-def _joined(features: Sequence[Any]) -> Any:
+def _joined(features: list[Any]) -> Any:
     """Features as one tensor, or as one list of the features of each image."""
-    return torch.cat(features) if isinstance(features[0], Tensor) else list(chain.from_iterable(features))
+    if isinstance(features[0], Tensor):
+        return torch.cat(features)
+    return list(chain.from_iterable(features))
 
 
 def zero_of_tower(model: nn.Module) -> Tensor | float:
@@ -80,9 +96,11 @@ def zero_of_tower(model: nn.Module) -> Tensor | float:
     DDP waits for the gradients of the tower also on a process whose micro-batch has no images.
     """
     causal_lm = unwrap_adapters(model)
-    text_parameters = {
-        id(p) for part in (causal_lm.get_decoder(), causal_lm.get_output_embeddings()) for p in part.parameters()
-    }
-    return sum(
-        p.flatten()[0] * 0.0 for p in causal_lm.parameters() if p.requires_grad and id(p) not in text_parameters
-    )
+    text_parameters: set[int] = set()
+    for part in (causal_lm.get_decoder(), causal_lm.get_output_embeddings()):
+        text_parameters.update(map(id, part.parameters()))
+    zero = 0.0
+    for parameter in causal_lm.parameters():
+        if parameter.requires_grad and id(parameter) not in text_parameters:
+            zero = zero + parameter.flatten()[0] * 0.0
+    return zero

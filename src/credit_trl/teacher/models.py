@@ -81,14 +81,20 @@ class Teacher:
         difference = norm = torch.zeros((), device=self.device)
         for teacher, student in self.pairs():
             with gathered([teacher, student]):
-                # In fp32: pairwise summation is precise enough, and not every device has fp64.
-                local = (x.to_local() if hasattr(x, "to_local") else x for x in (teacher, student))
-                scored, trained = (x.to(self.device, torch.float32) for x in local)
+                scored = self._local_fp32(teacher)
+                trained = self._local_fp32(student)
                 difference = difference + (scored - trained).square().sum()
                 norm = norm + trained.square().sum()
         if self._is_fsdp2():
-            difference, norm = (self.accelerator.reduce(x, reduction="sum") for x in (difference, norm))
+            difference = self.accelerator.reduce(difference, reduction="sum")
+            norm = self.accelerator.reduce(norm, reduction="sum")
         return (difference / norm.clamp(min=1e-30)).sqrt().item()
+
+    def _local_fp32(self, weight: Tensor) -> Tensor:
+        """In fp32: pairwise summation is precise enough, and not every device has fp64."""
+        if hasattr(weight, "to_local"):
+            weight = weight.to_local()
+        return weight.to(self.device, torch.float32)
 
     def save(self, directory: str | Path, writes: bool) -> None:
         """Write the stored weights, if any, into a checkpoint directory.
@@ -255,8 +261,12 @@ class AdapterTeacher(Teacher):
     def _adapter(self) -> dict[str, Tensor]:
         """The weights of the frozen adapter, by the names of the trained one's."""
         mark = f".{ADAPTER_NAME}"
-        adapter = [(name, p) for name, p in _parameters(self.student).items() if f"{mark}." in f"{name}."]
-        return {name.replace(mark, f".{self.trained}"): p for name, p in adapter}
+        adapter = {}
+        for name, parameter in _parameters(self.student).items():
+            if f"{mark}." in f"{name}.":
+                trained_name = name.replace(mark, f".{self.trained}")
+                adapter[trained_name] = parameter
+        return adapter
 
 
 def make_teacher(
@@ -318,9 +328,12 @@ class TeacherUpdate(TrainerCallback):
 def _layers_dtype(model: nn.Module) -> torch.dtype:
     """Return the dtype of the base without its head, which TRL may cast to fp32; without other weights the head's."""
     head = model.get_output_embeddings().weight
-    marks = [f".{adapter}" for adapter in getattr(model, "peft_config", ())]
-    base = (p for name, p in model.named_parameters() if not any(mark in name for mark in marks))
-    return next((p.dtype for p in base if p is not head and p.is_floating_point()), head.dtype)
+    adapters = getattr(model, "peft_config", ())
+    for name, parameter in model.named_parameters():
+        is_base = not any(f".{adapter}" in name for adapter in adapters)
+        if is_base and parameter is not head and parameter.is_floating_point():
+            return parameter.dtype
+    return head.dtype
 
 
 def _parameters(module: nn.Module) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ import inspect
 import itertools
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Int
@@ -55,6 +55,12 @@ class RowLayout:
         self.parents = parents
         self._varlen: tuple[dict[str, Any], Int[Tensor, " S"] | None] | None = None
 
+    def add(self, length: int, parent: int | None) -> int:
+        """Append a piece; return its index."""
+        self.lengths.append(length)
+        self.parents.append(parent)
+        return len(self.lengths) - 1
+
     def variable_lengths(self, device: torch.device) -> tuple[dict[str, Any], Int[Tensor, " S"] | None]:
         """The row as `varlen_attn` reads it, formed by the first layer and copied to the device without waiting.
 
@@ -64,51 +70,84 @@ class RowLayout:
         """
         if self._varlen is None:
             piece_columns = torch.arange(sum(self.lengths)).split(self.lengths)
-            pairs = zip(self.parents, piece_columns, strict=True)
-            keys = [piece if parent is None else torch.cat([piece_columns[parent], piece]) for parent, piece in pairs]
+            keys = []
+            for piece, parent in zip(piece_columns, self.parents, strict=True):
+                if parent is not None:
+                    piece = torch.cat([piece_columns[parent], piece])
+                keys.append(piece)
             key_lengths = list(map(len, keys))
-            bounds = {f"cu_seq_{name}": _bounds(of, device) for name, of in (("q", self.lengths), ("k", key_lengths))}
-            bounds |= {"max_q": max(self.lengths), "max_k": max(key_lengths)}
-            is_shared = key_lengths != self.lengths
-            self._varlen = bounds, to_device(torch.cat(keys), device) if is_shared else None
+            bounds = {
+                "cu_seq_q": _bounds(self.lengths, device),
+                "cu_seq_k": _bounds(key_lengths, device),
+                "max_q": max(self.lengths),
+                "max_k": max(key_lengths),
+            }
+            indices = None
+            if key_lengths != self.lengths:
+                indices = to_device(torch.cat(keys), device)
+            self._varlen = bounds, indices
         return self._varlen
 
 
-def packed_row(
-    sequences: Sequence[list[int]], shares: bool = True
-) -> tuple[Int[Tensor, " R"], Int[Tensor, " R"], RowLayout, Int[Tensor, " S"]]:
+class PackedRow(NamedTuple):
+    """A packed row, in main memory."""
+
+    ids: Int[Tensor, " R"]  # tokens of its pieces, one piece after the other
+    positions: Int[Tensor, " R"]  # of each token in its sequence
+    layout: RowLayout
+    indices: Int[Tensor, " S"]  # place in the row of each token of the sequences, one sequence after the other
+
+
+def packed_row(sequences: Sequence[list[int]], shares: bool = True) -> PackedRow:
     """The row of some sequences, whose hidden states in a causal model are those of the sequences.
 
     With `shares` those with a common prefix of at least `SHORTEST_SHARED` tokens share it where this saves most; else
     the row is one sequence after the other.
-
-    Returns:
-        In main memory: tokens of the row, its pieces one after the other; position of each in its sequence; layout;
-        and (ΣL,) index in the row of each token of the sequences, one sequence after the other.
     """
-    order = sorted(range(len(sequences)), key=sequences.__getitem__) if shares else range(len(sequences))
+    order = list(range(len(sequences)))
+    if shares:
+        order.sort(key=sequences.__getitem__)
     sharing = PrefixSharing()
     for previous, following in itertools.pairwise(order):
-        sharing.add(common_prefix_length(sequences[previous], sequences[following]) if shares else 0)
-    pieces: list[tuple[int, int | None]] = []  # tokens, parent
+        common = 0
+        if shares:
+            common = common_prefix_length(sequences[previous], sequences[following])
+        sharing.add(common)
+    layout = RowLayout([], [])
     pieces_of: list[list[int]] = [[] for _ in sequences]  # pieces of each sequence
-    for start, end, common in sharing.groups():
-        parent = len(pieces) if common else None
-        if common:
-            pieces.append((common, None))
-        for i in order[start:end]:
-            pieces_of[i] = [] if parent is None else [parent]
-            if len(sequences[i]) > common:
-                pieces_of[i].append(len(pieces))
-                pieces.append((len(sequences[i]) - common, parent))
-    lengths, parents = map(list, zip(*pieces, strict=True))
-    of_piece = torch.arange(sum(lengths)).split(lengths)
-    indices = torch.cat([of_piece[piece] for of_sequence in pieces_of for piece in of_sequence])
-    ids = torch.empty(sum(lengths), dtype=torch.long)
-    ids[indices] = torch.tensor(list(itertools.chain(*sequences)))
+    for group in sharing.groups():
+        prefix = None
+        if group.common:
+            prefix = layout.add(group.common, None)
+        for i in order[group.start : group.end]:
+            if prefix is not None:
+                pieces_of[i].append(prefix)
+            if len(sequences[i]) > group.common:
+                piece = layout.add(len(sequences[i]) - group.common, prefix)
+                pieces_of[i].append(piece)
+    columns = torch.arange(sum(layout.lengths)).split(layout.lengths)
+    indices = torch.cat([columns[piece] for piece in itertools.chain.from_iterable(pieces_of)])
+    ids = torch.empty(sum(layout.lengths), dtype=torch.long)
+    ids[indices] = torch.tensor(list(itertools.chain.from_iterable(sequences)))
     positions = torch.empty_like(ids)
     positions[indices] = torch.cat([torch.arange(len(sequence)) for sequence in sequences])
-    return ids, positions, RowLayout(lengths, parents), indices
+    return PackedRow(ids, positions, layout, indices)
+
+
+class PrefixGroup(NamedTuple):
+    """Consecutive sequences that share a prefix."""
+
+    start: int
+    end: int
+    common: int  # tokens of the prefix; 0 in a group of one
+
+
+class _Sharing(NamedTuple):
+    """The best way to share prefixes among some sequences; compared by the tokens that it saves."""
+
+    saved: int
+    start: int  # of the last group
+    common: int  # tokens of the prefix of the last group
 
 
 class PrefixSharing:
@@ -119,30 +158,30 @@ class PrefixSharing:
 
     def __init__(self) -> None:
         self._lengths = [0]  # of the common prefix of each sequence and the one before
-        # For the first n sequences: most tokens saved, start of the last group, its common length.
-        self._best = [(0, 0, 0), (0, 0, 0)]
+        self._best = [_Sharing(0, 0, 0), _Sharing(0, 0, 0)]  # of the first n sequences
 
     def add(self, common: int) -> int:
         """Add a sequence with so many tokens in common with the one before; return the tokens that all save."""
         self._lengths.append(common)
         end = len(self._lengths)
-        best = (self._best[-1][0], end - 1, 0)
+        best = _Sharing(self._best[-1].saved, end - 1, 0)
         for start in range(end - 2, -1, -1):
             common = min(common, self._lengths[start + 1])
             if common < SHORTEST_SHARED:
                 break
-            best = max(best, (self._best[start][0] + common * (end - start - 1), start, common))
+            saved = self._best[start].saved + common * (end - start - 1)
+            best = max(best, _Sharing(saved, start, common))
         self._best.append(best)
-        return best[0]
+        return best.saved
 
-    def groups(self) -> list[tuple[int, int, int]]:
-        """Start, end and common length of each group; a group of one has 0."""
+    def groups(self) -> list[PrefixGroup]:
+        """The groups, in the order of the sequences."""
         groups = []
         end = len(self._lengths)
         while end:
-            _, start, common = self._best[end]
-            groups.append((start, end, common))
-            end = start
+            best = self._best[end]
+            groups.append(PrefixGroup(best.start, end, best.common))
+            end = best.start
         return groups[::-1]
 
 
@@ -171,13 +210,17 @@ def packed_sdpa(
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     window = kwargs.get("sliding_window")
     if len(query) == 1 and reads_variable_lengths(query):
-        return _varlen_attention(query, key, value, row_layout, window, kwargs.get("scaling")), None
-    queries, keys, values = (x.split(row_layout.lengths, dim=2) for x in (query, key, value))
+        output = _varlen_attention(query, key, value, row_layout, window, kwargs.get("scaling"))
+        return output, None
+    queries = query.split(row_layout.lengths, dim=2)
+    keys = key.split(row_layout.lengths, dim=2)
+    values = value.split(row_layout.lengths, dim=2)
     outputs = []
     for piece, parent in enumerate(row_layout.parents):
         q, k, v = queries[piece], keys[piece], values[piece]
         if parent is not None:
-            k, v = torch.cat([keys[parent], k], dim=2), torch.cat([values[parent], v], dim=2)
+            k = torch.cat([keys[parent], k], dim=2)
+            v = torch.cat([values[parent], v], dim=2)
         mask = None
         is_cut = window is not None and k.shape[2] > window
         is_short = k.device.type == "cpu" and 2 * q.shape[2] < k.shape[2]
@@ -201,10 +244,14 @@ def _varlen_attention(
     bounds, keys = layout.variable_lengths(query.device)
     query, key, value = (x[0].transpose(0, 1).to(dtype) for x in (query, key, value))
     if keys is not None:
-        key, value = (x.index_select(0, keys) for x in (key, value))
-    options = {"enable_gqa": True} if "enable_gqa" in _VARLEN_OPTIONS else {}  # grouped heads, from torch 2.12
-    seen = (-1 if window is None else window - 1, 0)
-    return varlen_attn(query, key, value, **bounds, scale=scale, window_size=seen, **options)[None]
+        key = key.index_select(0, keys)
+        value = value.index_select(0, keys)
+    options: dict[str, Any] = {"scale": scale, "window_size": (-1, 0)}
+    if window is not None:
+        options["window_size"] = (window - 1, 0)
+    if "enable_gqa" in _VARLEN_OPTIONS:  # grouped heads, from torch 2.12
+        options["enable_gqa"] = True
+    return varlen_attn(query, key, value, **bounds, **options)[None]
 
 
 def reads_variable_lengths(query: Tensor) -> bool:
@@ -222,21 +269,25 @@ def computing_dtype(states: Tensor) -> torch.dtype:
 @cache
 def has_varlen_kernel(device: torch.device) -> bool:
     """Whether `varlen_attn` with windows runs on a device: on a GPU from Ampere on."""
-    if "window_size" not in _VARLEN_OPTIONS or device.type != "cuda" or not torch.cuda.is_available():
+    has_windows = "window_size" in _VARLEN_OPTIONS
+    if not has_windows or device.type != "cuda" or not torch.cuda.is_available():
         return False
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _bounds(lengths: list[int], device: torch.device) -> Int[Tensor, " n+1"]:
     """Start of each sequence in a row, and the end of the row."""
-    return to_device(torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32), device)
+    bounds = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+    return to_device(bounds, device)
 
 
 def _causal_mask(queries: int, keys: int, window: int | None, device: torch.device) -> Bool[Tensor, "1 1 Q S"]:
     """True where one of the last tokens of a sequence sees a key: itself and, of a window, `window - 1` before it."""
     prefix = keys - queries
     mask = torch.ones(1, 1, queries, keys, dtype=torch.bool, device=device).tril_(prefix)
-    return mask if window is None else mask.triu_(prefix + 1 - window)
+    if window is not None:
+        mask.triu_(prefix + 1 - window)
+    return mask
 
 
 AttentionInterface.register(PACKED_SDPA, packed_sdpa)
@@ -245,7 +296,8 @@ AttentionMaskInterface.register(PACKED_SDPA, sdpa_mask)
 
 def attention_of(model: nn.Module) -> str:
     """Name of a model's attention implementation."""
-    return getattr(unwrap_adapters(model).config.get_text_config(), "_attn_implementation", None) or ""
+    config = unwrap_adapters(model).config.get_text_config()
+    return getattr(config, "_attn_implementation", None) or ""
 
 
 def cannot_pack(model: nn.Module) -> str | None:
@@ -260,8 +312,11 @@ def cannot_pack(model: nn.Module) -> str | None:
             "`attn_implementation` 'sdpa', 'flex_attention' or 'flash_attention_2'"
         )
     config = unwrap_adapters(model).config.get_text_config()
-    allowed = _PACKABLE_LAYERS - ({"chunked_attention"} if "sdpa" in implementation else set())
-    unsupported = sorted(set(getattr(config, "layer_types", None) or ()) - allowed)
+    layer_types = list(getattr(config, "layer_types", None) or ())
+    allowed = set(_PACKABLE_LAYERS)
+    if "sdpa" in implementation:
+        allowed.remove("chunked_attention")
+    unsupported = sorted(set(layer_types) - allowed)
     if unsupported:
         return f"its {', '.join(unsupported)} layers do not keep packed sequences apart"
     if implementation == "flex_attention":
@@ -270,11 +325,13 @@ def cannot_pack(model: nn.Module) -> str | None:
     if not layers or any("row_layout" not in options for options in layers):
         return "its layers do not pass the lengths of the sequences on to attention"
     window = getattr(config, "sliding_window", None)
-    types = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"] * len(layers)
-    typed = zip(types, layers, strict=False)
-    windows = [options.get("sliding_window") for kind, options in typed if kind == "sliding_attention"]
-    if "sdpa" in implementation and None in windows:
-        return "its layers do not pass the sliding window on to attention, which has it in the mask alone"
+    if not layer_types:
+        kind = "sliding_attention" if window else "full_attention"
+        layer_types = [kind] * len(layers)
+    for kind, options in zip(layer_types, layers, strict=False):
+        lacks_window = kind == "sliding_attention" and options.get("sliding_window") is None
+        if lacks_window and "sdpa" in implementation:
+            return "its layers do not pass the sliding window on to attention, which has it in the mask alone"
     return None
 
 
@@ -290,7 +347,8 @@ def _layer_options(model: nn.Module) -> list[dict[str, Any]]:
 
     def probe(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
         layers.append(kwargs)
-        return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1).transpose(1, 2), None
+        groups = query.shape[1] // value.shape[1]
+        return value.repeat_interleave(groups, dim=1).transpose(1, 2), None
 
     AttentionInterface.register(_PROBE, probe)
     config = causal_lm.config.get_text_config()
@@ -303,7 +361,8 @@ def _layer_options(model: nn.Module) -> list[dict[str, Any]]:
         ids = torch.zeros(1, 2, dtype=torch.long, device=causal_lm.device)
         with eval_mode(causal_lm), torch.no_grad():
             inputs = {"input_ids": ids, "position_ids": ids, "attention_mask": _no_mask(ids.device)}
-            backbone(causal_lm)(**inputs, row_layout=RowLayout([1, 1], [None, None]), use_cache=False)
+            layout = RowLayout([1, 1], [None, None])
+            backbone(causal_lm)(**inputs, row_layout=layout, use_cache=False)
     except (RuntimeError, LookupError, TypeError, ValueError):
         return [] if has_weights else layers
     finally:
@@ -337,32 +396,38 @@ def model_inputs(
     Returns:
         The inputs; and the index in the flattened rows of each token of the sequences, in main memory.
     """
+    inputs: dict[str, Any] = {}
     if packed:
-        ids, positions, layout, indices = packed_row(sequences, shares and shares_prefixes(model))
-        inputs = {"input_ids": to_device(ids[None], device), "position_ids": to_device(positions[None], device)}
+        row = packed_row(sequences, shares and shares_prefixes(model))
+        inputs["input_ids"] = to_device(row.ids[None], device)
+        inputs["position_ids"] = to_device(row.positions[None], device)
+        layout = row.layout
         lengths = layout.lengths
+        indices = row.indices
     else:
-        padded = nn.utils.rnn.pad_sequence([torch.tensor(ids) for ids in sequences], batch_first=True)
+        padded = nn.utils.rnn.pad_sequence(list(map(torch.tensor, sequences)), batch_first=True)
         width = padded.shape[1]
-        inputs = {"input_ids": to_device(padded, device)}
+        inputs["input_ids"] = to_device(padded, device)
         layout = RowLayout([width], [None])
         lengths = [width] * len(sequences)
         indices = torch.cat([i * width + torch.arange(len(ids)) for i, ids in enumerate(sequences)])
     if shares_prefixes(model):
-        inputs |= {"attention_mask": _no_mask(device), "row_layout": layout}
+        inputs["attention_mask"] = _no_mask(device)
+        inputs["row_layout"] = layout
         if not packed:  # some models count them in the mask
             inputs["position_ids"] = torch.arange(width, device=device)[None]
     elif "flash" in attention_of(model):
         # Without them each layer reads the lengths from the position ids and waits for the device.
-        bounds = _bounds(lengths, device)
-        longest = max(lengths)
-        inputs |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
+        inputs["cu_seq_lens_q"] = inputs["cu_seq_lens_k"] = _bounds(lengths, device)
+        inputs["max_length_q"] = inputs["max_length_k"] = max(lengths)
     return inputs, indices
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Copy a tensor from main memory without waiting; to a GPU from page-locked memory, as that needs."""
-    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 def shares_prefixes(model: nn.Module) -> bool:

@@ -10,10 +10,9 @@ Policy: TRL pads prompts on the left and completions on the right, to the longes
 one sequence from position 0, padded on the right to the longest of the micro-batch, or packed.
 """
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -36,8 +35,8 @@ PADDING_SHARE = 1 / 16
 
 
 @dataclass(frozen=True)
-class _Sequence:
-    """One prompt and the completion."""
+class TeacherSequence:
+    """One prompt of the teacher and the completion."""
 
     sample: int
     context: int  # 0 for the teacher's prompt, k for the k-th contrast prompt
@@ -69,6 +68,23 @@ class _Sequence:
         return [ids[i] for i in sorted(range(len(ids)), key=columns.__getitem__)]
 
 
+class _Group(NamedTuple):
+    """Samples with equally many prompts, whose hidden states are held at once."""
+
+    samples: list[int]
+    prompts: int  # 1 + C of each sample
+    passes: list[list[TeacherSequence]]
+
+
+class TokenStates(NamedTuple):
+    """The n scored tokens of one group, and the hidden states that predict them."""
+
+    samples: Int[Tensor, " n"]  # of each token
+    columns: Int[Tensor, " n"]  # of each token in the completion
+    teacher: Float[Tensor, "n H"]  # under the teacher's prompt
+    contrasts: Float[Tensor, "C n H"]  # under the contrast prompts
+
+
 @torch.no_grad()
 def token_states(
     teacher: Teacher,
@@ -77,7 +93,7 @@ def token_states(
     batch: CompletionBatch,
     batch_tokens: int,
     packed: bool = False,
-) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+) -> Iterator[TokenStates]:
     """Run the teacher over every prompt of every sample.
 
     Samples without a teacher and samples without scored tokens are skipped. Where the teacher is sharded, every
@@ -87,119 +103,140 @@ def token_states(
         model: what `teacher.active()` yields.
         batch_tokens: maximum number of tokens in one pass, padding included.
         packed: concatenate sequences without padding, see `packing.enable_packing`.
-
-    Yields:
-        Of n scored tokens of one group: sample (n,) and column of the completion (n,) of each, and the hidden states
-        that predict them, (n, H) under the teacher's prompt and (C, n, H) under C contrast prompts.
     """
     sequences = _sequences_of(contexts, batch)
     unwrapped = teacher.unwrapped(model)
     shares = packed and shares_prefixes(unwrapped)
-    groups = [
-        (group, list(passes([s for i in group for s in sequences[i]], batch_tokens, packed, shares)))
-        for group in _groups(sequences, batch_tokens, packed)
-    ]
+    groups = list(_groups(sequences, batch_tokens, packed, shares))
     # In main memory, so that a pass copies its own to the device at once.
     loss_mask = batch.loss_mask.cpu()
     device = batch.ids.device
     encoded: dict[int, Any] = {}
 
-    def forward(of_pass: list[_Sequence]) -> tuple[Tensor, Tensor]:
+    def forward(sequences_of_pass: list[TeacherSequence]) -> tuple[Tensor, Tensor]:
         """Hidden states (R, H) of a pass, and the row of each token of the sequences, one after the other."""
-        ids = [sequence.ids() for sequence in of_pass]
-        images = [sequence.images for sequence in of_pass]
+        ids = [sequence.ids() for sequence in sequences_of_pass]
+        images = [sequence.images for sequence in sequences_of_pass]
         inputs, indices = model_inputs(unwrapped, ids, device, packed=packed)
 
         def run(input_ids: Tensor) -> Tensor:
             with teacher.autocast():
                 image_kwargs = image_inputs(unwrapped, ids, images, device, encoded)
-                outputs = backbone(unwrapped)(**(inputs | {"input_ids": input_ids} | image_kwargs), use_cache=False)
+                kwargs = inputs | {"input_ids": input_ids} | image_kwargs
+                outputs = backbone(unwrapped)(**kwargs, use_cache=False)
                 return head_input(unwrapped, outputs.last_hidden_state)
 
         # In the wrapper's forward, so that a sharded teacher gathers its weights.
-        return run_in_wrapped_forward(model, unwrapped, run, inputs["input_ids"]).flatten(0, 1), indices
+        hidden = run_in_wrapped_forward(model, unwrapped, run, inputs["input_ids"])
+        return hidden.flatten(0, 1), indices
 
-    count = sum(len(of_group) for _, of_group in groups)
+    count = sum(len(group.passes) for group in groups)
     idle = teacher.most_batches(count) - count  # a collective: every process calls it before its passes
-    for group, of_group in groups:
-        yield _states_of(group, of_group, forward, loss_mask, device)
+    for group in groups:
+        yield _states_of(group, forward, loss_mask, device)
     for _ in range(idle):
-        forward([_Sequence(0, 0, [], [0])])
+        forward([TeacherSequence(0, 0, [], [0])])
 
 
-def _sequences_of(contexts: Sequence[TokenContexts], batch: CompletionBatch) -> dict[int, list[_Sequence]]:
+def _sequences_of(contexts: Sequence[TokenContexts], batch: CompletionBatch) -> dict[int, list[TeacherSequence]]:
     """The sequences of every sample that has a teacher and scored tokens."""
     lengths = (batch.mask.cumsum(-1) * batch.mask).argmax(-1) + 1  # up to the last unmasked token
-    completions = [ids[:length] for ids, length in zip(batch.ids.tolist(), lengths.tolist(), strict=True)]
+    ends = lengths.tolist()
+    ids = batch.ids.tolist()
     is_scored = batch.loss_mask.any(dim=1).tolist()
-    return {
-        i: [
-            _Sequence(
-                i, k, ids, completions[i], columns, sample_contexts.images[k] if sample_contexts.images else None
-            )
-            for k, (ids, columns) in enumerate(sample_contexts.sequences())
-        ]
-        for i, sample_contexts in enumerate(contexts)
-        if sample_contexts.teacher is not None and is_scored[i]
-    }
+    sequences: dict[int, list[TeacherSequence]] = {}
+    for sample, sample_contexts in enumerate(contexts):
+        if sample_contexts.teacher is None or not is_scored[sample]:
+            continue
+        completion = ids[sample][: ends[sample]]
+        sequences[sample] = []
+        for context, (prompt, columns) in enumerate(sample_contexts.sequences()):
+            images = sample_contexts.images[context] if sample_contexts.images else None
+            sequence = TeacherSequence(sample, context, prompt, completion, columns, images)
+            sequences[sample].append(sequence)
+    return sequences
 
 
 def _states_of(
-    group: list[int],
-    of_group: list[list[_Sequence]],
-    forward: Callable[[list[_Sequence]], tuple[Tensor, Tensor]],
+    group: _Group,
+    forward: Callable[[list[TeacherSequence]], tuple[Tensor, Tensor]],
     loss_mask: Bool[Tensor, "B T"],
     device: torch.device,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> TokenStates:
     """One group's part of `token_states`. Tokens of one sample are contiguous."""
-    samples = torch.tensor(group)
+    samples = torch.tensor(group.samples)
     rows, columns = loss_mask[samples].nonzero(as_tuple=True)
-    sizes = torch.bincount(rows, minlength=len(group)).tolist()
-    places = dict(zip(group, torch.arange(len(rows)).split(sizes), strict=True))  # of each sample's tokens
-    count = 1 + max(sequence.context for of_pass in of_group for sequence in of_pass)
+    sizes = torch.bincount(rows, minlength=len(samples)).tolist()
+    rows_of_samples = torch.arange(len(rows)).split(sizes)
+    rows_of = dict(zip(group.samples, rows_of_samples, strict=True))
     flat_states: Tensor | None = None
-    for of_pass in of_group:
-        hidden, indices = forward(of_pass)
+    for sequences in group.passes:
+        hidden, indices = forward(sequences)
         if flat_states is None:
-            flat_states = hidden.new_empty(count * len(rows), hidden.shape[-1])
-        firsts = itertools.accumulate(map(len, of_pass), initial=0)
-        read_positions: list[Tensor] = []
-        written: list[Tensor] = []
-        for sequence, start in zip(of_pass, firsts, strict=False):
-            sample_rows = places[sequence.sample]
-            read_positions.append(start + sequence.positions(columns[sample_rows]) - 1)
-            written.append(sequence.context * len(rows) + sample_rows)
-        at = to_device(torch.stack([torch.cat(written), indices[torch.cat(read_positions)]]), device)
-        flat_states[at[0]] = hidden[at[1]]
-    states = flat_states.view(count, len(rows), -1)
-    at = to_device(torch.stack([samples[rows], columns]), device)
-    return at[0], at[1], states[0], states[1:]
+            flat_states = hidden.new_empty(group.prompts * len(rows), hidden.shape[-1])
+        start = 0
+        sources: list[Tensor] = []  # places in the sequences of the pass, one after the other
+        targets: list[Tensor] = []  # places in `flat_states`
+        for sequence in sequences:
+            sample_rows = rows_of[sequence.sample]
+            positions = sequence.positions(columns[sample_rows])
+            sources.append(start + positions - 1)
+            targets.append(sequence.context * len(rows) + sample_rows)
+            start += len(sequence)
+        places = torch.stack([torch.cat(targets), indices[torch.cat(sources)]])
+        target, source = to_device(places, device)
+        flat_states[target] = hidden[source]
+    states = flat_states.view(group.prompts, len(rows), -1)
+    token_samples, token_columns = to_device(torch.stack([samples[rows], columns]), device)
+    return TokenStates(token_samples, token_columns, states[0], states[1:])
 
 
-def _groups(sequences: dict[int, list[_Sequence]], batch_tokens: int, packed: bool) -> Iterator[list[int]]:
-    """Samples with equally many prompts, in groups of at most `PASSES_PER_GROUP` passes."""
-    sizes = {i: sum(map(len, sample_sequences)) for i, sample_sequences in sequences.items()}
-    tokens = PASSES_PER_GROUP * batch_tokens
+def _groups(
+    sequences: dict[int, list[TeacherSequence]], batch_tokens: int, packed: bool, shares: bool
+) -> Iterator[_Group]:
+    """The groups, each of at most `PASSES_PER_GROUP` passes."""
+    for samples in _samples_of_groups(sequences, batch_tokens, packed):
+        group_sequences: list[TeacherSequence] = []
+        for sample in samples:
+            group_sequences += sequences[sample]
+        prompts = len(sequences[samples[0]])
+        yield _Group(samples, prompts, list(passes(group_sequences, batch_tokens, packed, shares)))
+
+
+def _samples_of_groups(
+    sequences: dict[int, list[TeacherSequence]], batch_tokens: int, packed: bool
+) -> Iterator[list[int]]:
+    """Samples with equally many prompts; in a packed group similar prompts, else similar sizes."""
+    sizes = {}
+    order: dict[int, tuple[int, list[int]]] = {}
+    for sample, sample_sequences in sequences.items():
+        sizes[sample] = sum(map(len, sample_sequences))
+        key = sample_sequences[0].prompt if packed else [sizes[sample]]
+        order[sample] = len(sample_sequences), key
     group: list[int] = []
-    in_order = {i: sample_sequences[0].prompt if packed else [sizes[i]] for i, sample_sequences in sequences.items()}
-    for sample in sorted(sequences, key=lambda i: (len(sequences[i]), in_order[i])):
-        same_count = not group or len(sequences[group[0]]) == len(sequences[sample])
-        if group and (not same_count or sum(sizes[i] for i in [*group, sample]) > tokens):
-            yield group
-            group = []
+    tokens = 0
+    for sample in sorted(sequences, key=order.__getitem__):
+        if group:
+            has_other_count = len(sequences[group[0]]) != len(sequences[sample])
+            is_full = tokens + sizes[sample] > PASSES_PER_GROUP * batch_tokens
+            if has_other_count or is_full:
+                yield group
+                group = []
+                tokens = 0
         group.append(sample)
+        tokens += sizes[sample]
     if group:
         yield group
 
 
 def passes(
-    sequences: Sequence[_Sequence], batch_tokens: int, packed: bool, shares: bool = False
-) -> Iterator[list[_Sequence]]:
+    sequences: Sequence[TeacherSequence], batch_tokens: int, packed: bool, shares: bool = False
+) -> Iterator[list[TeacherSequence]]:
     """Sequences in passes of at most `batch_tokens` tokens; a pass has at least one sequence.
 
     With `shares`, a prefix that prompts of a packed pass share counts once.
     """
-    batch: list[_Sequence] = []
+    batch: list[TeacherSequence] = []
     real = 0
     sharing = PrefixSharing()
     for sequence in sorted(sequences, key=lambda candidate: candidate.prompt if packed else [len(candidate)]):
@@ -219,7 +256,7 @@ def passes(
 
 
 @dataclass(frozen=True)
-class Sequences:
+class PolicySequences:
     """Prompts and completions of a micro-batch, and the completion tokens that are chosen."""
 
     ids: list[list[int]]  # prompt and completion of each sample, without padding
@@ -238,7 +275,9 @@ class Sequences:
 
     def pick(self, values: Tensor | None) -> Tensor | None:
         """Entries of (B, T, …) at the chosen tokens, (N, …)."""
-        return None if values is None else values.flatten(0, 1)[self.chosen]
+        if values is None:
+            return None
+        return values.flatten(0, 1)[self.chosen]
 
     def scatter(self, values: Float[Tensor, " N"]) -> Float[Tensor, "B T"]:
         """Values of the chosen tokens at their places, 0 elsewhere."""
@@ -246,53 +285,67 @@ class Sequences:
         return places.index_put((self.chosen,), values).view(len(self.ids), self.width)
 
 
-def chosen_sequences(batch: dict[str, Any], mask: Bool[Tensor, "B T"]) -> Sequences:
+def chosen_sequences(batch: dict[str, Any], mask: Bool[Tensor, "B T"]) -> PolicySequences:
     """Sequences of TRL's micro-batch, with tokens chosen where `mask` is True; waits for the device once."""
     names = ("prompt_ids", "completion_ids", "prompt_mask", "completion_mask")
-    table = np.array(torch.cat([*(batch[name] for name in names), mask.long()], dim=1).tolist())
-    prompt, width = (batch[name].shape[1] for name in names[:2])
-    ids, valid, picked = np.split(table, [prompt + width, 2 * (prompt + width)], axis=1)
+    tensors = [batch[name] for name in names]
+    table = np.array(torch.cat([*tensors, mask.long()], dim=1).tolist())
+    prompt_width = batch["prompt_ids"].shape[1]
+    width = batch["completion_ids"].shape[1]
+    ids, valid, picked = np.split(table, [prompt_width + width, 2 * (prompt_width + width)], axis=1)
     rows, columns = picked.nonzero()
     lengths = valid.sum(axis=1)
+    starts = lengths.cumsum() - lengths
     # `cumsum` counts from 1, and position t − 1 predicts token t: hence − 2.
-    predicting = (lengths.cumsum() - lengths)[rows] + valid.cumsum(axis=1)[rows, prompt + columns] - 2
-    valid_ids = [row_ids[is_valid.astype(bool)].tolist() for row_ids, is_valid in zip(ids, valid, strict=True)]
+    positions = valid.cumsum(axis=1)[rows, prompt_width + columns] - 2
+    predicting = torch.from_numpy(starts[rows] + positions)
+    valid_ids = []
+    for row_ids, is_valid in zip(ids, valid.astype(bool), strict=True):
+        valid_ids.append(row_ids[is_valid].tolist())
     chosen = to_device(torch.from_numpy(rows * width + columns), mask.device)
-    return Sequences(valid_ids, width, chosen, torch.from_numpy(predicting), batch.get("prompt_images"))
+    return PolicySequences(valid_ids, width, chosen, predicting, batch.get("prompt_images"))
+
+
+class PolicyStates(NamedTuple):
+    """What the policy's backbone returns for a micro-batch."""
+
+    hidden: Float[Tensor, "N H"]  # that predict the chosen tokens, in the dtype of the LM head's product
+    tokens_read: int  # padding included
+    aux_loss: Float[Tensor, ""] | None  # load-balancing loss of a mixture of experts
 
 
 def policy_states(
-    model: nn.Module, sequences: Sequences, *, packed: bool = False, router_loss: bool = False
-) -> tuple[Float[Tensor, "N H"], int, Float[Tensor, ""] | None]:
+    model: nn.Module, sequences: PolicySequences, *, packed: bool = False, router_loss: bool = False
+) -> PolicyStates:
     """Run the policy's backbone over a micro-batch.
 
     Args:
         model: the unwrapped policy.
         sequences: the micro-batch; each prompt has at least one token.
         router_loss: also compute the load-balancing loss of a mixture of experts.
-
-    Returns:
-        The hidden states that predict the chosen tokens, in the dtype of the LM head's product; the number of tokens
-        that the pass read, padding included; and the load-balancing loss or None.
     """
     device = sequences.chosen.device
     # A router's loss is a mean over the tokens of every sequence, so that none is shared.
     inputs, indices = model_inputs(model, sequences.ids, device, packed=packed, shares=not router_loss)
     mask = None
     if not packed:
-        lengths = torch.tensor([len(ids) for ids in sequences.ids])
-        mask = to_device((torch.arange(inputs["input_ids"].shape[1]) < lengths[:, None]).long(), device)
+        lengths = torch.tensor(list(map(len, sequences.ids)))
+        columns = torch.arange(inputs["input_ids"].shape[1])
+        mask = to_device((columns < lengths[:, None]).long(), device)
         if device.type == "cpu":
             # Without a mask a CPU sums the gradients of attention in another order: weights differ in their last bit.
             inputs.setdefault("attention_mask", mask)
-    extra = {"output_router_logits": True} if router_loss else {}
     images = image_inputs(model, sequences.ids, sequences.images or (), device, {})
-    outputs = backbone(model)(**(inputs | images), use_cache=False, **extra)
-    hidden = outputs.last_hidden_state.flatten(0, 1)[to_device(indices[sequences.predicting], device)]
+    options = inputs | images
+    if router_loss:
+        options["output_router_logits"] = True
+    outputs = backbone(model)(**options, use_cache=False)
+    predicting = to_device(indices[sequences.predicting], device)
+    hidden = outputs.last_hidden_state.flatten(0, 1)[predicting]
     aux_loss = _router_loss(model, outputs, mask) if router_loss else None
     if sequences.images is not None and not images:
         hidden = hidden + zero_of_tower(model)
-    return head_input(model, hidden), inputs["input_ids"].numel(), aux_loss
+    return PolicyStates(head_input(model, hidden), inputs["input_ids"].numel(), aux_loss)
 
 
 def _router_loss(model: nn.Module, outputs: Any, mask: Int[Tensor, "B L"] | None) -> Tensor:

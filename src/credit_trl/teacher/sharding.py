@@ -26,7 +26,9 @@ T = TypeVar("T")
 
 def is_zero3(accelerator: Accelerator | None) -> bool:
     """Whether DeepSpeed partitions the parameters over the processes."""
-    plugin = None if accelerator is None else accelerator.state.deepspeed_plugin
+    if accelerator is None:
+        return False
+    plugin = accelerator.state.deepspeed_plugin
     return plugin is not None and plugin.zero_stage == 3
 
 
@@ -48,7 +50,9 @@ def full_tensor(tensor: Tensor) -> Tensor:
     if hasattr(tensor, "ds_tensor"):
         with gathered([tensor]):
             return tensor.detach().clone()
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    if hasattr(tensor, "full_tensor"):
+        return tensor.full_tensor()
+    return tensor
 
 
 def copy_full(target: Tensor, value: Tensor) -> None:
@@ -75,28 +79,26 @@ def is_whole(model: nn.Module) -> bool:
     return not any(p.is_meta or isinstance(p, DTensor) or hasattr(p, "ds_id") for p in model.parameters())
 
 
-def run_in_wrapped_forward(
-    wrapper: nn.Module, unwrapped: nn.Module, work: Callable[..., T], *args: Any, **kwargs: Any
-) -> T:
+def run_in_wrapped_forward(wrapper: nn.Module, unwrapped: nn.Module, work: Callable[[Tensor], T], ids: Tensor) -> T:
     """Call `work` as the forward pass of the wrapper, so that DDP, FSDP and DeepSpeed register the used parameters.
 
     Args:
         wrapper: the model prepared for distributed training.
         unwrapped: the model inside, which may be the wrapper itself.
-        work: function that returns tensors, a tuple or a dictionary of them.
-        args, kwargs: arguments of `work`, at least one (DDP on a GPU needs one), without floating-point tensors:
-            FSDP2's mixed precision casts those, inside dataclasses too. Bind such tensors to `work` instead.
+        work: function of `ids` that returns tensors, a tuple or a dictionary of them. Bind other tensors to it:
+            FSDP2's mixed precision casts floating-point arguments, inside dataclasses too.
+        ids: integers (DDP on a GPU needs an argument).
 
     Returns:
         The result of `work`, before FSDP2 casts it. FSDP2's backward hooks are on these tensors.
     """
     returned: list[T] = []
 
-    def forward(*args: Any, **kwargs: Any) -> T:
-        returned.append(work(*args, **kwargs))
+    def forward(ids: Tensor) -> T:
+        returned.append(work(ids))
         return returned[0]
 
-    output = _ForwardRedirection()(wrapper, unwrapped, forward, *args, **kwargs)
+    output = _ForwardRedirection()(wrapper, unwrapped, forward, ids)
     return returned[0] if isinstance(unwrapped, FSDPModule) else output
 
 
@@ -118,8 +120,10 @@ def frozen_copy(model: PreTrainedModel, accelerator: Accelerator | None, *, prec
         return _zero3_copy(model, accelerator, precise)
     copied = copy.deepcopy(model).requires_grad_(False)
     copied.__dict__.pop("forward", None)  # TRL's patched forward is bound to the original
-    copied = copied.to(torch.promote_types(copied.dtype, torch.float32)) if precise else copied
-    copied = copied if accelerator is None else place_frozen(copied, accelerator)
+    if precise:
+        copied = copied.to(torch.promote_types(copied.dtype, torch.float32))
+    if accelerator is not None:
+        copied = place_frozen(copied, accelerator)
     if accelerator is None or accelerator.distributed_type not in ("FSDP", "DEEPSPEED"):
         for name, parameter in model.named_parameters(remove_duplicate=False):  # tied ones by each of their names
             if not parameter.requires_grad:  # of a vision tower, for example
@@ -155,7 +159,10 @@ def place_frozen(model: PreTrainedModel, accelerator: Accelerator) -> nn.Module:
 def _zero3_config(accelerator: Accelerator, is_precise: bool) -> dict[str, Any]:
     """DeepSpeed's configuration, without its precision where the model keeps fp32."""
     config = copy.deepcopy(accelerator.state.deepspeed_plugin.deepspeed_config)
-    return {name: value for name, value in config.items() if not (is_precise and name in ("bf16", "fp16"))}
+    if is_precise:
+        config.pop("bf16", None)
+        config.pop("fp16", None)
+    return config
 
 
 def _zero3_engine(model: PreTrainedModel, config: dict[str, Any]) -> nn.Module:

@@ -28,7 +28,7 @@ from credit_trl.loss.token_weight import TokenCredit, TokenWeight, weigh_tokens,
 from credit_trl.rollout.batch import GenerationBatch, loss_mask
 from credit_trl.teacher.models import Teacher
 from credit_trl.teacher.packing import cannot_pack, enable_packing
-from credit_trl.teacher.passes import Sequences, chosen_sequences, policy_states
+from credit_trl.teacher.passes import PolicySequences, chosen_sequences, policy_states
 from credit_trl.teacher.sharding import run_in_wrapped_forward
 from credit_trl.training.metrics import micro_batch_fidelity
 from credit_trl.training.micro_batches import take_rows
@@ -238,7 +238,7 @@ class CreditStep:
         return TokenPolicy(sequences.scatter(policy.logps), sequences.scatter(policy.entropies), aux_loss)
 
     def _policy_loss(
-        self, model: nn.Module, inputs: dict[str, Any], sequences: Sequences, tokens: LossTokens
+        self, model: nn.Module, inputs: dict[str, Any], sequences: PolicySequences, tokens: LossTokens
     ) -> PolicyPass:
         """Run the policy over a micro-batch, and form its loss."""
         scores = Scores(*[sequences.pick(inputs[name]) for name in Scores._fields])
@@ -257,7 +257,7 @@ class CreditStep:
         return self._forward(model, sequences, loss, self.router_loss)
 
     def _forward(
-        self, model: nn.Module, sequences: Sequences, loss: Callable[[Tensor, LMHead], Any], router_loss: bool
+        self, model: nn.Module, sequences: PolicySequences, loss: Callable[[Tensor, LMHead], Any], router_loss: bool
     ) -> PolicyPass:
         """Run the policy over a micro-batch, and a function of its hidden states and head, which is gathered.
 
@@ -267,10 +267,9 @@ class CreditStep:
 
         def forward(_chosen: Int[Tensor, " N"]) -> PolicyPass:
             with self.teacher.mixed_precision():
-                hidden, tokens_read, aux_loss = policy_states(
-                    policy, sequences, packed=self.packed, router_loss=router_loss
-                )
-            return PolicyPass(loss(hidden, self.head(policy).gathered()), tokens_read, aux_loss)
+                states = policy_states(policy, sequences, packed=self.packed, router_loss=router_loss)
+            output = loss(states.hidden, self.head(policy).gathered())
+            return PolicyPass(output, states.tokens_read, states.aux_loss)
 
         return run_in_wrapped_forward(model, policy, forward, sequences.chosen)
 
