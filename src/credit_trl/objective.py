@@ -13,6 +13,7 @@ The last dimension is the vocabulary, or the buckets of a truncated support: K t
 bucket for the rest. Leading dimensions are free. The first dimension of `contrast_logps` is C.
 """
 
+from collections.abc import Iterable
 from typing import Literal
 
 import torch
@@ -39,6 +40,14 @@ def self_distillation_reward(
 def input_generic(contrast_logps: Float[Tensor, "c *t v"]) -> Float[Tensor, "*t v"]:
     """Ĝ_t(v) = (1/C) Σ_k g_k,t(v): the sample estimate of G_t in Eq. 6, a mean of logs over dim 0."""
     return contrast_logps.mean(dim=0)
+
+
+def streamed_input_generic(contrast_logps: Iterable[Float[Tensor, "*t v"]], count: int) -> Float[Tensor, "*t v"]:
+    """`input_generic` of C contrasts, `count`, that are computed one at a time: no (C, …) tensor exists."""
+    generic = 0.0
+    for logps in contrast_logps:
+        generic = generic + logps / count
+    return generic
 
 
 def input_specific(

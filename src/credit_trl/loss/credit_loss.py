@@ -33,7 +33,7 @@ class LossTokens(NamedTuple):
 
     def rows(self, rows: slice) -> Self:
         """The tokens of one chunk."""
-        return LossTokens(*(None if values is None else values[rows] for values in self))
+        return LossTokens._make(None if values is None else values[rows] for values in self)
 
     def needs_policy_logps(self, config: CreditConfig) -> bool:
         """Whether `ratio` reads the log-probabilities of the policy."""
@@ -95,7 +95,7 @@ class CreditLoss(NamedTuple):
 
     def detached_rows(self, rows: Int[Tensor, " n"]) -> Self:
         """The loss, and the values of some tokens without gradient."""
-        return CreditLoss(self.loss, *[values[rows].detach() for values in self[1:]])
+        return CreditLoss._make([self.loss, *[values[rows].detach() for values in self[1:]]])
 
 
 @dataclass(frozen=True)
@@ -118,15 +118,18 @@ class _Loss(torch.autograd.Function):
     """A loss whose gradients are known: the backward pass scales them in place, so that torch refuses a second one."""
 
     @staticmethod
-    def forward(ctx, loss: Tensor, gradients: list[Tensor | None], *inputs: Tensor | None) -> Tensor:
-        ctx.save_for_backward(*gradients)
+    def forward(ctx, loss: Tensor, gradients: HeadGradients, *inputs: Tensor | None) -> Tensor:
+        ctx.save_for_backward(gradients.hidden, gradients.weight, gradients.bias)
         return loss.clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        scaled = (None if gradient is None else gradient.mul_(upstream) for gradient in ctx.saved_tensors)
-        return None, None, *scaled
+        gradients = ctx.saved_tensors
+        for gradient in gradients:
+            if gradient is not None:
+                gradient.mul_(upstream)
+        return (None,) * 2 + gradients
 
 
 def credit_loss(
@@ -160,7 +163,8 @@ def credit_loss(
     inputs = (student_hidden, head.weight, head.bias)
     needs_gradient = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     hidden = student_hidden.detach()
-    chunk_size = head.chunk_size(hidden, support.topk + 1 if support.tail == "renormalize" else None)
+    columns = support.topk + 1 if support.tail == "renormalize" else None
+    chunk_size = head.chunk_size(hidden, columns)
     gradients = None
     if needs_gradient:
         gradients = HeadGradients.of(student_hidden, head, in_one_chunk=len(hidden) <= chunk_size)
@@ -170,8 +174,9 @@ def credit_loss(
         product_head = head.detached().for_products(hidden)
         result = _loss_in_chunks(hidden, product_head, tokens, gradients, teacher, support, config, chunk_size)
     if gradients is not None and gradients.deferred is not None:
-        outputs = (result.loss, result.policy_logps, result.entropy)
-        loss, logps, entropy = DeferredGradients.apply(gradients, *outputs, *inputs)
+        loss, logps, entropy = DeferredGradients.apply(
+            gradients, result.loss, result.policy_logps, result.entropy, student_hidden, head.weight, head.bias
+        )
         return result._replace(loss=loss, policy_logps=logps, entropy=entropy)
     if with_policy and (needs_gradient or support.tail == "renormalize"):
         policy = token_policy(student_hidden, head, tokens.ids)
@@ -182,8 +187,8 @@ def credit_loss(
     gradients.hidden = _in_dtype_of(student_hidden, gradients.hidden)
     gradients.weight = _in_dtype_of(head.weight, gradients.weight)
     gradients.bias = _in_dtype_of(head.bias, gradients.bias)
-    buffers = [gradients.hidden, gradients.weight, gradients.bias]
-    return result._replace(loss=_Loss.apply(result.loss, buffers, *inputs))
+    loss = _Loss.apply(result.loss, gradients, student_hidden, head.weight, head.bias)
+    return result._replace(loss=loss)
 
 
 def _in_dtype_of(tensor: Tensor | None, gradient: Tensor | None) -> Tensor | None:
@@ -209,12 +214,14 @@ def _loss_in_chunks(
     if is_conditional and tokens.needs_policy_logps(config):
         normalizers = Normalizers.of(head, hidden)
     keeps_logits = not is_conditional and (gradients is None or gradients.deferred is None)
-    buffer_rows = min(chunk_size, len(hidden)) if keeps_logits else 0
+    buffer_rows = 0
+    if keeps_logits:
+        buffer_rows = min(chunk_size, len(hidden))
     buffer = hidden.new_empty((buffer_rows, head.vocabulary_size), dtype=accumulation_dtype(hidden.dtype))
     chunk_losses = []
     for rows in chunks(len(hidden), chunk_size):
         chunk_tokens = tokens.rows(rows)
-        chunk_scores = Scores(*(values[rows] for values in scores))
+        chunk_scores = Scores._make(values[rows] for values in scores)
         student: Student
         if is_conditional:
             chunk_normalizers = None if normalizers is None else normalizers.rows(rows)
@@ -302,7 +309,7 @@ def support_divergence(
     target = target.to(student.values.dtype)
     with torch.enable_grad():
         values = student.values.detach().requires_grad_()
-        log_outside = None
+        leaves = [values]
         if support.kind == "sampled":
             advantages = objective.advantage(target, values).detach()
             token_loss = -(advantages * values).sum(dim=-1)
@@ -315,9 +322,9 @@ def support_divergence(
                 target = normalized_target
             elif support.tail == "bucket":
                 log_outside = student.log_outside.detach().requires_grad_()
+                leaves.append(log_outside)
                 student_logps = objective.add_tail_bucket(values, log_outside)
             token_loss = objective.distillation_loss(student_logps, target, alpha)
             kl_to_target = objective.distillation_loss(student_logps.detach(), normalized_target, alpha=1.0)
-        leaves = [values] if log_outside is None else [values, log_outside]
         value_grads, *outside_grads = torch.autograd.grad(token_loss.sum(), leaves)
     return Divergence(token_loss.detach(), kl_to_target, value_grads, outside_grads[0] if outside_grads else None)

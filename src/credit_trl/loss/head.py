@@ -66,7 +66,8 @@ class Statistics:
         log_normalizer = top + total.log()
         if not self.wants_entropy:
             return log_normalizer, None
-        return log_normalizer, log_normalizer - (torch.stack(self.weighted) * scale).sum(dim=0) / total
+        weighted = (torch.stack(self.weighted) * scale).sum(dim=0)
+        return log_normalizer, log_normalizer - weighted / total
 
 
 @dataclass
@@ -83,14 +84,26 @@ class HeadGradients:
     def of(cls, hidden: Tensor, head: "LMHead", in_one_chunk: bool) -> Self:
         """Buffers for the tensors that require a gradient."""
         dtype = accumulation_dtype(hidden.dtype)
-        rounded = in_one_chunk and head.weight.dtype == matmul_dtype(hidden)
-        dtypes = (dtype, head.weight.dtype if rounded else dtype, dtype)
-        tensors = zip((hidden, head.weight, head.bias), dtypes, strict=True)
-        return cls(*(torch.zeros_like(t, dtype=d) if t is not None and t.requires_grad else None for t, d in tensors))
+        weight_dtype = dtype
+        if in_one_chunk and head.weight.dtype == matmul_dtype(hidden):
+            weight_dtype = head.weight.dtype
+        return cls(
+            hidden=_gradient_buffer(hidden, dtype),
+            weight=_gradient_buffer(head.weight, weight_dtype),
+            bias=_gradient_buffer(head.bias, dtype),
+        )
 
     def rows(self, rows: slice) -> Self:
         """The same buffers for one chunk of tokens."""
-        return replace(self, hidden=None if self.hidden is None else self.hidden[rows])
+        if self.hidden is None:
+            return self
+        return replace(self, hidden=self.hidden[rows])
+
+
+def _gradient_buffer(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    if tensor is None or not tensor.requires_grad:
+        return None
+    return torch.zeros_like(tensor, dtype=dtype)
 
 
 @dataclass(frozen=True)
@@ -116,11 +129,14 @@ class LMHead:
 
     def for_products(self, hidden: Tensor) -> Self:
         """The head in the dtype of its products with `hidden`; a CPU converts the block that it uses."""
-        return self if hidden.device.type == "cpu" else replace(self, weight=self.weight.to(matmul_dtype(hidden)))
+        if hidden.device.type == "cpu":
+            return self
+        return replace(self, weight=self.weight.to(matmul_dtype(hidden)))
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Self:
         """The head with a function of tensors applied to weight and bias."""
-        return replace(self, weight=change(self.weight), bias=None if self.bias is None else change(self.bias))
+        bias = None if self.bias is None else change(self.bias)
+        return replace(self, weight=change(self.weight), bias=bias)
 
     def detached(self) -> Self:
         """The head without gradients."""
@@ -131,7 +147,8 @@ class LMHead:
     ) -> Float[Tensor, "n K"]:
         """Logits of K tokens per position, from their rows of the weight."""
         logits = _batched(rows, hidden.unsqueeze(-1), matmul_dtype(hidden)).squeeze(-1)
-        return self.finish(logits, None if self.bias is None else self.bias[ids])
+        bias = None if self.bias is None else self.bias[ids]
+        return self.finish(logits, bias)
 
     def backward_columns(
         self,
@@ -145,19 +162,25 @@ class LMHead:
         """Backpropagate a gradient of K logits per position; other rows of the head get none."""
         grads = self.raw_gradients(logit_grads, logits)
         if gradients.hidden is not None:
-            gradients.hidden.copy_(_batched(grads.unsqueeze(1), rows, matmul_dtype(hidden)).squeeze(1))
-        for total, factors in ((gradients.weight, hidden.to(grads.dtype)), (gradients.bias, None)):
-            if total is not None:
-                scatter_columns(ids, grads, factors, total)
+            hidden_grads = _batched(grads.unsqueeze(1), rows, matmul_dtype(hidden))
+            gradients.hidden.copy_(hidden_grads.squeeze(1))
+        if gradients.weight is not None:
+            scatter_columns(ids, grads, hidden.to(grads.dtype), gradients.weight)
+        if gradients.bias is not None:
+            scatter_columns(ids, grads, None, gradients.bias)
 
     def chunk_size(self, hidden: Float[Tensor, "N H"], columns: int | None = None) -> int:
         """Tokens per chunk: the largest power of two whose logits fit into a fixed number of bytes.
 
         With a number of `columns`, so do the rows of the weight for these columns of each token.
         """
-        row = self.vocabulary_size if columns is None else columns * hidden.shape[-1]
-        cpu_bytes = _CPU_LOGITS if columns is None else _CPU_HEAD_ROWS
-        budget = cpu_bytes if hidden.device.type == "cpu" else _ACCELERATOR_BYTES
+        row = self.vocabulary_size
+        budget = _CPU_LOGITS
+        if columns is not None:
+            row = columns * hidden.shape[-1]
+            budget = _CPU_HEAD_ROWS
+        if hidden.device.type != "cpu":
+            budget = _ACCELERATOR_BYTES
         rows = budget // (row * accumulation_dtype(hidden.dtype).itemsize)
         rows = min(max(rows, 1), _MOST_TOKENS, max(len(hidden), 1))
         return 1 << (rows.bit_length() - 1)
@@ -171,15 +194,18 @@ class LMHead:
 
     def block_logits(self, hidden: Tensor, block: slice, out: Tensor) -> None:
         """Write the logits of one block to `out`; `hidden` has the dtype of the product."""
-        _multiply(hidden, self.weight[block].to(hidden.dtype).T, out, adds=False)
-        self.finish(out, None if self.bias is None else self.bias[block])
+        weight = self.weight[block].to(hidden.dtype)
+        bias = None if self.bias is None else self.bias[block]
+        _multiply(hidden, weight.T, out, adds=False)
+        self.finish(out, bias)
 
     def finish(self, logits: Tensor, bias: Tensor | None) -> Tensor:
         """Apply bias, scale, soft-cap and temperature, in place."""
         if bias is not None:
             logits += bias.to(logits.dtype).clamp(min=IMPOSSIBLE)  # −∞ forbids a token
         if self.softcap is not None:
-            logits.mul_(self.scale / self.softcap).tanh_().mul_(self.softcap / self.temperature)
+            logits.mul_(self.scale / self.softcap).tanh_()
+            logits.mul_(self.softcap / self.temperature)
         elif self.scale != self.temperature:
             logits.mul_(self.scale / self.temperature)
         return logits
@@ -188,13 +214,16 @@ class LMHead:
         """d softcap(u) / du = 1 − tanh²(u / softcap), from the finished logits; None without soft-cap."""
         if self.softcap is None:
             return None
-        return torch.square(logits * (self.temperature / self.softcap)).neg_().add_(1.0)
+        tanh = logits * (self.temperature / self.softcap)
+        return torch.square(tanh).neg_().add_(1.0)
 
     def raw_gradients(self, grads: Tensor, logits: Tensor) -> Tensor:
         """Gradients of raw logits, from those of the finished logits."""
         grads = grads * (self.scale / self.temperature)
         slope = self.softcap_slope(logits)
-        return grads if slope is None else grads * slope
+        if slope is not None:
+            grads = grads * slope
+        return grads
 
     def backward_block(self, grads: Tensor, block: slice, hidden: Tensor, gradients: HeadGradients) -> None:
         """Backpropagate a gradient of one block of raw logits, before scale, soft-cap and temperature."""
@@ -209,13 +238,18 @@ class LMHead:
 
 
 def matmul_dtype(hidden: Tensor) -> torch.dtype:
+    """See `product_dtype`."""
+    return product_dtype(hidden.dtype, hidden.device)
+
+
+def product_dtype(hidden: torch.dtype, device: torch.device) -> torch.dtype:
     """dtype of matrix products: bf16 on CUDA, whose products accumulate in fp32; otherwise the accumulation dtype.
 
     fp16 underflows in the gradients of single tokens, and a CPU's bf16 product would round the logits.
     """
-    if hidden.dtype == torch.bfloat16 and hidden.device.type == "cuda":
-        return hidden.dtype
-    return accumulation_dtype(hidden.dtype)
+    if hidden == torch.bfloat16 and device.type == "cuda":
+        return hidden
+    return accumulation_dtype(hidden)
 
 
 def scatter_columns(
@@ -230,15 +264,19 @@ def scatter_columns(
     """
     n, k = ids.shape
     if _adds_in_order(ids.device):
-        outer = grads if hidden is None else grads.unsqueeze(-1) * hidden.unsqueeze(1)
-        total.index_add_(0, ids.flatten(), outer.flatten(0, 1))
+        products = grads
+        if hidden is not None:
+            products = grads.unsqueeze(-1) * hidden.unsqueeze(1)
+        total.index_add_(0, ids.flatten(), products.flatten(0, 1))
         return
     # The gradient of an embedding's sum, which sorts the entries by their id; `index_add_` adds in any order.
-    hidden, wide = (grads.new_ones(n, 1), total.unsqueeze(-1)) if hidden is None else (hidden, total)
+    if hidden is None:
+        hidden = grads.new_ones(n, 1)
+        total = total.unsqueeze(-1)
     bags = torch.arange(n, device=ids.device).repeat_interleave(k, output_size=n * k)
     sizes = bags.new_full((n,), k)
     none = bags.new_empty(0)
-    wide += torch.ops.aten._embedding_bag_dense_backward(
+    total += torch.ops.aten._embedding_bag_dense_backward(
         hidden, ids.flatten(), bags, sizes, none, len(total), False, 0, grads.flatten()
     )
 
@@ -270,12 +308,14 @@ def _gather(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     Under ZeRO-3 the weight is already gathered inside a forward pass; elsewhere a copy without gradient is returned.
     """
     dtype = dtype or tensor.dtype
-    if getattr(tensor, "ds_status", None) is not None and tensor.ds_status.name != "AVAILABLE":
+    status = getattr(tensor, "ds_status", None)
+    if status is not None and status.name != "AVAILABLE":
         return full_tensor(tensor).to(dtype)
     tensor = tensor.to(dtype)
     if not isinstance(tensor, DTensor):
         return tensor
-    return tensor.full_tensor(grad_placements=[Partial("avg")] * tensor.device_mesh.ndim)
+    placements = [Partial("avg")] * tensor.device_mesh.ndim
+    return tensor.full_tensor(grad_placements=placements)
 
 
 def lm_head(model: nn.Module, temperature: float) -> LMHead:
@@ -285,18 +325,26 @@ def lm_head(model: nn.Module, temperature: float) -> LMHead:
     head = causal_lm.get_output_embeddings()
     # Names of Gemma, RecurrentGemma and xLSTM.
     softcap = _first_set(config, "final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
-    return LMHead(head.weight, getattr(head, "bias", None), _logit_scale(config), softcap, temperature)
+    bias = getattr(head, "bias", None)
+    return LMHead(head.weight, bias, _logit_scale(config), softcap, temperature)
 
 
 def _logit_scale(config: object) -> float:
     """Factor of the logits, by the names of the model families; some divide by theirs."""
     scale = _first_set(config, "logit_scale", "output_multiplier", "lm_head_multiplier")
+    if scale is not None:
+        return scale
     scaling = _first_set(config, "logits_scaling")
-    if scale is None and scaling is not None:
-        scale = scaling if getattr(config, "model_type", "") == "hyperclovax" else 1.0 / scaling
-    return 1.0 if scale is None else scale
+    if scaling is None:
+        return 1.0
+    is_factor = getattr(config, "model_type", "") == "hyperclovax"
+    return scaling if is_factor else 1.0 / scaling
 
 
 def _first_set(config: object, *names: str) -> float | None:
     """The first of these options that a configuration has."""
-    return next((getattr(config, name) for name in names if getattr(config, name, None) is not None), None)
+    for name in names:
+        value = getattr(config, name, None)
+        if value is not None:
+            return value
+    return None

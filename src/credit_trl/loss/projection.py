@@ -51,11 +51,12 @@ class ByBlock:
         if len(blocks) > 1:
             order = flat.argsort()
             starts = torch.tensor([block.start for block in blocks[1:]], device=ids.device)
-            self.entries = order.tensor_split(torch.searchsorted(flat[order], starts).tolist())
-        self.cells = [
-            (entries // ids.shape[-1], flat[entries] - block.start)
-            for entries, block in zip(self.entries, blocks, strict=True)
-        ]
+            bounds = torch.searchsorted(flat[order], starts)
+            self.entries = order.tensor_split(bounds.tolist())
+        self.cells = []
+        for entries, block in zip(self.entries, blocks, strict=True):
+            cell = (entries // ids.shape[-1], flat[entries] - block.start)
+            self.cells.append(cell)
 
     def take(self, block: int, tile: Float[Tensor, "n w"], out: Float[Tensor, "n K"]) -> None:
         """Copy the tile's values at the ids in this block to their places in `out`."""
@@ -85,15 +86,18 @@ def top_columns(logits: Float[Tensor, "n V"], k: int) -> Int[Tensor, "n K"]:
     grouped = size - size % _TOPK_GROUP
     maxima = logits[:, :grouped].unflatten(-1, (-1, _TOPK_GROUP)).amax(dim=-1)
     groups = maxima.topk(k, dim=-1, sorted=False).indices
-    candidates = (groups.unsqueeze(-1) * _TOPK_GROUP + torch.arange(_TOPK_GROUP, device=logits.device)).flatten(1)
-    rest = torch.arange(grouped, size, device=logits.device).expand(len(logits), -1)
-    candidates = torch.cat([candidates, rest], dim=-1)
-    return candidates.gather(-1, logits.gather(-1, candidates).topk(k, dim=-1).indices)
+    places = torch.arange(_TOPK_GROUP, device=logits.device)
+    candidates = (groups.unsqueeze(-1) * _TOPK_GROUP + places).flatten(1)
+    ungrouped = torch.arange(grouped, size, device=logits.device).expand(len(logits), -1)
+    candidates = torch.cat([candidates, ungrouped], dim=-1)
+    best = logits.gather(-1, candidates).topk(k, dim=-1).indices
+    return candidates.gather(-1, best)
 
 
 def project(
     head: LMHead,
     hidden: Float[Tensor, "n H"],
+    *,
     out: Float[Tensor, "n V"] | None = None,
     tokens: Int[Tensor, "n 1"] | None = None,
     ids: Int[Tensor, "n K"] | None = None,
@@ -110,21 +114,29 @@ def project(
     """
     dtype = accumulation_dtype(hidden.dtype)
     blocks = head.blocks(hidden)
-    block_logits = hidden.new_empty((len(hidden), blocks[0].stop), dtype=dtype) if out is None else None
+    width = blocks[0].stop
+    buffer = hidden.new_empty((len(hidden), width), dtype=dtype) if out is None else out
     statistics = Statistics(wants_entropy)
-    scratch = hidden.new_empty((len(hidden), min(blocks[0].stop, _FOLDED_COLUMNS)), dtype=dtype)
+    scratch = hidden.new_empty((len(hidden), min(width, _FOLDED_COLUMNS)), dtype=dtype)
     hidden = hidden.to(matmul_dtype(hidden))
-    taken = [None if x is None else (ByBlock(x, blocks), torch.empty_like(x, dtype=dtype)) for x in (tokens, ids)]
+    token_logits = columns = None
+    if tokens is not None:
+        tokens_by_block = ByBlock(tokens, blocks)
+        token_logits = torch.empty_like(tokens, dtype=dtype)
+    if ids is not None:
+        support_by_block = ByBlock(ids, blocks)
+        columns = torch.empty_like(ids, dtype=dtype)
     for i, block in enumerate(blocks):
-        logits = block_logits[:, : block.stop - block.start] if out is None else out[:, block]
+        start = 0 if out is None else block.start
+        logits = buffer[:, start : start + block.stop - block.start]
         head.block_logits(hidden, block, logits)
-        for entries, values in filter(None, taken):
-            entries.take(i, logits, values)
+        if tokens is not None:
+            tokens_by_block.take(i, logits, token_logits)
         if ids is not None:
-            taken[1][0].blank(i, logits)
+            support_by_block.take(i, logits, columns)
+            support_by_block.blank(i, logits)
         if topk is None:
             statistics.fold(logits, scratch)
-    token_logits, columns = (None if which is None else which[1] for which in taken)
     if topk is not None:
         ids = top_columns(out, topk)
         columns = out.gather(-1, ids)
@@ -143,9 +155,11 @@ def project(
 
 def token_logps(head: LMHead, hidden: Float[Tensor, "N H"], tokens: Int[Tensor, "N 1"]) -> Float[Tensor, " N"]:
     """Log-probabilities of N sampled tokens under a head that is not sharded, without gradient; no logits are kept."""
-    slices = chunks(len(hidden), head.chunk_size(hidden))
-    parts = [project(head, hidden[rows], None, tokens[rows], wants_entropy=False) for rows in slices]
-    return torch.cat([part.token_logps for part in parts])
+    logps = []
+    for rows in chunks(len(hidden), head.chunk_size(hidden)):
+        projection = project(head, hidden[rows], tokens=tokens[rows], wants_entropy=False)
+        logps.append(projection.token_logps)
+    return torch.cat(logps)
 
 
 def backward_logps(
@@ -164,7 +178,9 @@ def backward_logps(
     `log p_k = z_k − log Σ_v exp z_v`, with `c = Σ_k G_k + τ + g` those of the logits are `G_k − c p_k` on the support
     and `(τ − c p_outside) p_v / p_outside` outside. The sampled token has g more, every token `−η p_v (log p_v + H)`.
     """
-    total = torch.zeros_like(projection.log_normalizer) if column_grads is None else column_grads.sum(dim=-1)
+    total = torch.zeros_like(projection.log_normalizer)  # c + η H
+    if column_grads is not None:
+        total = column_grads.sum(dim=-1)
     for grads in (token_grads, outside_grads):
         if grads is not None:
             total = total + grads
@@ -197,11 +213,11 @@ def backward_logps(
         if projection.logits is None and column_grads is not None:
             additions[0][0].blank(i, logits)
         slope = head.softcap_slope(logits)
-        grads = logits.sub_(projection.log_normalizer.unsqueeze(-1))
+        logps = logits.sub_(projection.log_normalizer.unsqueeze(-1))
         factors = factor.unsqueeze(-1)
         if entropy_grads is not None:
-            factors = factors - entropy_grads.unsqueeze(-1) * grads
-        grads = grads.exp_().mul_(factors)
+            factors = factors - entropy_grads.unsqueeze(-1) * logps
+        grads = logps.exp_().mul_(factors)
         grads = grads if slope is None else grads.mul_(slope)
         for entries, values in additions:
             entries.add(i, grads, values)
@@ -214,7 +230,8 @@ def _block_logits(
     """Logits of one block: those that are stored, or computed again."""
     if projection.logits is not None:
         return projection.logits[:, block]
-    logits = hidden.new_empty((len(hidden), block.stop - block.start), dtype=accumulation_dtype(hidden.dtype))
+    shape = (len(hidden), block.stop - block.start)
+    logits = hidden.new_empty(shape, dtype=accumulation_dtype(hidden.dtype))
     head.block_logits(hidden.to(matmul_dtype(hidden)), block, logits)
     return logits
 
@@ -237,6 +254,24 @@ class DeferredChunk(NamedTuple):
     value_grads: Float[Tensor, "n K"] | None = None  # of another loss, whose scale is known then
     outside_grads: Float[Tensor, " n"] | None = None
 
+    def backward(
+        self, loss_grad: Tensor | None, token_grads: Float[Tensor, " n"] | None, entropy_grads: Tensor | None
+    ) -> None:
+        """Add the gradients of this loss and of another one's `token_logps` and entropies to those of the head."""
+        for grads in (self.value_grads, self.outside_grads):
+            if grads is not None:
+                grads.mul_(0.0 if loss_grad is None else loss_grad)
+        backward_logps(
+            self.head,
+            self.projection,
+            self.hidden,
+            self.gradients,
+            self.value_grads,
+            self.outside_grads,
+            token_grads,
+            entropy_grads,
+        )
+
 
 class DeferredGradients(torch.autograd.Function):
     """A loss, log-probabilities and entropies of deferred chunks; torch refuses a second backward pass."""
@@ -258,14 +293,11 @@ class DeferredGradients(torch.autograd.Function):
         for chunk in ctx.chunks:
             rows = slice(end, end + len(chunk.hidden))
             end = rows.stop
-            for grads in (chunk.value_grads, chunk.outside_grads):
-                if grads is not None:
-                    grads.mul_(0.0 if loss_grad is None else loss_grad)
-            token_grads = None if logp_grads is None else logp_grads[rows]
+            chunk_logp_grads = None if logp_grads is None else logp_grads[rows]
             chunk_entropy_grads = None if entropy_grads is None else entropy_grads[rows]
-            backward_logps(*chunk, token_grads=token_grads, entropy_grads=chunk_entropy_grads)
+            chunk.backward(loss_grad, chunk_logp_grads, chunk_entropy_grads)
         del ctx.chunks
-        return None, None, None, None, *buffers
+        return (None,) * 4 + buffers
 
 
 def token_policy(student_hidden: Float[Tensor, "N H"], head: LMHead, token_ids: Int[Tensor, " N"]) -> TokenPolicy:
@@ -282,9 +314,12 @@ def token_policy(student_hidden: Float[Tensor, "N H"], head: LMHead, token_ids: 
     product_head = head.detached().for_products(hidden)
     for rows in chunks(len(hidden), size):
         projection = project(product_head, hidden[rows], tokens=token_ids[rows].unsqueeze(-1))
-        gradients.deferred.append(DeferredChunk(product_head, projection, hidden[rows], gradients.rows(rows)))
+        chunk = DeferredChunk(product_head, projection, hidden[rows], gradients.rows(rows))
+        gradients.deferred.append(chunk)
     logps = torch.cat([chunk.projection.token_logps for chunk in gradients.deferred])
     entropies = torch.cat([chunk.projection.entropy for chunk in gradients.deferred])
-    values = (logps.new_zeros(()), logps, entropies, student_hidden, head.weight, head.bias)
-    _, logps, entropies = DeferredGradients.apply(gradients, *values)
+    loss = logps.new_zeros(())
+    _, logps, entropies = DeferredGradients.apply(
+        gradients, loss, logps, entropies, student_hidden, head.weight, head.bias
+    )
     return TokenPolicy(logps, entropies)

@@ -44,7 +44,8 @@ class SamplingDistribution:
         options = engine_options(config)
         bias = options["logit_bias"] if logit_bias is None else logit_bias
         moved = tuple((int(token), float(value)) for token, value in (bias or {}).items() if value)
-        return cls(options["top_p"], options["top_k"], options["min_p"] or 0.0, moved, config.temperature)
+        min_p = options["min_p"] or 0.0
+        return cls(options["top_p"], options["top_k"], min_p, moved, config.temperature)
 
     @property
     def is_policy(self) -> bool:
@@ -67,7 +68,8 @@ class SamplingDistribution:
             is_kept &= ordered >= ordered[:, self.top_k - 1 : self.top_k]
         if self.top_p < 1.0:
             probabilities = ordered.masked_fill(~is_kept, -torch.inf).softmax(dim=-1)
-            is_kept &= probabilities.cumsum(dim=-1).sub_(probabilities) < self.top_p
+            mass_above = probabilities.cumsum(dim=-1).sub_(probabilities)
+            is_kept &= mass_above < self.top_p
         is_kept |= ordered >= token_logits
         normalizer = ordered.masked_fill_(~is_kept, -torch.inf).logsumexp(dim=-1)
         return token_logits.squeeze(-1) - normalizer
@@ -84,9 +86,8 @@ def unknown_option(config: CreditConfig) -> str | None:
     """Name of an option with which log-probabilities of the engine cannot be compared; None where there is none."""
     replayed = {"top_p", "top_k", "min_p", "logit_bias"}
     for name, value in engine_options(config).items():
-        is_default = (
-            value is None or _DEFAULTS.get(name) == value or (name, value) == ("temperature", config.temperature)
-        )
+        is_temperature = (name, value) == ("temperature", config.temperature)
+        is_default = value is None or _DEFAULTS.get(name) == value or is_temperature
         if name not in replayed | _NEUTRAL and not is_default:
             return name
     return None
@@ -109,7 +110,7 @@ def sampling_logps(
     sampled = []
     for rows in chunks(len(hidden), size):
         logits = buffer[: rows.stop - rows.start]
-        projection = project(head, hidden[rows], logits, tokens[rows], wants_entropy=False)
+        projection = project(head, hidden[rows], out=logits, tokens=tokens[rows], wants_entropy=False)
         policy.append(projection.token_logps)
         sampled.append(sampling.token_logps(logits, tokens[rows]))
     return torch.cat(policy), torch.cat(sampled)

@@ -1,6 +1,6 @@
 """Scores of the teacher: its log-probabilities of the sampled tokens and of the tokens of the support."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Self
 
@@ -11,9 +11,9 @@ from torch.nn.functional import embedding
 
 from credit_trl import objective
 from credit_trl.contexts.tokens import CompletionBatch, TokenContexts
-from credit_trl.loss.head import LMHead, accumulation_dtype, chunks, matmul_dtype
+from credit_trl.loss.head import LMHead, accumulation_dtype, chunks, product_dtype
 from credit_trl.loss.projection import Projection, project
-from credit_trl.teacher.causal_lm import head_input
+from credit_trl.teacher.causal_lm import head_input_dtype
 from credit_trl.teacher.models import Teacher
 from credit_trl.teacher.passes import token_states
 
@@ -37,10 +37,13 @@ class SupportConfig:
         """
         if self.kind == "sampled":
             return SupportConfig(self.kind, 1, None)
-        topk = vocabulary if self.topk is None else self.topk
+        topk = self.topk
+        if topk is None:
+            topk = vocabulary
         if not 1 <= topk <= vocabulary:
             raise ValueError(f"`distillation_topk` must be at most the vocabulary size {vocabulary}, got {topk}.")
-        return SupportConfig(self.kind, topk, None if topk == vocabulary else self.tail)
+        tail = None if topk == vocabulary else self.tail
+        return SupportConfig(self.kind, topk, tail)
 
 
 class Scores(NamedTuple):
@@ -75,8 +78,7 @@ def score_completions(
 
     Returns:
         The fields of `Scores`, each (B, T, …), zero at positions that are not scored, where the support is the first K
-        tokens. Ids take 4 bytes, and
-        log-probabilities have the dtype of the teacher's head, fp32 at least.
+        tokens. Ids take 4 bytes, and log-probabilities have the dtype of the teacher's head, fp32 at least.
     """
     support = support.resolved(teacher.vocabulary_size)
     device = batch.ids.device
@@ -84,24 +86,31 @@ def score_completions(
         unwrapped = teacher.unwrapped(model)
         head = head_of(unwrapped)
         with teacher.autocast():
-            hidden = head_input(unwrapped, torch.empty(0, dtype=head.weight.dtype, device=device))
-        head = head.gathered(matmul_dtype(hidden)).detached()
+            hidden_dtype = head_input_dtype(unwrapped, head.weight.dtype, device)
+        head = head.gathered(product_dtype(hidden_dtype, device)).detached()
         # More rows than the policy's vocabulary are padding of a larger model of the family.
         head = head.map(lambda weight: weight.to(device)[: teacher.vocabulary_size])
         dtype = torch.promote_types(head.weight.dtype, torch.float32)
-        buckets = (support.topk + (support.tail == "bucket"),)
-        trailing = {"teacher_logps": buckets, "generic_logps": buckets}  # dimensions after (B, T)
-        shapes = {name: (*batch.ids.shape, *trailing.get(name, ())) for name in Scores._fields}
-        stored = {name: batch.ids.new_zeros(shape, dtype=dtype) for name, shape in shapes.items()}
-        ids = torch.arange(support.topk, dtype=torch.int32, device=device)
-        stored["support_ids"] = ids.repeat(*batch.ids.shape, 1)
-        states = token_states(teacher, model, contexts, batch, batch_tokens, packed)
-        for samples, positions, hidden, contrast_hidden in states:
-            at = (samples, positions)
-            part = score_tokens(hidden, contrast_hidden, head, batch.ids[at], support)
+        stored = _empty_scores(batch.ids, support, dtype)
+        for states in token_states(teacher, model, contexts, batch, batch_tokens, packed):
+            at = (states.samples, states.columns)
+            part = score_tokens(states.teacher, states.contrasts, head, batch.ids[at], support)
             for name, values in stored.items():
                 values[at] = getattr(part, name).to(values.dtype)
     return stored
+
+
+def _empty_scores(ids: Int[Tensor, "B T"], support: SupportConfig, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The fields of `Scores` where nothing is scored."""
+    buckets = support.topk + (support.tail == "bucket")
+    scores = {}
+    for name in Scores._fields:
+        has_buckets = name in ("teacher_logps", "generic_logps")
+        shape = (*ids.shape, buckets) if has_buckets else ids.shape
+        scores[name] = ids.new_zeros(shape, dtype=dtype)
+    support_ids = torch.arange(support.topk, dtype=torch.int32, device=ids.device)
+    scores["support_ids"] = support_ids.repeat((*ids.shape, 1))
+    return scores
 
 
 @torch.no_grad()
@@ -130,26 +139,33 @@ def score_tokens(
     support = support.resolved(head.vocabulary_size)
     head = head.gathered().detached().for_products(hidden)
     size = head.chunk_size(hidden)
-    buffer = hidden.new_empty((min(size, len(hidden)), head.vocabulary_size), dtype=accumulation_dtype(hidden.dtype))
+    shape = (min(size, len(hidden)), head.vocabulary_size)
+    buffer = hidden.new_empty(shape, dtype=accumulation_dtype(hidden.dtype))
     parts = []
     for rows in chunks(len(hidden), size):
         out = buffer[: rows.stop - rows.start]
         tokens = token_ids[rows].unsqueeze(-1)
-        chosen = {"ids": tokens} if support.kind == "sampled" else {"topk": support.topk}
-        teacher = project(head, hidden[rows], out, tokens, **chosen)
+        if support.kind == "sampled":
+            teacher = project(head, hidden[rows], out=out, tokens=tokens, ids=tokens)
+        else:
+            teacher = project(head, hidden[rows], out=out, tokens=tokens, topk=support.topk)
         logps = _buckets(teacher, support)
         token_logps = teacher.token_logps
         generic = logps.new_zeros(len(logps), logps.shape[1] + 1)  # the last column is the sampled token
         contrasts = contrast_hidden[:, rows]
         everything = torch.cat([teacher.ids, tokens], dim=-1)
         if support.tail == "renormalize":
-            _, token_logps = condition(torch.cat([teacher.columns, teacher.token_logits], dim=-1), everything)
+            logits = torch.cat([teacher.columns, teacher.token_logits], dim=-1)
+            _, token_logps = condition(logits, everything)
             if len(contrasts):
                 generic = _generic_scores_within(head, contrasts, everything)
         elif len(contrasts):
             generic = _generic_scores(head, contrasts, teacher.ids, tokens, support, out)
         parts.append(Scores(teacher.ids, logps, generic[:, :-1], token_logps, generic[:, -1], teacher.entropy))
-    return Scores(*map(torch.cat, zip(*parts, strict=True)))
+    scores = {}
+    for name in Scores._fields:
+        scores[name] = torch.cat([getattr(part, name) for part in parts])
+    return Scores(**scores)
 
 
 def _generic_scores(
@@ -162,12 +178,14 @@ def _generic_scores(
 ) -> Float[Tensor, "n B+1"]:
     """Ĝ of one chunk on the support and at the sampled token; overwrites `out`."""
     buffer = None if out.device.type == "cpu" else out  # a CPU takes narrow blocks
-    generic = 0.0
-    for hidden in contrast_hidden:
-        contrast = project(head, hidden, buffer, tokens, ids, wants_entropy=False)
-        logps = torch.cat([_buckets(contrast, support), contrast.token_logps.unsqueeze(-1)], dim=-1)
-        generic = generic + logps / len(contrast_hidden)
-    return generic
+
+    def contrast_logps() -> Iterator[Float[Tensor, "n B+1"]]:
+        for hidden in contrast_hidden:
+            contrast = project(head, hidden, out=buffer, tokens=tokens, ids=ids, wants_entropy=False)
+            token_logps = contrast.token_logps.unsqueeze(-1)
+            yield torch.cat([_buckets(contrast, support), token_logps], dim=-1)
+
+    return objective.streamed_input_generic(contrast_logps(), len(contrast_hidden))
 
 
 def _generic_scores_within(
@@ -176,14 +194,20 @@ def _generic_scores_within(
     """Ĝ conditional on the support, of which only the K columns and the sampled token, the last, are projected."""
     parts = []
     for rows in chunks(len(ids), head.chunk_size(contrast_hidden[0], ids.shape[-1])):
-        rows_of_head = embedding(ids[rows], head.weight)  # once for all C contrasts
-        generic = 0.0
-        for hidden in contrast_hidden[:, rows]:
-            logits = head.column_logits(hidden, rows_of_head, ids[rows])
-            logps, token_logps = condition(logits, ids[rows])
-            generic = generic + torch.cat([logps, token_logps.unsqueeze(-1)], dim=-1) / len(contrast_hidden)
-        parts.append(generic)
+        contrast_logps = _logps_within(head, contrast_hidden[:, rows], ids[rows])
+        parts.append(objective.streamed_input_generic(contrast_logps, len(contrast_hidden)))
     return torch.cat(parts)
+
+
+def _logps_within(
+    head: LMHead, contrast_hidden: Float[Tensor, "C n H"], ids: Int[Tensor, "n K+1"]
+) -> Iterator[Float[Tensor, "n K+1"]]:
+    """Yield g_k of each contrast, conditional on the support."""
+    head_rows = embedding(ids, head.weight)  # once for all C contrasts
+    for hidden in contrast_hidden:
+        logits = head.column_logits(hidden, head_rows, ids)
+        logps, token_logps = condition(logits, ids)
+        yield torch.cat([logps, token_logps.unsqueeze(-1)], dim=-1)
 
 
 def condition(
@@ -203,4 +227,6 @@ def condition(
 
 def _buckets(projection: Projection, support: SupportConfig) -> Float[Tensor, "n B"]:
     logps = projection.logps
-    return objective.add_tail_bucket(logps, projection.log_outside) if support.tail == "bucket" else logps
+    if support.tail == "bucket":
+        logps = objective.add_tail_bucket(logps, projection.log_outside)
+    return logps

@@ -56,7 +56,7 @@ class VocabularyStudent(Student):
         support_ids: Int[Tensor, "n K"],
         buffer: Float[Tensor, "n V"] | None,
     ) -> None:
-        projection = project(head, hidden, buffer, token_ids.unsqueeze(-1), ids=support_ids)
+        projection = project(head, hidden, out=buffer, tokens=token_ids.unsqueeze(-1), ids=support_ids)
         self.values = projection.logps
         self.log_outside = projection.log_outside
         self.token_logps = projection.token_logps

@@ -31,7 +31,8 @@ class TokenCredit:
     def mean(self, values: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"] | None = None) -> Float[Tensor, ""]:
         """Mean over the tokens of all processes where `mask` (by default the scored ones) is True; 0 without any."""
         mask = self.mask if mask is None else mask & self.mask
-        total, count = self.reduce(torch.stack([values[mask].sum(), mask.sum().to(values.dtype)]))
+        sums = torch.stack([values[mask].sum(), mask.sum().to(values.dtype)])
+        total, count = self.reduce(sums)
         return total / count.clamp(min=1.0)
 
 
@@ -58,8 +59,10 @@ def weigh_tokens(token_weight: TokenWeight, credit: TokenCredit) -> dict[str, Fl
                 f"The token weights of {loss!r} have shape {tuple(values.shape)}; return one for each token, "
                 f"{tuple(credit.mask.shape)}."
             )
-        values = values.detach().to(credit.teacher_logps.dtype).masked_fill(~credit.mask, 1.0)
-        if bad := values[~(torch.isfinite(values) & (values >= 0))].tolist():
+        values = values.detach().to(credit.teacher_logps.dtype)
+        values = values.masked_fill(~credit.mask, 1.0)
+        is_valid = torch.isfinite(values) & (values >= 0)
+        if bad := values[~is_valid].tolist():
             raise ValueError(f"The token weights of {loss!r} must be finite and at least 0; some are {bad[:3]}.")
         weights[loss] = values
     return weights

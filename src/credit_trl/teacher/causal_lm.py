@@ -62,16 +62,18 @@ def uses_fp32_lm_head(model: nn.Module) -> bool:
 
 
 def head_input(model: nn.Module, hidden: Tensor) -> Tensor:
-    """Cast last hidden states to the dtype of `head_dtype`, or to fp32 after `use_fp32_lm_head`.
+    """Cast last hidden states to `head_input_dtype`. Call it under the same autocast as the forward pass."""
+    return hidden.to(head_input_dtype(model, hidden.dtype, hidden.device))
 
-    Call it under the same autocast as the forward pass.
-    """
+
+def head_input_dtype(model: nn.Module, hidden: torch.dtype, device: torch.device) -> torch.dtype:
+    """Return the dtype to cast hidden states to: that of `head_dtype`, or fp32 after `use_fp32_lm_head`."""
     if uses_fp32_lm_head(model):
-        return hidden.to(torch.promote_types(hidden.dtype, torch.float32))
-    device = hidden.device.type
-    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        return torch.promote_types(hidden, torch.float32)
+    has_autocast = torch.is_autocast_enabled(device.type)
+    autocast = torch.get_autocast_dtype(device.type) if has_autocast else None
     weight = unwrap_adapters(model).get_output_embeddings().weight
-    return hidden.to(head_dtype(hidden.dtype, weight.dtype, device, autocast))
+    return head_dtype(hidden, weight.dtype, device.type, autocast)
 
 
 def head_dtype(hidden: torch.dtype, weight: torch.dtype, device: str, autocast: torch.dtype | None) -> torch.dtype:
