@@ -93,6 +93,7 @@ class CreditTrainer(ResumableTrainer):
     # Of the sampled tokens of a rollout, what moves log-probabilities from the engine's distribution to the policy's.
     _outside_logps: Tensor | None = None
     _turn = 0  # of a rollout with tools
+    _generation_batch: GenerationBatch | None = None  # the last; None where a run resumed inside it
     _given_prompts: Sequence[dict[str, Any]] = ()  # prompts and images of a rollout's rows, as in the dataset
     _prompt_images: Sequence[PromptImages | None] = ()  # of a rollout
     policy_step: CreditStep | None = None

@@ -43,6 +43,32 @@ def test_only_complete_checkpoints_within_limit_remain(make_trainer, tmp_path):
     assert set(TABLES["files"]) <= {path.name for path in (tmp_path / "run" / "checkpoint-3").iterdir()}
 
 
+@pytest.mark.parametrize("damage", [{"step": 0}, {"files": "{}"}], ids=["progress", "manifest"])
+def test_a_replaced_json_encoder_writes_no_damaged_checkpoint(make_trainer, tmp_path, monkeypatch, damage):
+    trainer, encode = make_trainer(), json.dumps
+
+    def encode_at_two(value, **options):
+        is_due = trainer.state.global_step == 2 and isinstance(value, dict) and damage.keys() <= value.keys()
+        return encode(value | damage if is_due else value, **options)
+
+    monkeypatch.setattr(json, "dumps", encode_at_two)
+    with pytest.raises(CheckpointError, match=r"Step 2 could not be saved.*restore `json\.dumps`.*checkpoint-1\."):
+        trainer.train()
+    assert names(tmp_path / "run") == ["checkpoint-1"]
+    assert find_damage(tmp_path / "run" / "checkpoint-1") is None
+
+
+def test_a_failed_upload_of_a_checkpoint_ends_no_run(make_trainer, tmp_path, monkeypatch, caplog):
+    def fail(self, folder):
+        raise ConnectionError("no route to host\nmore")
+
+    monkeypatch.setattr(Trainer, "init_hf_repo", lambda self: None)
+    monkeypatch.setattr(Trainer, "_push_from_checkpoint", fail)
+    make_trainer(push_to_hub=True).train()
+    assert caplog.text.count("was not uploaded (ConnectionError: no route to host). Training continues.") == 3
+    assert find_damage(tmp_path / "run" / "checkpoint-3") is None
+
+
 def full_disk(*args, **kwargs):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

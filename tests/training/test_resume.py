@@ -232,3 +232,30 @@ def test_tied_weights_are_not_reported_as_missing(train, make_model, tmp_path, c
         resumed = train(tmp_path, resume="latest", model=make_model(tie_word_embeddings=True), max_steps=2, **options)
     assert resumed.model.lm_head.weight is resumed.model.get_input_embeddings().weight
     assert "missing keys" not in caplog.text
+
+
+@pytest.fixture(scope="module")
+def long_run():
+    """Folder of one run of 51 steps with a checkpoint after each, and what trains it."""
+    return {}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("run_callbacks")
+@pytest.mark.parametrize(("start", "end"), TABLES["grid"])
+def test_default_callbacks_let_a_run_resume_at_each_position(train, long_run, tmp_path_factory, start, end):
+    """The token maps are due at the first step, the 50th and the last."""
+    options = TABLES["of_grid"]
+    if not long_run:
+        long_run["folder"] = tmp_path_factory.mktemp("whole")
+        train(long_run["folder"], max_steps=51, **options)
+    whole = long_run["folder"]
+    folder = tmp_path_factory.mktemp("resumed")
+    shutil.copytree(whole / f"checkpoint-{start}", folder / f"checkpoint-{start}")
+    train(folder, resume="latest", max_steps=end, **options)
+    for name in ("model.safetensors", "teacher.safetensors", "optimizer.pt"):
+        expected = (whole / f"checkpoint-{end}" / name).read_bytes()
+        assert (folder / f"checkpoint-{end}" / name).read_bytes() == expected, name
+    if start == 48:  # the generation batch begins in this run
+        maps = {path.name for path in (folder / "credit_maps").glob("*.json")}
+        assert maps == {f"step-{step:06d}.json" for step in {min(end, 50), end}}

@@ -18,7 +18,8 @@ class SaveOnSigterm(TrainerCallback):
     """On SIGTERM, finishes the step of a run, saves a checkpoint and ends the process with exit code `REQUEUE`.
 
     The same command continues from the checkpoint bit for bit. With several processes one signal to any of them ends
-    the run. transformers' `enable_jit_checkpoint` saves inside a step, and each process at its own.
+    the run. transformers' `enable_jit_checkpoint` saves inside a step, and each process at its own. A failure ends the
+    run, which would ignore the signal.
     """
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -26,7 +26,8 @@ class EvaluationCallback(TrainerCallback):
 
     Evaluation uses its own random streams, so training is bitwise the same with and without it. An interrupted
     evaluation continues if the weights are the same and otherwise restarts. The trainer's `verifier_timeout` applies;
-    with `on_verifier_error="skip"` a step whose verifier fails is not evaluated.
+    with `on_verifier_error="skip"` a step whose verifier fails is not evaluated. Another failure ends the run, whose
+    processes would wait for one that has left an evaluation.
 
     Args:
         trainer: the trainer the callback is added to.

@@ -309,7 +309,10 @@ def make_teacher(
 
 
 class TeacherUpdate(TrainerCallback):
-    """Updates the EMA every `teacher_sync_steps` optimizer steps, by default at the end of each generation batch."""
+    """Updates the EMA every `teacher_sync_steps` optimizer steps, by default at the end of each generation batch.
+
+    A failure ends the run, which would go on with another teacher.
+    """
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer

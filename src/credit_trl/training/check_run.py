@@ -100,7 +100,10 @@ def check_run(trainer: Any) -> str:
 
 
 class StepMeter(TrainerCallback):
-    """Describes a rollout of the first generation batch, and lengthens and measures the second."""
+    """Describes a rollout of the first generation batch, and lengthens and measures the second.
+
+    A failure ends the run, which only measures.
+    """
 
     def __init__(self, trainer: Any) -> None:
         args = trainer.args

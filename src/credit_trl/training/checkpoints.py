@@ -352,10 +352,19 @@ class ResumableTrainer(GRPOTrainer):
             ) from error
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Push as transformers does, once the checkpoint has its final name."""
-        if self._save_dir is None:
+        """Push as transformers does, once the checkpoint has its final name. A failure only warns.
+
+        The run needs no upload: its checkpoint is saved, and a later push uploads the later weights.
+        """
+        if self._save_dir is not None:
+            return
+        try:
             with self.args.masked_tokens():
                 super()._push_from_checkpoint(checkpoint_folder)
+        except Exception as error:
+            cause = str(error).partition("\n")[0]
+            text = f"{checkpoint_folder} was not uploaded ({type(error).__name__}: {cause}). Training continues."
+            logger.warning(text)
 
     def _save_progress(self, folder: Path) -> None:
         """Write the count of passes and, inside a generation batch, this process's part of the batch."""
@@ -367,7 +376,7 @@ class ResumableTrainer(GRPOTrainer):
             start = self.run_start
             state |= {"run": run_id(self.args.output_dir), "start": start.count if start else 0}
             state |= {"options": start.options if start else {}}
-            (folder / STATE_FILE).write_text(json.dumps(state))
+            write_checked(folder / STATE_FILE, state)
 
     def _get_output_dir(self, trial: Any) -> str:
         return self._save_dir or super()._get_output_dir(trial)
@@ -554,7 +563,14 @@ def write_manifest(folder: Path, hashes: dict[str, str]) -> None:
     """Write the manifest, the last file that a checkpoint gets, with a hash of its own."""
     listed = json.dumps(hashes)
     own = xxhash.xxh3_128(listed.encode()).hexdigest()
-    write_atomically(folder / MANIFEST_FILE, json.dumps({"files": listed, "xxh3_128": own}) + "\n")
+    write_checked(folder / MANIFEST_FILE, {"files": listed, "xxh3_128": own})
+
+
+def write_checked(path: Path, value: dict[str, Any]) -> None:
+    """Write JSON and read it back, as code of the user's may have replaced `json.dumps`."""
+    write_atomically(path, json.dumps(value) + "\n")
+    if read_json(path) != value:
+        raise ValueError(f"{path.name} was not written as it is: restore `json.dumps`, which your code has replaced")
 
 
 def find_damage(folder: Path) -> str | None:

@@ -79,6 +79,7 @@ class RunLog(TrainerCallback):
     or its end. Then the files of an earlier run are moved into `_earlier_<n>`; a run that resumes drops the logs,
     completions, scores and token maps after the step that it starts from. `segments` in `run.json` lists the steps
     from which the run went on with other options, each with those that changed. Warnings are rows of `log.jsonl`.
+    A failure ends the run: its files would be mixed with an earlier run's, or would not say what it did.
     `facts` are further fields of `run.json`, such as the task; `rows` are data sets for `store_rows`.
     """
 

@@ -12,6 +12,7 @@ from transformers import TrainerCallback
 
 from credit_trl.teacher.sharding import local_part
 from credit_trl.training.metrics import Alarms
+from credit_trl.training.optional import OptionalEvents
 
 # Stored scores of the teacher. A NaN in them does not always make the loss NaN.
 _SCORES = ("teacher_token_logps", "generic_token_logps")
@@ -98,7 +99,7 @@ def reduce_gradients_in_fp32(accelerator: Accelerator) -> None:
         plugin.mixed_precision_policy = replace(plugin.mixed_precision_policy, reduce_dtype=torch.float32)
 
 
-class WeightChange(TrainerCallback):
+class WeightChange(OptionalEvents, TrainerCallback):
     """Compares a sample of the weights before and after the first update, with one synchronisation.
 
     An update without a learning rate, as at the start of a warm-up, or without gradients is not compared. Neither are

@@ -96,6 +96,20 @@ def test_resumed_run_keeps_its_pinned_rollouts(train):
     assert [pinned] == pinned_before
 
 
+def test_run_resumes_inside_a_generation_batch_without_its_map(train, caplog):
+    options = {"save_strategy": "steps", "save_steps": 1, "max_steps": 2, "steps_per_generation": 2}
+    trainer = train({}, per_device_train_batch_size=4, **options)
+    resumed = train({}, resume=f"{trainer.args.output_dir}/checkpoint-1", per_device_train_batch_size=4, **options)
+    assert resumed.state.global_step == 2
+    assert "CreditMapCallback: the last step has no token map" in caplog.text
+
+
+def test_failing_event_of_an_optional_callback_is_one_warning(train, caplog, monkeypatch):
+    monkeypatch.setattr(CreditMapCallback, "_write", lambda self, step: [][step])
+    assert train({"every": 1}).state.global_step == 3
+    assert caplog.text.count("CreditMapCallback: IndexError: list index out of range. Training continues.") == 1
+
+
 @pytest.mark.filterwarnings("ignore:No sample with a teacher")
 def test_evaluation_rollouts_are_not_mapped(train):
     # A generation batch is used for two updates, with an evaluation between them.

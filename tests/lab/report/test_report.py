@@ -511,8 +511,8 @@ def test_reports_and_maps_that_fail_warn_once_and_end_no_run(run_callbacks, make
     trainer = make_trainer(reward, max_steps=2)
     trainer.train()
     assert trainer.state.global_step == 2
-    messages = [record.message for record in caplog.records if "continues without it" in record.message]
-    assert [message.split()[0] for message in messages] == ["CreditMapCallback", "ReportCallback"]
+    messages = [record.message for record in caplog.records if "Training continues" in record.message]
+    assert [message.split(":")[0] for message in messages] == ["CreditMapCallback", "ReportCallback"]
 
 
 def test_options_that_a_resumed_run_changed_have_their_steps(tmp_path, scores):

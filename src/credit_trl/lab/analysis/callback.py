@@ -1,8 +1,7 @@
-"""`CreditMapCallback`: token maps during training, and the base of callbacks whose failures do not end a run."""
+"""`CreditMapCallback`: token maps during training."""
 
-import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -22,35 +21,18 @@ from credit_trl.rollout.batch import content_key
 from credit_trl.run_directory import MAPS_FOLDER
 from credit_trl.teacher.models import Teacher
 from credit_trl.teacher.sharding import reshard
-
-logger = logging.getLogger(__name__)
-
-
-class OptionalCallback(TrainerCallback):
-    """Callback whose failures do not end the run: the first one is a warning, later ones are ignored."""
-
-    _has_warned = False
-
-    def attempt(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """The result of a function; None, with a warning the first time, if it fails."""
-        try:
-            return function(*arguments)
-        except Exception as error:
-            if not self._has_warned:
-                name = type(self).__name__
-                logger.warning(f"{name} failed, and training continues without it: {type(error).__name__}: {error}")
-            self._has_warned = True
-            return None
+from credit_trl.training.optional import OptionalEvents
 
 
-class CreditMapCallback(OptionalCallback):
+class CreditMapCallback(OptionalEvents, TrainerCallback):
     """Write token maps to `credit_maps/` in the output directory every few steps; the run's report shows them.
 
     Every `CreditTrainer` with a teacher has one, see `lab.report.run_callbacks`.
 
     At the first step, every `every` steps and the last, before the optimizer step, it scores rollouts of the current
     generation batch with the feedback and contrast prompts of their loss, and writes `step-000050.json`. The rollouts
-    of the first step are scored again each time, so that they can be compared.
+    of the first step are scored again each time, so that they can be compared. A run that resumes inside a generation
+    batch, whose rollouts no checkpoint stores, writes the next file with the next batch.
 
     Args:
         trainer: a `CreditTrainer` with a teacher.
@@ -62,22 +44,25 @@ class CreditMapCallback(OptionalCallback):
         self.trainer = trainer
         self.every = every
         self.rollouts = rollouts
-        self._evaluation_batch: Any = None
+        self._unmapped: Any = None  # the last generation batch of an evaluation or an earlier call of `train`
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.directory = Path(args.output_dir) / MAPS_FOLDER
         self._due = False
+        self._unmapped = self.trainer._generation_batch
         self._pinned = self._read_pinned() if state.global_step > 0 else None
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._evaluation_batch = self.trainer._generation_batch  # not a generation batch of training
+        self._unmapped = self.trainer._generation_batch
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         step = state.global_step + 1
         self._due = self._due or step in (1, state.max_steps) or step % self.every == 0
-        if self._due and self.trainer._generation_batch is not self._evaluation_batch:
+        if self._due and self.trainer._generation_batch is not self._unmapped:
             self._due = False
             self._write(step)
+        elif self._due and self._unmapped is None and step == state.max_steps:
+            self.warn("the last step has no token map, as the run resumed inside its generation batch")
 
     def _write(self, step: int) -> None:
         """Score the current and the pinned rollouts on all processes; the main process writes the file."""

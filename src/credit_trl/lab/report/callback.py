@@ -10,11 +10,12 @@ from transformers import TrainerCallback
 from transformers.utils import is_in_notebook
 
 from credit_trl.contexts.prompts import images_of
-from credit_trl.lab.analysis.callback import CreditMapCallback, OptionalCallback
+from credit_trl.lab.analysis.callback import CreditMapCallback
 from credit_trl.lab.analysis.responses import data_url
 from credit_trl.lab.report.logs import print_lines, send_credit, send_rollouts
 from credit_trl.lab.report.runs import COMPLETIONS
 from credit_trl.lab.report.write import REPORT_FILE, write_report
+from credit_trl.training.optional import OptionalEvents
 from credit_trl.trl_compat import prepare_multimodal_messages, strip_images_from_messages
 
 # Steps of a run of which rollouts are saved, evenly spaced, beside the last.
@@ -61,7 +62,7 @@ def _show_report(folder: str) -> None:
     _SHOWN.add(cell)
 
 
-class ReportCallback(OptionalCallback):
+class ReportCallback(OptionalEvents, TrainerCallback):
     """Write `report.html` in the output directory while a run trains and when it ends, and print a link to it.
 
     It also saves rollouts of at most 51 steps, as TRL's table of completions does with `log_completions`, and sends
@@ -111,7 +112,7 @@ class ReportCallback(OptionalCallback):
         """Send the credit, and save and send the first rollouts of the last generation batch where they are due."""
         send_credit(self.trainer, logs)
         step = state.global_step
-        if step < min(self._next_step, state.max_steps):
+        if not self.trainer._logs["prompt"] or step < min(self._next_step, state.max_steps):
             return
         self._next_step = step + max(1, state.max_steps // _ROLLOUT_STEPS)
         rollout_logs = self.trainer._logs
