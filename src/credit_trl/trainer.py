@@ -98,6 +98,7 @@ class CreditTrainer(ResumableTrainer):
     _prompt_images: Sequence[PromptImages | None] = ()  # of a rollout
     policy_step: CreditStep | None = None
     _policy_tokens: TokenPolicy | None = None  # of the micro-batch, for GRPO's loss
+    _nonfinite: Tensor | None = None  # samples of the micro-batch whose distillation loss is not finite
     _tag_names: ClassVar = ["trl", "credit"]
     _name = "CREDIT"
     _paper: ClassVar = PAPER["card"]
@@ -451,12 +452,13 @@ class CreditTrainer(ResumableTrainer):
             self.clock.steps += self.accelerator.sync_gradients
         weight = self._distillation_weight
         loss = 0.0
+        self._nonfinite = None
         if weight > 0.0:
             loss = weight * self._distillation_loss(model, inputs)
         if weight < 1.0:
             policy_loss = super()._compute_loss(model, inputs | trl_image_fields(inputs))
             loss = loss + (1.0 - weight) * check_returned("GRPOTrainer._compute_loss", policy_loss)
-        return self._guarded(loss, inputs)
+        return self._guarded(loss, inputs, self._nonfinite)
 
     def _distillation_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         accumulation = self.current_gradient_accumulation_steps if self.model.training else 1.0
@@ -467,6 +469,7 @@ class CreditTrainer(ResumableTrainer):
             self._log_values({"aux_loss": self.accelerator.gather_for_metrics(result.aux_loss).mean().item()})
         self._token_metrics.add(self._mode, result)
         self._policy_tokens = result.policy
+        self._nonfinite = result.nonfinite
         return loss
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:

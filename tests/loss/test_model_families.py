@@ -26,3 +26,14 @@ def test_router_loss_needs_no_name_of_the_number_of_experts(make_family, make_tr
     trainer = make_trainer(model=make_family("GraniteMoe"), max_steps=1, router_aux_loss_coef=0.1)
     trainer.train()
     assert trainer.state.log_history[0]["aux_loss"] >= 1.0  # even routing to two of four experts gives 2
+
+
+def test_router_loss_of_another_form_is_refused_with_the_option(make_family, make_trainer, monkeypatch):
+    """An expert of Doge is a pair of keys, so that its router has two logits of each token's key."""
+    experts = {"is_moe": True, "num_experts": 16, "num_experts_per_tok": 4, "initializer_range": 0.02}
+    monkeypatch.setitem(FAMILIES, "Doge", experts)
+    with pytest.raises(ValueError, match=r"router of `DogeForCausalLM` .*Set `router_aux_loss_coef=0`"):
+        make_trainer(model=make_family("Doge"), max_steps=1).train()
+    trainer = make_trainer(model=make_family("Doge"), max_steps=1, router_aux_loss_coef=0.0)
+    trainer.train()
+    assert "aux_loss" not in trainer.state.log_history[0]

@@ -13,7 +13,7 @@ from peft import LoraConfig
 from credit_trl import EvaluationCallback
 from credit_trl.tasks.task import Task
 from tables import tables_of
-from tiny import build_model, build_tokenizer, length_verdicts
+from tiny import build_model, build_tokenizer, file_hashes, length_verdicts
 
 HERE = Path(__file__).parent
 TABLE = yaml.safe_load((HERE / "unharmed.yaml").read_text("utf-8"))
@@ -112,6 +112,21 @@ def test_evaluation_before_the_first_loss_harms_no_earlier_run(make_trainer, dat
     with pytest.raises(ValueError, match="dapoo"):
         trainer.train()
     assert [row["step"] for row in evaluation.history] == [0]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_tensorboard_adds_files_of_its_own_to_an_earlier_run(make_trainer, earlier_run):
+    """transformers makes its folder of events when the run begins."""
+    pytest.importorskip("tensorboard")
+    expected = file_hashes(earlier_run)
+    trainer = make_trainer(loss_type="dapoo", distillation_weight=0.5, report_to="tensorboard")
+    with pytest.raises(ValueError, match="dapoo"):
+        trainer.train()
+    after_failure = file_hashes(earlier_run)
+    added = after_failure.keys() - expected.keys()
+    assert added
+    assert all(name == "runs" or name.startswith("runs/") for name in added)
+    assert {name: after_failure[name] for name in expected} == expected
 
 
 def test_eighty_failing_calls_and_commands_are_tried_on_an_earlier_run():

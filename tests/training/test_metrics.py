@@ -27,7 +27,7 @@ def terms(n, seed=0):
 
 
 def micro_batch(terms, contrasted, fidelity=ZERO, engine=None):
-    return MicroBatchLoss(terms, contrasted, fidelity, None, len(contrasted), len(contrasted), engine)
+    return MicroBatchLoss(terms, contrasted, fidelity, ~contrasted, None, len(contrasted), len(contrasted), engine)
 
 
 def token_metrics(*losses, is_sampled=False, reduce=lambda local: local):

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import warnings
 
 import pytest
 import torch
@@ -82,6 +83,18 @@ def test_resumed_run_goes_on_at_its_place_in_a_stream(train, dataset, tmp_path, 
     assert uninterrupted.state.epoch > 1
     for stop in (8, 6, 4):  # in the second epoch, at the end of the first, inside it
         assert_same_weights(train(rows=stream, resume=str(tmp_path / f"checkpoint-{stop}"), **options), uninterrupted)
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_resuming_a_stream_warns_once_of_data_not_compared(train, dataset, tmp_path, streams):
+    rows = dataset.to_iterable_dataset() if streams else dataset
+    options = {"rows": rows, "steps_per_generation": 1, "save_steps": 1}
+    train(max_steps=1, **options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(resume="latest", max_steps=3, **options)
+    messages = [str(warning.message) for warning in caught if warning.category is CreditWarning]
+    assert len([text for text in messages if "is a stream, which cannot be compared" in text]) == streams
 
 
 @pytest.mark.parametrize("stop", [1, 2])

@@ -89,6 +89,33 @@ def test_nonfinite_step_ends_the_run_before_the_optimizer(make_trainer, tmp_path
     assert all(map(torch.equal, resumed.model.parameters(), undisturbed))
 
 
+@pytest.mark.parametrize("options", [{}, {"packed": True}, {"distillation_weight": 0.5, "packed": True}], ids=str)
+@pytest.mark.parametrize("value", [-math.inf, math.nan], ids=["probability 0", "NaN"])
+def test_nonfinite_loss_of_one_sample_names_it(make_trainer, dataset, value, options):
+    rows = dataset.map(
+        lambda row, i: {"prompt": [{"role": "user", "content": f"{'Long. ' * 30} Row {i}?"}]}, with_indices=True
+    )
+    trainer = make_trainer(rows=rows, save_strategy="no", max_reprompt_len=1024, **options)
+    prepare = trainer.credit_step.prepare
+    expected = []
+
+    def forbid(batch, tensors, contexts):
+        """The teacher gives the likeliest token of one sample probability 0, which the policy does not."""
+        prepared = prepare(batch, tensors, contexts)
+        prepared["teacher_logps"][5, 0, 0] = value
+        prepared["teacher_token_logps"][5, 0] = value
+        expected.append(batch.prompts[5][-1]["content"].rpartition(" ")[2])
+        return prepared
+
+    trainer.credit_step.prepare = forbid
+    with pytest.raises(NonFiniteError, match="Step 1 is not finite") as ended:
+        trainer.train()
+    excerpt = str(ended.value).partition("of a sample whose prompt ends in ")[2]
+    assert expected[0] in excerpt
+    assert excerpt.count("Row") == 1
+    assert len(excerpt) < 200
+
+
 @pytest.mark.parametrize("fault", ["NaN in a gradient", "NaN loss with a finite gradient"])
 def test_skipped_step_changes_no_weight_and_is_counted(make_trainer, fault):
     trainer = make_trainer(on_nonfinite="skip", learning_rate=1e-2, save_strategy="no")

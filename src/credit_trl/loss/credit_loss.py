@@ -107,6 +107,7 @@ class MicroBatchLoss:
     # Part of the teacher's fidelity: Σ_i w_i mean_t ΔV_t of sample i, with the weights of
     # `training.metrics.teacher_success_weights`; NaN where no group is mixed.
     fidelity: Float[Tensor, ""]
+    nonfinite: Bool[Tensor, " B"]  # the samples with a token whose loss is not finite
     aux_loss: Float[Tensor, ""] | None  # load-balancing loss of a mixture of experts
     tokens_read: int  # of the student's forward pass, with padding
     valid: int  # the same without padding

@@ -353,6 +353,12 @@ def _router_loss(model: nn.Module, outputs: Any, mask: Int[Tensor, "B L"] | None
 
     if not outputs.router_logits:  # dense, with the configuration of a mixture of experts
         return outputs.last_hidden_state.new_zeros(())
+    shape = outputs.router_logits[0].shape
+    if len(shape) != 2:  # one logit for each expert and token
+        raise ValueError(
+            f"The router of `{type(model).__name__}` has logits of shape {tuple(shape)}, for which no load-balancing "
+            "loss is computed. Set `router_aux_loss_coef=0`."
+        )
     config = model.config.get_text_config()
-    experts = outputs.router_logits[0].shape[-1]  # whose name differs between configurations
+    experts = shape[-1]  # whose name differs between configurations
     return load_balancing_loss_func(outputs.router_logits, experts, config.num_experts_per_tok, mask)

@@ -14,7 +14,7 @@ import math
 import os
 import pickle
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -51,7 +51,14 @@ from credit_trl.teacher.models import Teacher
 from credit_trl.teacher.sharding import full_tensor
 from credit_trl.training.metrics import Alarms
 from credit_trl.training.run_options import describe_change, run_options
-from credit_trl.training.weights import NonFiniteError, guarded, nonfinite_moment, nonfinite_weight, source_of
+from credit_trl.training.weights import (
+    LossReport,
+    NonFiniteError,
+    guarded,
+    nonfinite_moment,
+    nonfinite_weight,
+    source_of,
+)
 from credit_trl.trl_compat import RepeatSampler, check_returned, check_trl
 
 check_trl()
@@ -61,6 +68,7 @@ UNFINISHED = "unfinished"
 LATEST = "latest"
 STATE_FILE = "credit_state.json"
 MANIFEST_FILE = "manifest.json"
+PROMPT_CHARACTERS = 80  # of a prompt in an error
 
 
 class CheckpointError(RuntimeError):
@@ -134,7 +142,7 @@ class ResumableTrainer(GRPOTrainer):
     run_start: RunStart | None = None  # of the last call of `train`
     _lock: RunLock | None = None  # of `output_dir` while this process trains and is the main one
     _save_dir: str | None = None  # while a checkpoint is written
-    _losses_are_finite: Tensor | None = None  # of the micro-batches since the last optimizer step, on this process
+    _loss_reports: Sequence[LossReport] = ()  # of this process's micro-batches since the last optimizer step
 
     def train(
         self,
@@ -173,6 +181,7 @@ class ResumableTrainer(GRPOTrainer):
             self.run_start = start = shared[0]
             if start.checkpoint is not None:
                 self._check_options(start, resume_changes)
+                self.alarms.raise_if(start.options["data"] is None, "stream_resumed", checkpoint=start.checkpoint)
                 # A checkpoint stores tied weights once; transformers would report the others as missing.
                 self.model._keys_to_ignore_on_save = {*self.model.all_tied_weights_keys}
             elif resume_from_checkpoint is True:
@@ -223,13 +232,15 @@ class ResumableTrainer(GRPOTrainer):
         passes = self.args.steps_per_generation * self.num_iterations
         return {"processes": self.accelerator.num_processes, "rollouts": rollouts, "passes": passes}
 
-    def _guarded(self, loss: Tensor, inputs: dict[str, Any]) -> Tensor:
-        """The loss of a micro-batch, which `_get_grad_norm` refuses where it is not finite."""
+    def _guarded(self, loss: Tensor, inputs: dict[str, Any], nonfinite: Tensor | None = None) -> Tensor:
+        """The loss of a micro-batch, which `_get_grad_norm` refuses where it is not finite.
+
+        `nonfinite` says of which samples, if that is known.
+        """
         if not self.model.training:
             return loss
         loss, finite = guarded(loss, inputs)
-        before = self._losses_are_finite
-        self._losses_are_finite = finite if before is None else before & finite
+        self._loss_reports = [*self._loss_reports, LossReport(finite, inputs, nonfinite)]
         return loss
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
@@ -243,21 +254,31 @@ class ResumableTrainer(GRPOTrainer):
         grad_norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         check_returned("GRPOTrainer._get_grad_norm", grad_norm)
         norm = float(full_tensor(grad_norm)) if isinstance(grad_norm, Tensor) else grad_norm
-        losses = self._losses_are_finite is None or bool(self._losses_are_finite)
-        self._losses_are_finite = None
+        reports = self._loss_reports
+        self._loss_reports = ()
+        losses = not reports or bool(torch.stack([report.is_finite for report in reports]).all())
         skips = self.args.on_nonfinite == "skip" and self.accelerator.distributed_type != "DEEPSPEED"
         is_bad = not losses or (self.accelerator.scaler is None and not math.isfinite(norm))
         if is_bad and not skips:
             source = source_of(model, self._teacher_weights(), self._buffered_inputs or (), losses)
             raise NonFiniteError(
-                f"Step {self.state.global_step + 1} is not finite: the gradient norm is {norm}, from {source}. "
-                f"{self._last_checkpoint()}"
+                f"Step {self.state.global_step + 1} is not finite: the gradient norm is {norm}, from {source}"
+                f"{self._bad_sample(reports)}. {self._last_checkpoint()}"
             )
         if is_bad:
             model.zero_grad(set_to_none=True)  # the optimizer changes no weight without a gradient
         if skips:
             self._metrics["train"]["credit/frac_skipped_updates"].append(float(is_bad))
         return grad_norm
+
+    def _bad_sample(self, reports: Sequence[LossReport]) -> str:
+        """The end of the prompt of the first sample that is not finite, in words; empty where none is known."""
+        prompts = [report.bad_prompt() for report in reports]
+        ids = next(filter(None, prompts), None)
+        if ids is None:
+            return ""
+        text = self._tokenizer.decode(ids, skip_special_tokens=True)
+        return f" (of a sample whose prompt ends in {text[-PROMPT_CHARACTERS:]!r})"
 
     def _teacher_weights(self) -> dict[str, Tensor]:
         return getattr(self.teacher, "named_weights", dict)()  # none for a live teacher

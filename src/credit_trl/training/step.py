@@ -32,6 +32,7 @@ from credit_trl.teacher.passes import PolicySequences, chosen_sequences, policy_
 from credit_trl.teacher.sharding import run_in_wrapped_forward
 from credit_trl.training.metrics import micro_batch_fidelity
 from credit_trl.training.micro_batches import take_rows
+from credit_trl.training.weights import nonfinite_samples
 from credit_trl.trl_compat import identity
 
 
@@ -206,6 +207,7 @@ class CreditStep:
         result = self._policy_loss(model, inputs, sequences, tokens)
         terms, moved_logps = result.output
         samples = sequences.rows
+        token_weights = tokens.weights
         policy = None
         if self.serves_grpo:
             logps, entropies = sequences.scatter(terms.policy_logps), sequences.scatter(terms.entropy)
@@ -213,12 +215,14 @@ class CreditStep:
             scored = sequences.pick(mask).nonzero().squeeze(-1)
             terms = terms.detached_rows(scored)
             samples = samples[scored]
+            token_weights = token_weights[scored]
             has_contrast = has_contrast[scored]
         delta_v = objective.self_distillation_reward(terms.teacher_token_logps, terms.token_logps)
         return MicroBatchLoss(
             terms=terms,
             contrasted=has_contrast,
             fidelity=micro_batch_fidelity(inputs.get("success_weights"), mask, samples, delta_v),
+            nonfinite=nonfinite_samples(terms.token_loss, token_weights, samples, len(mask)),
             aux_loss=result.aux_loss,
             tokens_read=result.tokens_read,
             valid=sum(len(ids) for ids in sequences.ids),

@@ -3,10 +3,11 @@
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
@@ -64,6 +65,30 @@ def nonfinite_moment(optimizer: Any) -> str | None:
     return None
 
 
+def nonfinite_samples(
+    token_losses: Float[Tensor, " N"], weights: Float[Tensor, " N"], samples: Int[Tensor, " N"], count: int
+) -> Bool[Tensor, " B"]:
+    """Which of the `count` samples of a micro-batch have a token with weight whose loss is not finite."""
+    is_bad = ~token_losses.isfinite() & (weights != 0)
+    return torch.zeros(count, device=is_bad.device).index_add(0, samples, is_bad.float()) > 0
+
+
+class LossReport(NamedTuple):
+    """What the losses of one micro-batch say of its samples."""
+
+    is_finite: Tensor  # scalar
+    inputs: Mapping[str, Any]  # its tensors
+    nonfinite: Bool[Tensor, " B"] | None  # `nonfinite_samples`; None where only GRPO's loss is computed
+
+    def bad_prompt(self) -> list[int] | None:
+        """Token ids of the prompt of the first sample with a loss that is not finite; None without any."""
+        inputs = self.inputs
+        if self.nonfinite is None or not self.nonfinite.any():
+            return None
+        sample = int(self.nonfinite.nonzero()[0])
+        return inputs["prompt_ids"][sample][inputs["prompt_mask"][sample].bool()].tolist()
+
+
 def source_of(
     model: nn.Module, teacher: Mapping[str, Tensor], batches: Iterable[Mapping[str, Any]], loss_is_finite: bool
 ) -> str:
@@ -77,7 +102,7 @@ def source_of(
         if any(isinstance(batch.get(name), Tensor) and batch[name].isnan().any() for batch in batches):
             return f"the teacher's scores (`{name}`)"
     if not loss_is_finite:
-        return "the loss of the update, by the policy's logits"
+        return "the loss of the update, by the policy's logits or scores of probability 0"
     return "the gradient of the update, or another process"
 
 
