@@ -145,8 +145,9 @@ class CreditConfig(GRPOConfig):
             Use feedback only where the group has no successful rollout (SDPO's code).
         use_successful_as_teacher (`bool`, *optional*, defaults to `True`):
             Whether the teacher reads a successful rollout of the same group as a demonstration.
-        success_reward_threshold (`float`, *optional*, defaults to `1.0`):
-            Lowest reward of a successful rollout.
+        success_reward_threshold (`float`, *optional*):
+            Lowest reward of a successful rollout. `None`: 1 where rewards are 0 and 1. In a generation batch with a
+            reward above 1, or with few rewards of 0 and 1, no rollout is successful, with a warning.
         dont_reprompt_on_self_success (`bool`, *optional*, defaults to `True`):
             Whether a rollout may not be its own demonstration.
         teacher_context (`str`, *optional*, defaults to `"solution"`):
@@ -167,7 +168,8 @@ class CreditConfig(GRPOConfig):
             of that call in the loss; `credit/frac_verifier_skipped` logs their share.
         verifier_timeout (`float`, *optional*):
             Maximum seconds of one call of a reward function (all rollouts of one process); later results are ignored.
-            With a limit the function runs in its own thread. `None`: no limit.
+            With a limit the function runs in its own thread, where time-outs by signals inside it are refused; under
+            `credit_trl.in_process` they work. `None`: no limit.
         on_nonfinite (`"raise"` or `"skip"`, *optional*, defaults to `"raise"`):
             Policy for an update whose loss or gradient is NaN or infinite: end the run before the optimizer's step,
             or skip the update; `credit/frac_skipped_updates` logs their share.
@@ -211,7 +213,7 @@ class CreditConfig(GRPOConfig):
     include_environment_feedback: bool = True
     environment_feedback_only_without_solution: bool = False
     use_successful_as_teacher: bool = True
-    success_reward_threshold: float = 1.0
+    success_reward_threshold: float | None = None
     dont_reprompt_on_self_success: bool = True
     teacher_context: Literal["solution", "think", "think+solution"] = "solution"
     max_reprompt_len: int = 10240
@@ -411,7 +413,7 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], tuple[str, ...]]] = {
     "in (0, 1] or None": (lambda x: 0.0 < x <= 1.0, ("teacher_update_rate",)),
     "above 0": (lambda x: x > 0.0, ("temperature",)),
     "finite and at least 0": (lambda x: 0.0 <= x < math.inf, ("contrastive_coef", "learning_rate")),
-    "finite": (math.isfinite, ("success_reward_threshold",)),
+    "finite or None": (math.isfinite, ("success_reward_threshold",)),
     "positive or None": (lambda x: 0.0 < x < math.inf, ("distillation_is_clip", "verifier_timeout")),
     "an integer of at least 1": (
         lambda x: isinstance(x, Integral) and x >= 1,

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from functools import cached_property
 from importlib.metadata import entry_points
 from importlib.resources import files
@@ -30,6 +31,7 @@ from credit_trl.loss.token_weight import TokenWeight
 from credit_trl.rollout.batch import (
     EVALUATION_INDEX,
     GenerationBatch,
+    is_graded,
     loss_mask,
     mask_skipped_rewards,
     mask_skipped_tokens,
@@ -39,6 +41,7 @@ from credit_trl.rollout.thinking import mark_thinking, use_marks
 from credit_trl.rollout.verdict import VerdictLog, VerifierPolicy
 from credit_trl.rollout.vllm import PolicyGeneration
 from credit_trl.run_directory import describe_data
+from credit_trl.sandbox.user_code import undisturbed
 from credit_trl.teacher import causal_lm
 from credit_trl.teacher.external import build_teacher
 from credit_trl.teacher.models import Teacher, TeacherUpdate
@@ -93,6 +96,7 @@ class CreditTrainer(ResumableTrainer):
     # Of the sampled tokens of a rollout, what moves log-probabilities from the engine's distribution to the policy's.
     _outside_logps: Tensor | None = None
     _turn = 0  # of a rollout with tools
+    _picks_successful = False  # whether the rewards decide on what is a success, without a threshold
     _generation_batch: GenerationBatch | None = None  # the last; None where a run resumed inside it
     _given_prompts: Sequence[dict[str, Any]] = ()  # prompts and images of a rollout's rows, as in the dataset
     _prompt_images: Sequence[PromptImages | None] = ()  # of a rollout
@@ -149,11 +153,7 @@ class CreditTrainer(ResumableTrainer):
         render = chat_renderer(self.processing_class, self._is_vlm, **options)
         reader = ImageReader(self.processing_class) if self._is_vlm and distills else None
         self.context_builder = ContextBuilder(self._tokenizer, args, self.eos_token_ids, render, reader)
-        self._init_reports()
-        shows_successful = distills and args.use_successful_as_teacher and args.teacher_prompt == "privileged"
-        functions = int(self.reward_weights.count_nonzero())
-        sums = functions > 1 and self.reward_weights.max() >= args.success_reward_threshold == 1.0
-        self.alarms.raise_if(shows_successful and sums, "summed_rewards", functions=functions)
+        self._init_reports(distills)
         self.run_log.facts["data"] = describe_data(reward_funcs or [], args.reward_weights)
         self.run_log.rows = {"train": train_dataset, "test": eval_dataset}
         checks.check_prompts(self, datasets, distills=distills)
@@ -174,7 +174,8 @@ class CreditTrainer(ResumableTrainer):
         """w; 0 where no teacher scores, as in a trainer that was built without `__init__`."""
         return 0.0 if self.credit_step is None else self.args.distillation_weight
 
-    def _init_reports(self) -> None:
+    def _init_reports(self, distills: bool) -> None:
+        args = self.args
         self._eval_batches = 0
         self.create_model_card = card_writer(self.create_model_card, self.args.output_dir)
         self.run_log = reporting.RunLog(self)
@@ -185,6 +186,11 @@ class CreditTrainer(ResumableTrainer):
         self.add_callback(self.run_log)
         self.add_callback(WeightChange(self.alarms, self.model))
         self.num_completions_to_print = 0  # of TRL's table, see `print_completions`
+        shows_successful = distills and args.use_successful_as_teacher and args.teacher_prompt == "privileged"
+        functions = int(self.reward_weights.count_nonzero())
+        self._picks_successful = shows_successful and args.success_reward_threshold is None
+        sums = functions > 1 and self.reward_weights.max() >= 1.0
+        self.alarms.raise_if(self._picks_successful and sums, "summed_rewards", functions=functions)
 
     def _init_credit(self, token_weight: TokenWeight | None) -> None:
         args = self.args
@@ -281,6 +287,11 @@ class CreditTrainer(ResumableTrainer):
         given = self._given_prompts or [{}] * len(inputs)
         inputs = [{**row, **own, "truncated": cut} for row, own, cut in zip(inputs, given, truncated, strict=False)]
         self._verdicts.clear()
+        if self.model.training:
+            index = self._step // (self.args.steps_per_generation * self.num_iterations)
+        else:
+            self._eval_batches += 1
+            index = EVALUATION_INDEX + self._eval_batches
         with self.clock.stage("verdict"):
             graded = completions
             parsers = (getattr(self._tokenizer, f"response_{name}", None) for name in ("template", "schema"))
@@ -295,17 +306,12 @@ class CreditTrainer(ResumableTrainer):
                     lambda sample: self.context_builder.student_text(prompts[sample]),
                     self.context_builder.marks,
                 )
-            with use_marks(self.context_builder.marks):
+            with use_marks(self.context_builder.marks), self._undisturbed(index):
                 rewards_per_func = super()._calculate_rewards(inputs, prompts, graded, completion_ids_list)
             check_returned("GRPOTrainer._calculate_rewards", rewards_per_func)
         if self.args.on_verifier_error == "skip":
             share = mask_skipped_rewards(rewards_per_func, self._verdicts.has_failed, self.accelerator)
             self._log_values({"credit/frac_verifier_skipped": share})
-        if self.model.training:
-            index = self._step // (self.args.steps_per_generation * self.num_iterations)
-        else:
-            self._eval_batches += 1
-            index = EVALUATION_INDEX + self._eval_batches
         evaluated = None if self.model.training else self.callback_handler.eval_dataloader.dataset
         self._rollouts = GenerationBatch(
             rows=inputs,
@@ -321,6 +327,11 @@ class CreditTrainer(ResumableTrainer):
             tools=self._sample_tools(len(prompts)),
         )
         return rewards_per_func
+
+    def _undisturbed(self, index: int) -> AbstractContextManager[None]:
+        """Block in which functions of the user run for the generation batch of an index."""
+        key = [self.args.seed, index, self.accelerator.process_index]
+        return undisturbed(key, lambda text: self.alarms.raise_if(True, "changed_state", text=text))
 
     def _sample_tools(self, count: int) -> list[list[Any] | None]:
         """Tools that the chat template lists for each local sample; empty without any."""
@@ -356,16 +367,20 @@ class CreditTrainer(ResumableTrainer):
         if self.credit_step is not None:
             if any(gather_object([any(self._prompt_images)])):
                 output["prompt_images"] = self._prompt_images
-            with self.clock.stage("contexts"):
+            with self.clock.stage("contexts"), self._undisturbed(batch.index):
                 contexts = self._build_contexts(batch)
                 output["success_weights"] = self._weigh_successes(batch, contexts, loss_mask(output))
-            with self.clock.stage("scores"):
+            with self.clock.stage("scores"), self._undisturbed(batch.index):
                 output.update(self.credit_step.prepare(batch, output, contexts))
         reporting.add_completion_columns(self, output, batch, contexts)
         return output
 
     def _build_contexts(self, batch: GenerationBatch) -> list[TokenContexts]:
         """Teacher and contrast contexts of the local samples."""
+        if self._picks_successful:
+            names = ", ".join(self.reward_func_names)
+            highest = max((reward for reward in batch.rewards if reward == reward), default=0.0)
+            self.alarms.raise_if(is_graded(batch.rewards), "graded_reward", names=names, highest=highest)
         contexts = self.credit_step.build_contexts(batch)
         shares = context_metrics(contexts, self.args.contrasts, self._sum_over_processes)
         self._log_values(shares)

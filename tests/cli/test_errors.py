@@ -92,7 +92,8 @@ def test_resume_with_changed_options_names_the_option_that_allows_it(folder, cap
     assert training.run([*changed, "--resume_changes", "allow"]) == 0
 
 
-def test_bug_in_a_verifier_keeps_its_traceback(folder):
+def test_bug_in_a_verifier_keeps_its_traceback_on_demand(folder, monkeypatch):
+    monkeypatch.setenv("CREDIT_TRL_TRACEBACK", "1")
     with pytest.raises(TypeError, match="NoneType"):
         training.run(["--dataset_name", "./data", "--reward_funcs", "own_module.buggy", *RUN, "--save_strategy", "no"])
 

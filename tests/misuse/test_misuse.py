@@ -1,5 +1,6 @@
 """Mistakes are one clear error, or warning, with the value and the remedy; the table is `mistakes.yaml`."""
 
+import builtins
 import re
 import warnings
 from pathlib import Path
@@ -84,6 +85,13 @@ OBJECTS = {
     "a log of the trainer": lambda: lambda completions, log_extra, **_: log_extra("feedback", completions),
     "LoRA of the head": lambda: LoraConfig(r=4, target_modules=["q_proj", "lm_head"], task_type="CAUSAL_LM"),
     "AdaLoRA": lambda: AdaLoraConfig(r=4, target_modules=["q_proj"], total_step=10, task_type="CAUSAL_LM"),
+    "weight that fails": lambda: lambda credit: {"distillation": credit.entropy / (1 // 0)},
+    "set of text": lambda: lambda completions, **_: [float(len(set(c))) for c in completions],
+    "first character": lambda: lambda completions, **_: [float(c[0].lower() == "1") for c in completions],
+    "second index": lambda: lambda completions, **_: [float(c[0][0] == "1") for c in completions],
+    "key of no column": lambda: lambda completions, **columns: columns["solution"],
+    "large reward": lambda: lambda completions, **_: [1e38 for _ in completions],
+    "huge reward": lambda: lambda completions, **_: [1e39 for _ in completions],
     "prompt tuning": lambda: PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
 }
 
@@ -112,8 +120,7 @@ def build(make_config, tokenizer):
 
 
 def refuses(row):
-    kinds = {"ValueError": ValueError, "TypeError": TypeError, "OSError": OSError}
-    return pytest.raises(kinds[row["error"]], match=".*".join(map(re.escape, row["says"][:1])))
+    return pytest.raises(getattr(builtins, row["error"]), match=".*".join(map(re.escape, row["says"][:1])))
 
 
 def assert_says(row, text: str) -> None:

@@ -88,8 +88,9 @@ def _run_companion(name: str, argv: list[str]) -> int:
         status = module.run(options)
         sys.stdout.flush()
         return status
-    except USER_ERRORS as error:
-        if isinstance(error, TypeError | RuntimeError) and not is_user_error(error):
+    except Exception as error:
+        is_bug = not isinstance(error, USER_ERRORS) or isinstance(error, TypeError | RuntimeError)
+        if is_bug and not is_user_error(error):
             raise
         return report_user_error(f"trl {name}", error)
     except KeyboardInterrupt:

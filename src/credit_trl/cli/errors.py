@@ -9,8 +9,6 @@ from __future__ import annotations
 import difflib
 import os
 import sys
-import sysconfig
-import traceback
 from collections.abc import Iterable
 from contextlib import suppress
 from importlib.util import find_spec
@@ -23,17 +21,17 @@ from yaml import YAMLError
 
 from credit_trl.sandbox import SandboxError
 from credit_trl.sandbox.protocol import printable
+from credit_trl.sandbox.user_code import PACKAGE_FOLDER, is_raised_by, user_line
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 # Exception types that may report a user error: a wrong value, name, file, module, sandbox or YAML. Those of a run that
-# cannot go on, such as `CheckpointError`, `NonFiniteError` and `RunLockedError`, are `RuntimeError`s.
+# cannot go on, such as `CheckpointError`, `NonFiniteError` and `RunLockedError`, are `RuntimeError`s. `is_user_error`
+# also knows those of functions of the user, which have any type.
 USER_ERRORS = (ValueError, TypeError, OSError, ImportError, SandboxError, YAMLError, RuntimeError)
 
-_PACKAGE = Path(__file__).parents[1]
-_VALIDATING = [_PACKAGE, *(Path(find_spec(name).origin).parent for name in ("trl", "transformers"))]
-_INSTALLED = [Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")]
+_VALIDATING = [PACKAGE_FOLDER, *(Path(find_spec(name).origin).parent for name in ("trl", "transformers"))]
 
 
 def report_user_error(command: str, error: BaseException, code: int = 1) -> int:
@@ -116,22 +114,15 @@ def suggest(name: str, known: Iterable[str]) -> str:
 def is_user_error(error: BaseException) -> bool:
     """Whether an exception reports a user error.
 
-    True for errors of files, YAML and the sandbox, and for a `raise` statement of this package, TRL or transformers.
-    Exceptions of other code, such as a verifier, and exceptions without a `raise` statement are bugs.
+    True for errors of files, YAML, the sandbox and functions of the user, and for a `raise` statement of
+    this package, TRL or transformers. Exceptions of other code, and exceptions without a `raise` statement, are bugs.
     """
-    if isinstance(error, OSError | SandboxError | YAMLError):
+    if getattr(error, "is_explained", False) or isinstance(error, OSError | SandboxError | YAMLError):
         return True
-    frames = traceback.extract_tb(error.__traceback__)
-    if not frames or not (frames[-1].line or "").startswith("raise "):
-        return False
-    return any(Path(frames[-1].filename).is_relative_to(folder) for folder in _VALIDATING)
+    return is_raised_by(error, _VALIDATING)
 
 
 def _user_line(error: BaseException) -> str:
-    """` (my_verifier.py, line 12)`: the innermost frame in a file that is not installed, or an empty string."""
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        path = Path(frame.filename)
-        installed = any(path.is_relative_to(folder) for folder in (_PACKAGE, *_INSTALLED))
-        if path.is_file() and not installed and path.name not in ("trl", "credit-trl"):  # the scripts in bin/
-            return f" ({path.name}, line {frame.lineno})"
-    return ""
+    """` (my_verifier.py, line 12)` of the user's file that raised the error, or an empty string."""
+    line = user_line(error.__traceback__)
+    return "" if line is None or getattr(error, "is_explained", False) else f" ({line})"

@@ -42,8 +42,8 @@ def refuse(message: str) -> NoReturn:
 def run(argv: list[str] | None = None) -> int:
     """Train in a process of `trl credit`; user errors are reported without a traceback.
 
-    Every `USER_ERRORS` exception before training is a user error. During training, exceptions of other code, such as a
-    verifier, keep their traceback.
+    Every `USER_ERRORS` exception before training is a user error. During training, exceptions of other code keep their
+    traceback; those of a verifier name its file and line.
     """
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
@@ -63,8 +63,9 @@ def run(argv: list[str] | None = None) -> int:
             trainer.check()
         else:
             train(trainer, script_args)
-    except USER_ERRORS as error:
-        if (trainer is not None or isinstance(error, RuntimeError)) and not is_user_error(error):
+    except Exception as error:
+        is_bug = trainer is not None or not isinstance(error, USER_ERRORS) or isinstance(error, RuntimeError)
+        if is_bug and not is_user_error(error):
             raise
         get_error_handler().record_exception(error)  # for a launcher of several processes
         return report_user_error("trl credit", error, code=2)

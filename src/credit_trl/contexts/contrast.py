@@ -17,6 +17,7 @@ import numpy as np
 from credit_trl.contexts.prompts import images_of, with_images
 from credit_trl.contexts.tokens import PrivilegedContext
 from credit_trl.rollout.batch import Prompt, content_key, prompt_key
+from credit_trl.sandbox.user_code import explained, explained_errors
 
 T = TypeVar("T")
 
@@ -101,6 +102,8 @@ def find_source(name: str) -> Source:
             f"`contrastive_source` must be {', '.join(map(repr, SOURCES))}, or 'module:function' for a function "
             f"`(batch, sample, rng)` of a module in PYTHONPATH; got {name!r} ({error})."
         ) from error
+    except Exception as error:  # of its module
+        raise explained(error, f"The contrast source {name!r}", "Correct its module.") from None
 
 
 def source_columns(source: Source) -> list[str]:
@@ -122,20 +125,21 @@ def draw_contrasts(source: Source, batch: ContrastBatch, sample: int, seed: int)
         ValueError: a contrast has the sample's own prompt and privileged context.
     """
     rng = np.random.default_rng([seed, batch.index, sample])
-    elements = source(batch, sample, rng, **batch.columns)
     sample_keys = (batch.keys[sample], prompt_key(batch.dataset_prompts[sample]))
     name = f"The contrast source {getattr(source, '__name__', source)!r}"
     fix = "Return a list of texts, lists of messages or `Contrast(prompt, privileged)`, or yield them."
-    if isinstance(elements, str) or not isinstance(elements, Iterable):
-        raise TypeError(f"{name} returned a {type(elements).__name__}. {fix}")
-    for element in elements:
-        contrast = element if isinstance(element, Contrast) else Contrast(element)
-        if not isinstance(contrast.prompt, str | list):
-            raise TypeError(f"{name} returned an element of type {type(element).__name__}. {fix}")
-        has_sample_z = contrast.privileged in (None, batch.privileged[sample])
-        if has_sample_z and prompt_key(contrast.prompt) in sample_keys:
-            raise ValueError(f"{name} returned the prompt of sample {sample} itself. Draw another prompt.")
-        yield contrast
+    with explained_errors(name, "Correct it; `credit_trl.testing.check_source` calls it alone."):
+        elements = source(batch, sample, rng, **batch.columns)
+        if isinstance(elements, str) or not isinstance(elements, Iterable):
+            raise TypeError(f"{name} returned a {type(elements).__name__}. {fix}")
+        for element in elements:
+            contrast = element if isinstance(element, Contrast) else Contrast(element)
+            if not isinstance(contrast.prompt, str | list):
+                raise TypeError(f"{name} returned an element of type {type(element).__name__}. {fix}")
+            has_sample_z = contrast.privileged in (None, batch.privileged[sample])
+            if has_sample_z and prompt_key(contrast.prompt) in sample_keys:
+                raise ValueError(f"{name} returned the prompt of sample {sample} itself. Draw another prompt.")
+            yield contrast
 
 
 def shuffled(items: Sequence[T], rng: np.random.Generator) -> Iterator[T]:

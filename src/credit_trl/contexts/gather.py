@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -11,7 +12,7 @@ from datasets import Dataset
 
 from credit_trl.config import CreditConfig
 from credit_trl.contexts.builder import ContextBuilder
-from credit_trl.contexts.contrast import ContrastBatch, draw_contrasts, source_columns
+from credit_trl.contexts.contrast import SOURCES, ContrastBatch, draw_contrasts, source_columns
 from credit_trl.contexts.prompts import row_prompt, share_images
 from credit_trl.contexts.tokens import PrivilegedContext, TokenContexts, demonstration_text
 from credit_trl.contexts.turns import place_turns
@@ -27,13 +28,16 @@ def build_contexts(batch: GenerationBatch, builder: ContextBuilder) -> list[Toke
     """
     gathered = gather_contrast_batch(batch, builder)
     tools_of = batch.tools or [None] * len(batch.prompts)
+    readable = gathered
+    if builder.source is not None and builder.source not in SOURCES.values():  # a function of the user's may edit it
+        readable = deepcopy(gathered, {id(gathered.dataset): gathered.dataset})
     contexts = []
     for i, sample in enumerate(batch.indices):
         prompt = batch.prompts[i]
         tools = tools_of[i]
         contrasts = ()
         if builder.source is not None:
-            contrasts = draw_contrasts(builder.source, gathered, sample, builder.config.seed)
+            contrasts = draw_contrasts(builder.source, readable, sample, builder.config.seed)
         built = builder.build(prompt, gathered.privileged[sample], contrasts, tools=tools)
         if built.teacher is not None and built.privileged.turns:
             render = None

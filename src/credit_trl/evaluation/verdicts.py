@@ -1,5 +1,6 @@
 """Graded samples of an evaluation: by the task's verifier, with a finite reward each."""
 
+import functools
 import logging
 import math
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,7 @@ from credit_trl.contexts.prompts import row_prompt
 from credit_trl.evaluation.generation import Response
 from credit_trl.rollout.thinking import use_marks
 from credit_trl.rollout.verdict import FAILED, Verdict, VerifierPolicy, as_verdicts, takes
+from credit_trl.sandbox.user_code import undisturbed
 from credit_trl.tasks.task import Task, call_reward
 from credit_trl.training.checks import check_column_names
 
@@ -93,10 +95,9 @@ def task_verdicts(
         ("log_extra", "log_metric"), lambda *args, **kwargs: None
     )  # an evaluation has no such log
     arguments |= {name: value for name, value in trainer_arguments.items() if takes(task.reward, name)}
-    with use_marks(responses[0].marks):
-        verdicts = (policy or VerifierPolicy()).call(
-            task.name, lambda **arguments_of_call: call_reward(task.reward, **arguments_of_call), arguments
-        )
+    with use_marks(responses[0].marks), undisturbed([0], logger.warning):
+        reward = functools.partial(call_reward, task.reward)
+        verdicts = (policy or VerifierPolicy()).call(task.name, reward, arguments)
     if verdicts is FAILED:
         raise VerifierFailed(f"The verifier of {task.name!r} failed, so its samples have no reward.")
     return as_verdicts(task.name, verdicts, arguments)

@@ -5,12 +5,13 @@ CONTRIBUTING.md has an example.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from credit_trl.sandbox.user_code import explained_errors
 from credit_trl.trl_compat import identity
 
 
@@ -48,9 +49,13 @@ def weigh_tokens(token_weight: TokenWeight, credit: TokenCredit) -> dict[str, Fl
         ValueError: a loss has another name, or weights have another shape or are not finite and at least 0.
     """
     weights = {}
-    returned = token_weight(credit)
+    copies = {name: value.clone() for name, value in vars(credit).items() if isinstance(value, Tensor)}
+    name = getattr(token_weight, "__name__", type(token_weight).__name__)
+    with explained_errors(f"The token weight {name!r}", "Correct it; `credit_trl.testing.check_weight` tests it."):
+        returned = token_weight(replace(credit, **copies))  # the loss reads the tensors that it may edit
     if not isinstance(returned, Mapping) or not all(isinstance(values, Tensor) for values in returned.values()):
-        raise TypeError(f"A token weight returns a dictionary of tensors, not {returned!r:.60}.")
+        text = " ".join(repr(returned).split())
+        raise TypeError(f"A token weight returns a dictionary of tensors, not {text:.60}.")
     for loss, values in returned.items():
         if loss not in ("distillation", "grpo"):
             raise ValueError(f"A token weight returns weights of 'distillation' or 'grpo', got {loss!r}.")

@@ -6,6 +6,7 @@ order of the ranks. That order does not depend on the number of processes.
 
 import hashlib
 import json
+import math
 import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -109,12 +110,24 @@ def turn_starts(mask: Sequence[bool]) -> list[int]:
     return [column for column, own in enumerate(mask) if own and (column == 0 or not mask[column - 1])]
 
 
-def is_successful(rewards: Sequence[float], threshold: float) -> list[bool]:
+def is_graded(rewards: Sequence[float]) -> bool:
+    """Whether rewards do not tell right from wrong by 0 and 1: one is above 1, or fewer than a quarter are binary.
+
+    Those below 0 count as 0, as no threshold of 1 takes them for a success; NaN does not count.
+    """
+    defined = [reward for reward in rewards if reward == reward]
+    binary = [reward for reward in defined if reward <= 0.0 or abs(reward - 1.0) <= _REWARD_ROUNDING]
+    return max(defined, default=0.0) > 1.0 + _REWARD_ROUNDING or 4 * len(binary) < len(defined)
+
+
+def is_successful(rewards: Sequence[float], threshold: float | None) -> list[bool]:
     """Whether each reward reaches the threshold, less a relative 1e-6: rewards are weighted and summed in fp32.
 
-    NaN is never successful.
+    NaN is never successful. Without a threshold it is 1 for rewards of 0 and 1, and none of graded ones is successful.
     """
-    lowest = threshold - _REWARD_ROUNDING * abs(threshold)
+    if threshold is None:
+        threshold = math.inf if is_graded(rewards) else 1.0
+    lowest = threshold if threshold == math.inf else threshold - _REWARD_ROUNDING * abs(threshold)
     return [reward >= lowest for reward in rewards]
 
 

@@ -23,6 +23,8 @@ from numbers import Integral
 from threading import Thread
 from typing import Any, Literal, TypeVar
 
+from credit_trl.sandbox.user_code import copied, exit_is_an_error, explained_verifier
+
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
@@ -62,18 +64,23 @@ class Verdict:
 
     def __post_init__(self) -> None:
         if self.reward is not None and not _is_number(self.reward):
-            raise TypeError(f"Verdict.reward must be a number or None, got {type(self.reward).__name__}.")
+            kind = type(self.reward).__name__
+            raise TypeError(f"Verdict.reward must be a number or None, got {kind}. Write Verdict(1.0, feedback).")
         if self.feedback is not None and not isinstance(self.feedback, str):
-            raise TypeError(f"Verdict.feedback must be text or None, got {type(self.feedback).__name__}.")
-        for name in ("metrics", "turn_feedback"):
-            if not isinstance(getattr(self, name), Mapping):
-                raise TypeError(f"Verdict.{name} must be a mapping, got {type(getattr(self, name)).__name__}.")
+            kind = type(self.feedback).__name__
+            raise TypeError(f"Verdict.feedback must be text or None, got {kind}. Write it as text.")
+        for name, form in (("metrics", '{"name": number}'), ("turn_feedback", "{turn: text}")):
+            value = getattr(self, name)
+            if not isinstance(value, Mapping):
+                raise TypeError(f"Verdict.{name} must be a mapping, got {type(value).__name__}. Write {form}.")
         for name, value in self.metrics.items():
             if not _is_number(value):
-                raise TypeError(f"Verdict.metrics[{name!r}] must be a number, got {type(value).__name__}.")
+                kind = type(value).__name__
+                raise TypeError(f"Verdict.metrics[{name!r}] must be a number, got {kind}. Leave the name out.")
         for turn, text in self.turn_feedback.items():
             if not (isinstance(turn, Integral) and isinstance(text, str)):
-                raise TypeError(f"Verdict.turn_feedback must map indices to text, got {{{turn!r}: {text!r:.80}}}.")
+                pair = f"{{{turn!r}: {text!r:.80}}}"
+                raise TypeError(f"Verdict.turn_feedback must map indices to text, got {pair}. Write {{0: 'text'}}.")
         for name in filter(_LOGGED.match, self.metrics):
             raise ValueError(
                 f"Verdict.metrics has {name!r}, a name that the trainer or an evaluation logs itself. Rename it, for "
@@ -90,6 +97,8 @@ _NO_LIST = (Mapping, Set, str, bytes)
 _MARGIN_SECONDS = 1.0
 
 _deadline: ContextVar[float] = ContextVar("deadline", default=math.inf)  # on the clock of `time.monotonic`
+
+_MAX_REWARD = 1e15  # whose square is summed in fp32
 
 # Result of a reward function that failed and is skipped.
 FAILED = object()
@@ -118,9 +127,10 @@ class VerifierPolicy:
         """
 
         def work() -> tuple[Any, float]:
-            with deadline_in(self.timeout), _exit_is_an_error(name):
-                return listed(reward_func(**arguments), arguments), time.monotonic()
+            with deadline_in(self.timeout), exit_is_an_error(f"The reward function {name!r}"):
+                return listed(reward_func(**copies), arguments), time.monotonic()
 
+        copies = copied(arguments)
         began = time.monotonic()
         try:
             if self.timeout is None:
@@ -135,9 +145,10 @@ class VerifierPolicy:
         """Call a coroutine function as `call` does, without blocking the event loop."""
 
         async def work() -> tuple[Any, float]:
-            with _exit_is_an_error(name):
-                return listed(await reward_func(**arguments), arguments), time.monotonic()
+            with exit_is_an_error(f"The reward function {name!r}"):
+                return listed(await reward_func(**copies), arguments), time.monotonic()
 
+        copies = copied(arguments)
         began = time.monotonic()
         try:
             with deadline_in(self.timeout):
@@ -162,33 +173,11 @@ class VerifierPolicy:
 
     def _handle(self, name: str, error: Exception, arguments: Mapping[str, Any]) -> object:
         completion = next(iter(arguments.get("completions", ())), None)
-        advice = None
-        if isinstance(completion, list) and isinstance(error, AttributeError | TypeError) and "list" in str(error):
-            advice = (
-                "If it read a completion: in a conversation it is a list of messages, with the text in "
-                "completion[-1]['content']."
-            )
-        if isinstance(completion, str) and isinstance(error, TypeError) and "string indices" in str(error):
-            advice = "For a prompt that is text the completion is text too, not a list of messages."
-        if advice is not None:
-            failed = f"The reward function {name!r} failed: {str(error).removesuffix('.')}. {advice}"
-            error = TypeError(failed).with_traceback(error.__traceback__)
+        error = explained_verifier(error, name, completion)
         if self.on_error == "raise":
-            raise error
+            raise error from None
         logger.warning(f"{name} failed ({type(error).__name__}: {error}); the rollouts of this call are skipped.")
         return FAILED
-
-
-@contextmanager
-def _exit_is_an_error(name: str) -> Iterator[None]:
-    """Raise a `RuntimeError` where the block would end the program, as `exit()` in code of a model does."""
-    try:
-        yield
-    except SystemExit as error:
-        raise RuntimeError(
-            f"The reward function {name!r} called `sys.exit({error.code!r})`. Raise an exception to end the run, and "
-            "run code of the model in a sandbox (`credit_trl.sandbox.open_sandbox`)."
-        ) from error
 
 
 @contextmanager
@@ -348,10 +337,10 @@ def as_verdicts(name: str, output: Any, arguments: Mapping[str, Any]) -> list[Ve
             kind = type(element).__name__
             raise TypeError(f"The reward function {name!r} returned a {kind} for completion {index}. {fix}")
         verdict = element if isinstance(element, Verdict) else Verdict(element)
-        if verdict.reward is not None and not math.isfinite(verdict.reward):
+        if verdict.reward is not None and not abs(verdict.reward) <= _MAX_REWARD:
             raise ValueError(
                 f"The reward function {name!r} returned the reward {float(verdict)} for completion {index}. Return a "
-                "finite number, or None where the function does not apply."
+                f"finite number of at most {_MAX_REWARD:g}, or None where the function does not apply."
             )
         verdicts.append(verdict)
     return verdicts

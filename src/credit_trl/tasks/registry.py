@@ -19,6 +19,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
+from credit_trl.sandbox.user_code import explained
 from credit_trl.tasks.records import read_dataset
 from credit_trl.tasks.task import Task, batch_of, renamed
 
@@ -93,10 +94,11 @@ def import_named(module: str, missing: ValueError) -> Any:
     """Import a module that the user names, or raise `missing` if it does not exist."""
     try:
         return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name and not f"{module}.".startswith(f"{error.name}."):
-            raise  # the module exists, and one that it imports is missing
-        raise missing from error
+    except Exception as error:
+        is_missing = isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}.")
+        if is_missing and error.name:  # and not one that it imports
+            raise missing from error
+        raise explained(error, f"The module {module!r}", "Correct it, or install what it imports.") from None
 
 
 def _unknown_task(name: Any) -> ValueError:

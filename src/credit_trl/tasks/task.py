@@ -22,6 +22,7 @@ from credit_trl.rollout.verdict import (
 )
 from credit_trl.sandbox.in_process import InProcess
 from credit_trl.sandbox.protocol import excerpt
+from credit_trl.sandbox.user_code import copied
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -147,7 +148,7 @@ def _graded(function: Callable[..., Any], arguments: Mapping[str, Any]) -> list[
     """Verdicts of a reward function, which gets the arguments that it takes."""
     accepted = {name: value for name, value in arguments.items() if takes(function, name)}
     name = getattr(function, "__name__", type(function).__name__)
-    return as_verdicts(name, call_reward(function, **accepted), arguments)
+    return as_verdicts(name, call_reward(function, **copied(accepted)), arguments)
 
 
 def _total(verdicts: Sequence[Verdict], weights: Sequence[float]) -> Verdict:

@@ -140,7 +140,7 @@ class TokenMetrics:
 
 
 def teacher_success_weights(
-    batch: GenerationBatch, contexts: Sequence[TokenContexts], mask: Bool[Tensor, "B T"], threshold: float
+    batch: GenerationBatch, contexts: Sequence[TokenContexts], mask: Bool[Tensor, "B T"], threshold: float | None
 ) -> tuple[Float[Tensor, " B"], int, int]:
     """Weights of the local samples, and the numbers of mixed groups and of samples with a teacher and with loss.
 

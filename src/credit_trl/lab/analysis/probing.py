@@ -175,8 +175,12 @@ class Probe:
         z are those of a wrong and a right rollout, where the group has both. z of another prompt is the next that
         the group does not have.
         """
+
+        def is_right(rollout: responses.Rollout) -> bool:
+            return is_successful([rollout.reward], self.config.success_reward_threshold)[0]
+
         group = [rollout for rollout in self.groups[i] if rollout.privileged]
-        group.sort(key=lambda rollout: rollout.reward >= self.config.success_reward_threshold)
+        group.sort(key=is_right)
         chosen = list({rollout.privileged: rollout for rollout in [*group[:1], *group[-1:]]}.values())
         foreign_contexts = [self.foreign[(i + n) % len(self.groups)] for n in range(1, len(self.groups))]
         foreign_contexts.sort(key=lambda z: not z or z in [rollout.privileged for rollout in group])
@@ -189,8 +193,7 @@ class Probe:
         ids = [built[0].student, elsewhere, *[contexts.teacher for contexts in built], *contrasts]
         conditions = {FOREIGN: 1}
         for k, rollout in enumerate(chosen):
-            is_right = rollout.reward >= self.config.success_reward_threshold
-            conditions[OWN + (OF_RIGHT if is_right else OF_WRONG)] = 2 + k
+            conditions[OWN + (OF_RIGHT if is_right(rollout) else OF_WRONG)] = 2 + k
         z = chosen[0].privileged
         further = {}
         if z.demonstration is not None and z.feedback is not None:
