@@ -20,7 +20,8 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "credit_trl"
 
 FOLDERS = {*"rollout contexts teacher loss training tasks sandbox evaluation lab cli".split()}
-TOP_MODULES = {"trainer", "config", "objective", "testing", "run_directory", "trl_compat", "trl_parity"}
+STAGELESS = {"mistakes", "run_directory", "trl_compat", "trl_parity"}
+TOP_MODULES = {"trainer", "config", "objective", "testing", *STAGELESS}
 MAX_PARAMETERS = 8
 MAX_LINES = 60
 

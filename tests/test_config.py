@@ -12,7 +12,8 @@ from trl import GRPOConfig, TrlParser
 from trl.experimental.sdpo import SDPOConfig
 
 from credit_trl import CreditConfig
-from credit_trl.config import OTHER_NAMES, fit_batch
+from credit_trl.config import fit_batch
+from credit_trl.mistakes import OTHER_NAMES
 from tables import tables_of
 
 TABLES = tables_of(__file__)

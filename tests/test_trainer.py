@@ -5,7 +5,6 @@ import dataclasses
 
 import pytest
 import torch
-from datasets import IterableDataset
 from peft import LoraConfig
 from trl import GRPOConfig, GRPOTrainer
 from trl.chat_template_utils import qwen3_chat_template
@@ -120,17 +119,14 @@ def test_coroutines_several_functions_and_rows_that_do_not_apply(train):
     assert {built.privileged.feedback for _, built in trainer.seen} <= {"judged", "judged\n\neven"}
 
 
-@pytest.mark.parametrize("streamed", [False, True])
-def test_the_verifier_gets_the_truncation_flag_also_beside_a_streamed_column_of_that_name(train, dataset, streamed):
+def test_the_verifier_gets_the_truncation_flag(train, dataset):
     told = []
 
     def verdicts(completions, completion_ids, truncated, **kwargs):
         told.extend(zip(completion_ids, truncated, strict=True))
         return [Verdict(0.0, "x") for _ in completions]
 
-    rows = IterableDataset.from_generator(lambda: ({**row, "truncated": "no"} for row in dataset))
-    assert rows.column_names is None  # the check before training reads the names of columns
-    end = train(verdicts, rows if streamed else dataset).processing_class.eos_token_id
+    end = train(verdicts, dataset).processing_class.eos_token_id
     assert told
     assert all(flag == (ids[-1] != end) for ids, flag in told)
 

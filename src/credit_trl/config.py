@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 import math
@@ -10,7 +9,7 @@ import os
 import re
 import string
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import InitVar, dataclass
 from numbers import Integral
@@ -21,6 +20,7 @@ import torch
 import yaml
 from trl import GRPOConfig
 
+from credit_trl.mistakes import check_option_type, check_rewards_and_loggers, refusal, refuse_unknown
 from credit_trl.objective import Form
 
 # TRL uses transformers' old names, which a user cannot change.
@@ -29,14 +29,6 @@ warnings.filterwarnings("ignore", r"`\w*gradient_checkpointing\w*` is deprecated
 
 _HERE = Path(__file__).parent
 PAPER: dict[str, Any] = yaml.safe_load((_HERE / "paper.yaml").read_text("utf-8"))
-# Options of other trainers, and other names of ours -> what to set here.
-OTHER_NAMES: dict[str, str] = yaml.safe_load((_HERE / "other_names.yaml").read_text("utf-8"))
-_REFUSALS: dict[str, str] = yaml.safe_load((_HERE / "refused.yaml").read_text("utf-8"))
-
-
-def refusal(cause: str, **values: Any) -> ValueError:
-    """The error of a cause in `refused.yaml`, with the values that its message names."""
-    return ValueError(_REFUSALS[cause].format(**values))
 
 
 def _described(config: type) -> type:
@@ -252,7 +244,14 @@ class CreditConfig(GRPOConfig):
             self.distillation_topk = None if distillation_mode == "full_logits" else self.distillation_topk
         _check_values(self)  # own options first: TRL checks the machine, and its error would hide theirs
         _resolve_defaults(self)
-        super().__post_init__()
+        try:
+            super().__post_init__()
+        except ValueError as error:
+            cause = next((cause for words, cause in _TRL_ERRORS.items() if words in str(error)), None)
+            if cause is None:
+                raise
+            rollouts = self.per_device_train_batch_size * self.world_size if cause == "not_divisible" else None
+            raise refusal(cause, c=self, rollouts=rollouts) from error
         if self.distillation_weight > 0.0:
             check_combinations(self)  # uses batch sizes that TRL has resolved
 
@@ -312,10 +311,15 @@ def _without_tokens(value: Any) -> Any:
 # Arguments of `from_pretrained` and of the hub's functions that hold an access token.
 _TOKEN_NAMES = {"token", "use_auth_token", "auth_token", "hf_token", "hub_token"}
 _BATCH_SIZES = (
-    "per_device_train_batch_size gradient_accumulation_steps generation_batch_size steps_per_generation".split()
+    *("per_device_train_batch_size", "gradient_accumulation_steps", "generation_batch_size"),
+    "steps_per_generation",
 )
 # Prompts of a generation batch where none of them is set.
 _DEFAULT_PROMPTS = 8
+
+
+# Words of errors of TRL and transformers -> their cause in `refused.yaml`, which says what to do.
+_TRL_ERRORS = {"bf16/gpu": "no_bf16", "divisible by the global batch size": "not_divisible"}
 
 
 def _processes() -> int:
@@ -385,21 +389,6 @@ def _resolve_defaults(config: CreditConfig) -> None:
         config.bf16 = False
 
 
-def refuse_unknown(owner: str, kind: str, names: Iterable[str], known: Collection[str]) -> None:
-    """Refuse all unknown names at once, with their counterpart in `OTHER_NAMES` or the most similar known name.
-
-    Raises:
-        TypeError: a name is not known; the message begins with the owner and what the names are.
-    """
-    advice = []
-    for name in [name for name in names if name not in known]:
-        close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-        similar = f"Did you mean `{close[0]}`?" if close else ""
-        advice.append(f"`{name}`. {OTHER_NAMES.get(name, similar)}".strip())
-    if advice:
-        raise TypeError(f"`{owner}` has no {kind} {' '.join(advice)}")
-
-
 _PLACEHOLDERS = {
     "reprompt_template": ["prompt", "solution", "feedback"],
     "solution_template": ["successful_previous_attempt"],
@@ -411,17 +400,24 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], tuple[str, ...]]] = {
     "in [0, 1]": (lambda x: 0.0 <= x <= 1.0, ("distillation_weight", "distillation_alpha")),
     "in (0, 1]": (lambda x: 0.0 < x <= 1.0, ("top_p",)),
     "in (0, 1] or None": (lambda x: 0.0 < x <= 1.0, ("teacher_update_rate",)),
-    "above 0": (lambda x: x > 0.0, ("temperature",)),
-    "finite and at least 0": (lambda x: 0.0 <= x < math.inf, ("contrastive_coef", "learning_rate")),
+    "above 0": (lambda x: x > 0.0, ("temperature", "num_train_epochs", "logging_steps", "save_steps")),
+    "finite and at least 0": (
+        lambda x: 0.0 <= x < math.inf,
+        ("contrastive_coef", "learning_rate", "weight_decay", "warmup_steps"),
+    ),
+    "an integer of at least 1, or -1 for no limit": (
+        lambda x: isinstance(x, Integral) and (x >= 1 or x == -1),
+        ("max_steps",),
+    ),
     "finite or None": (math.isfinite, ("success_reward_threshold",)),
     "positive or None": (lambda x: 0.0 < x < math.inf, ("distillation_is_clip", "verifier_timeout")),
     "an integer of at least 1": (
         lambda x: isinstance(x, Integral) and x >= 1,
-        ("contrastive_count", "max_reprompt_len", "scoring_batch_tokens", "num_iterations"),
+        ("contrastive_count", "max_reprompt_len", "scoring_batch_tokens", "num_iterations", "num_generations"),
     ),
     "an integer of at least 1 or None": (
         lambda x: isinstance(x, Integral) and x >= 1,
-        ("distillation_topk", "teacher_sync_steps", "max_completion_length"),
+        ("distillation_topk", "teacher_sync_steps", "max_completion_length", "save_total_limit", *_BATCH_SIZES),
     ),
 }
 
@@ -438,7 +434,8 @@ def _check_values(config: CreditConfig) -> None:
     Raises:
         ValueError: a value is out of range, or a template has wrong placeholders.
     """
-    for name, kind in get_type_hints(CreditConfig).items():
+    annotations = get_type_hints(CreditConfig)
+    for name, kind in annotations.items():
         is_optional = type(None) in get_args(kind)
         kind = get_args(kind)[0] if is_optional else kind
         value = getattr(config, name)
@@ -451,6 +448,9 @@ def _check_values(config: CreditConfig) -> None:
             is_valid = "None" in words if value is None else not isinstance(value, str) and is_in_range(value)
             if not is_valid:
                 raise ValueError(f"`{name}` must be {words}, got {value!r}.")
+    for name, kind in annotations.items():
+        check_option_type(name, getattr(config, name, None), {kind, *get_args(kind)})
+    check_rewards_and_loggers(config)
     if config.contrastive_form == "subtract" and config.contrastive_coef > 1.0:
         raise refusal("large_coef", c=config)
     compiles = config.torch_compile or config.torch_compile_backend or config.torch_compile_mode

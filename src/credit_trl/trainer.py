@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager
 from functools import cached_property
 from importlib.metadata import entry_points
 from importlib.resources import files
+from os import PathLike
 from typing import Any, ClassVar
 
 from accelerate.utils import gather_object
@@ -13,7 +14,7 @@ from datasets import Dataset, IterableDataset
 from torch import Tensor, nn
 from trl import GRPOTrainer
 
-from credit_trl.config import PAPER, CreditConfig, check_combinations, fit_batch, refuse_unknown
+from credit_trl.config import PAPER, CreditConfig, check_combinations, fit_batch
 from credit_trl.contexts.builder import ContextBuilder
 from credit_trl.contexts.gather import ignored_feedback
 from credit_trl.contexts.images import ImageReader, PromptImages, trl_image_fields
@@ -28,6 +29,7 @@ from credit_trl.contexts.tokens import TokenContexts
 from credit_trl.loss.projection import TokenPolicy
 from credit_trl.loss.sampling import SamplingDistribution
 from credit_trl.loss.token_weight import TokenWeight
+from credit_trl.mistakes import check_arguments, check_model_of, refuse_unknown
 from credit_trl.rollout.batch import (
     EVALUATION_INDEX,
     GenerationBatch,
@@ -118,13 +120,15 @@ class CreditTrainer(ResumableTrainer):
         token_weight: TokenWeight | None = None,
         **kwargs: Any,
     ) -> None:
+        refuse_unknown("CreditTrainer", "argument", kwargs, inspect.signature(GRPOTrainer).parameters)
+        model = str(model) if isinstance(model, PathLike) else model
+        reward_funcs = list(reward_funcs) if isinstance(reward_funcs, tuple) else reward_funcs
+        datasets = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
+        check_arguments(model, reward_funcs, args, token_weight, kwargs | datasets)
         if args is None:
             name = model if isinstance(model, str) else get_config_model_id(model.config)
             args = CreditConfig(f"{name.split('/')[-1]}-CREDIT")
-        if not isinstance(args, CreditConfig):
-            raise TypeError(f"`args` must be a `CreditConfig` (it extends `GRPOConfig`), got {type(args).__name__}.")
-        refuse_unknown("CreditTrainer", "argument", kwargs, inspect.signature(GRPOTrainer).parameters)
-        model = _SHIPPED if isinstance(model, str) and model == "quickstart" else model
+        model = _SHIPPED if model == "quickstart" else model
         check_behaviour()
         self._verdicts = VerdictLog(VerifierPolicy(args.on_verifier_error, args.verifier_timeout))
         distills = args.distillation_weight > 0.0 or token_weight is not None
@@ -156,6 +160,7 @@ class CreditTrainer(ResumableTrainer):
         self._init_reports(distills)
         self.run_log.facts["data"] = describe_data(reward_funcs or [], args.reward_weights)
         self.run_log.rows = {"train": train_dataset, "test": eval_dataset}
+        check_model_of(self)
         checks.check_prompts(self, datasets, distills=distills)
         if distills:
             self._init_credit(token_weight)
@@ -340,9 +345,13 @@ class CreditTrainer(ResumableTrainer):
         return [self.tools] * count if self.tools else []
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        dataset = self.train_dataset if self.model.training else self.callback_handler.eval_dataloader.dataset
+        is_changed = self.environment_factories is not None or self.rollout_func is not None
+        if isinstance(dataset, IterableDataset) and not is_changed:
+            checks.check_stream_rows("The stream", inputs, needs_user=self.credit_step is not None)
         if self.credit_step is not None:
             self._given_prompts = list(map(prompt_columns, inputs))
-            inputs = with_images_in_prompts(inputs)
+            inputs = with_images_in_prompts(inputs, self._is_vlm)
         self._turn = 0
         self._outside_logps = None
         with self.clock.stage("rollout"):

@@ -5,6 +5,7 @@ import re
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
 from tqdm import tqdm
 from transformers.utils.logging import disable_progress_bar
@@ -96,6 +97,25 @@ def test_bug_in_a_verifier_keeps_its_traceback_on_demand(folder, monkeypatch):
     monkeypatch.setenv("CREDIT_TRL_TRACEBACK", "1")
     with pytest.raises(TypeError, match="NoneType"):
         training.run(["--dataset_name", "./data", "--reward_funcs", "own_module.buggy", *RUN, "--save_strategy", "no"])
+
+
+def test_failed_upload_names_the_saved_model(folder, capsys, monkeypatch):
+    disable_progress_bar()
+    monkeypatch.setattr("transformers.Trainer.init_hf_repo", lambda self: None)
+    monkeypatch.setattr("trl.GRPOTrainer.push_to_hub", lambda self, **options: 1 / 0)
+    assert training.run(["--task", "quickstart", *RUN, "--save_strategy", "no", "--push_to_hub", "true"]) == 2
+    printed = capsys.readouterr().err.strip()
+    assert re.search(r"error: The model is saved in run, and its upload failed .*`hf upload NAME run`\.$", printed)
+    assert (folder / "run" / "model.safetensors").is_file()
+
+
+def test_hub_without_a_network_is_one_line(folder, capsys, monkeypatch):
+    def fails(*args, **options):
+        raise httpx.ConnectError("no route to host\nmore")
+
+    monkeypatch.setattr("transformers.Trainer.init_hf_repo", fails)
+    assert training.run(["--task", "quickstart", *RUN, "--push_to_hub", "true"]) == 2
+    assert "the hub or another service is not reached (no route to host). Check the network" in capsys.readouterr().err
 
 
 def test_errors_spell_control_characters_out(capsys):

@@ -4,6 +4,7 @@ import json
 import math
 import multiprocessing
 import os
+import re
 import signal
 from contextlib import nullcontext
 
@@ -17,6 +18,7 @@ from credit_trl.evaluation.protocol import EvaluationMismatchError, distinct_nam
 from credit_trl.evaluation.verdicts import task_verdicts
 from credit_trl.run_directory import RunLockedError
 from credit_trl.tasks.registry import Task, batch_of
+from tables import rows_of
 
 LETTERS = "ABCD"
 
@@ -262,3 +264,31 @@ def test_evaluation_with_nan_metrics_and_surrogates_resumes(tmp_path):
     assert evaluate(FakeEngine(), rewarded(odd), 3, output_dir=tmp_path / "part", progress=False) == uninterrupted
     assert files(tmp_path / "part") == files(tmp_path / "whole")
     assert uninterrupted.metrics == {"n": 2.0}
+
+
+@pytest.mark.parametrize(("arguments", "options", "message"), rows_of(__file__, "wrong_arguments"))
+def test_wrong_arguments_are_named_with_the_remedy(arguments, options, message):
+    objects = {"engine": FakeEngine(), "task": TASK, "rows": list(letters()), "data": letters()}
+    with pytest.raises((TypeError, ValueError), match=re.escape(message)) as refused:
+        evaluate(*(objects.get(name, name) for name in arguments), **options)
+    assert "\n" not in str(refused.value)
+
+
+def test_length_of_an_evaluated_trainer_is_that_of_its_run(make_trainer):
+    trainer = make_trainer(max_completion_length=3)
+    for options, length in (({}, 3), ({"max_completion_length": 2}, 2)):
+        result = evaluate(trainer, TASK, 1, progress=False, **options)
+        assert result.settings["max_completion_length"] == length
+
+
+def test_edits_of_a_verifier_do_not_reach_the_rows():
+    def edits(completions, prompts, answer, **columns):
+        prompts.clear()
+        answer[:] = ["?"] * len(answer)
+        os.chdir("/")
+        return [Verdict(1.0) for _ in completions]
+
+    task, rows, place = Task("edits", letters, graded, edits), list(letters()), os.getcwd()
+    task_verdicts(task, rows, FakeEngine().generate(rows, list(range(6)), None))
+    assert rows == list(letters())
+    assert os.getcwd() == place

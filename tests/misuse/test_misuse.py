@@ -9,10 +9,10 @@ import pytest
 import torch
 import transformers
 import yaml
-from datasets import Dataset, DatasetDict
+from datasets import Dataset, DatasetDict, IterableDataset
 from peft import AdaLoraConfig, LoraConfig, PromptTuningConfig
 
-from credit_trl import CreditTrainer, Verdict
+from credit_trl import CreditConfig, CreditTrainer, Verdict
 from credit_trl.training.metrics import CreditWarning
 from tiny import build_model, build_tokenizer, length_verdicts
 
@@ -22,6 +22,11 @@ TABLE = yaml.safe_load(Path(__file__).with_name("mistakes.yaml").read_text("utf-
 def questions(prompt=None, **columns) -> Dataset:
     prompts = [prompt or [{"role": "user", "content": f"{i}+1="}] for i in range(12)]
     return Dataset.from_dict({"prompt": prompts, "answer": ["1"] * 12, **{n: [v] * 12 for n, v in columns.items()}})
+
+
+def stream(*rows: dict) -> IterableDataset:
+    """A stream that does not tell its columns."""
+    return IterableDataset.from_generator(lambda: iter(rows * 12))
 
 
 def user(content) -> list:
@@ -85,6 +90,15 @@ OBJECTS = {
     "a log of the trainer": lambda: lambda completions, log_extra, **_: log_extra("feedback", completions),
     "LoRA of the head": lambda: LoraConfig(r=4, target_modules=["q_proj", "lm_head"], task_type="CAUSAL_LM"),
     "AdaLoRA": lambda: AdaLoraConfig(r=4, target_modules=["q_proj"], total_step=10, task_type="CAUSAL_LM"),
+    "a class of models": lambda: transformers.Qwen3ForCausalLM,
+    "a class of verifiers": lambda: type("Verifier", (), {"__call__": lambda self, **columns: [0.0]}),
+    "a class of options": lambda: CreditConfig,
+    "a dictionary": dict,
+    "compiled": lambda: torch.compile(build_model(build_tokenizer())),
+    "frozen": lambda: build_model(build_tokenizer()).requires_grad_(False),
+    "tokenizer of another model": lambda: build_tokenizer(merges=[("a", "b"), ("b", "a"), ("c", "a"), ("c", "b")]),
+    "a weight without arguments": lambda: lambda: {},
+    "a weight of two arguments": lambda: lambda credit, power: {},
     "weight that fails": lambda: lambda credit: {"distillation": credit.entropy / (1 // 0)},
     "set of text": lambda: lambda completions, **_: [float(len(set(c))) for c in completions],
     "first character": lambda: lambda completions, **_: [float(c[0].lower() == "1") for c in completions],
@@ -92,15 +106,21 @@ OBJECTS = {
     "key of no column": lambda: lambda completions, **columns: columns["solution"],
     "large reward": lambda: lambda completions, **_: [1e38 for _ in completions],
     "huge reward": lambda: lambda completions, **_: [1e39 for _ in completions],
+    "stream of json text": lambda: stream({"prompt": '[{"role": "user", "content": "1+1="}]', "answer": "2"}),
+    "stream without a prompt": lambda: stream({"question": "1+1=", "answer": "2"}),
+    "stream of none": lambda: stream({"prompt": None, "answer": "2"}),
+    "stream of numbers as feedback": lambda: stream({"prompt": "1+1=", "answer": "2", "privileged_context": 3}),
+    "stream of truncated": lambda: stream({"prompt": "1+1=", "answer": "2", "truncated": True}),
+    "stream that changes": lambda: stream({"prompt": user("1+1="), "answer": "2"}, {"prompt": 3, "answer": "2"}),
     "prompt tuning": lambda: PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
 }
 
 
 def made(argument: str, value):
     """The object of an argument in the table."""
-    if isinstance(value, dict):
+    if isinstance(value, dict) and argument != "args":
         return {"train_dataset": questions, "reward_funcs": verdicts}[argument](**value)
-    return OBJECTS.get(value, lambda: value)()
+    return OBJECTS[value]() if isinstance(value, str) and value in OBJECTS else value
 
 
 def rows(section: str) -> pytest.MarkDecorator:
@@ -125,6 +145,7 @@ def refuses(row):
 
 def assert_says(row, text: str) -> None:
     assert [part for part in row["says"] if part not in text] == [], text
+    assert "\n" not in text
 
 
 @rows("config")
@@ -155,7 +176,7 @@ def test_mistake_of_a_run_ends_its_first_step(build, row):
 def test_first_step_warns(build, row):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer = build({**row, "options": {"max_steps": 1}})
+        trainer = build({**row, "options": {"max_steps": 1} | row.get("options", {})})
         if row.get("trains", True):
             trainer.train()
     texts = [str(warning.message) for warning in caught if warning.category is CreditWarning]

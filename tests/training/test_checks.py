@@ -4,7 +4,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from datasets import IterableDataset
+from datasets import Dataset, IterableDataset
 from trl import GRPOTrainer
 
 from credit_trl import Verdict
@@ -95,3 +95,13 @@ def test_fsdp_version_1_is_refused():
     plugin.fsdp_version = 1
     with pytest.raises(ValueError, match="set `fsdp_version: 2`"):
         reduce_gradients_in_fp32(accelerator)
+
+
+@pytest.mark.parametrize("column", [{"images": []}, {"image": None}])
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_empty_columns_of_images_train_beside_a_text_model(make_trainer, dataset, column, is_stream):
+    examples = [row | column for row in dataset]
+    rows = IterableDataset.from_generator(lambda: iter(examples)) if is_stream else Dataset.from_list(examples)
+    trainer = make_trainer(rows=rows, max_steps=1)
+    trainer.train()
+    assert trainer.state.global_step == 1

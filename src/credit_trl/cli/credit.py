@@ -18,8 +18,15 @@ from typing import Any
 import psutil
 import yaml
 
-from credit_trl.cli.credit_init import accelerate_file, recipe_names, recipe_path
-from credit_trl.cli.errors import USER_ERRORS, report_exit_code, report_failed_process, report_user_error, suggest
+from credit_trl.cli.credit_init import accelerate_file, accelerate_names, recipe_names, recipe_path
+from credit_trl.cli.errors import (
+    USER_ERRORS,
+    is_user_error,
+    report_exit_code,
+    report_failed_process,
+    report_user_error,
+    suggest,
+)
 from credit_trl.cli.help import print_help
 from credit_trl.cli.options_file import config_file, read_options
 from credit_trl.cli.training import make_parser, refuse
@@ -46,7 +53,9 @@ def run(argv: list[str]) -> int:
                 print_help(make_parser(prog=PROG), given.help or None, recipe_names())
                 return 0
             launched = launch_arguments(merged.enter_context(one_config(given, others)))
-        except USER_ERRORS as error:
+        except Exception as error:
+            if not (isinstance(error, USER_ERRORS) or is_user_error(error)):
+                raise
             return report_user_error(PROG, error, code=2)
         return launch(launched)
 
@@ -120,7 +129,12 @@ def launch_arguments(argv: list[str]) -> Namespace:
     for action in parser._actions:
         check_type(action, in_file.get(action.dest))
     from_file = parser.set_defaults_with_config(**in_file)  # words for the options that are not the parser's
-    options = resolve_accelerate_config_argument(from_file + from_line)
+    try:
+        options = resolve_accelerate_config_argument(from_file + from_line)
+    except ValueError as error:
+        words = [*from_file, *from_line]
+        name = words[words.index("--accelerate_config") + 1 :][:1]
+        raise ValueError(f"{error}{''.join(suggest(word, accelerate_names()) for word in name)}") from error
     launched = launcher.parse_args([*options, "--module", TRAINING_MODULE, *_subtract_subsequence(argv, from_line)])
     word = launched.training_script
     if word != TRAINING_MODULE:
@@ -216,7 +230,7 @@ def check_names(known: set[str], argv: list[str]) -> None:
 
     Runs before values are parsed, because TRL's errors about values or the machine would hide a misspelt name.
     """
-    from credit_trl.config import OTHER_NAMES
+    from credit_trl.mistakes import OTHER_NAMES
 
     fixes = OTHER_NAMES | _ARGUMENTS
     # The spelling with a dash is for the line. An option with an underscore has no abbreviation: it has two spellings.
@@ -224,8 +238,11 @@ def check_names(known: set[str], argv: list[str]) -> None:
     on_line = [word.split("=")[0] for word in argv if word.startswith("--") and " " not in word]
     unknown = [name for name in on_line if name not in known]
     problems = []
+    options = config_file(argv)
     for name in dict.fromkeys([*in_file, *unknown]):
         fix = f" {fixes[name[2:]]}" if name[2:] in fixes else suggest(name, known - {name})
+        if name not in unknown and isinstance(options[name[2:]], dict):
+            fix = " It is a mapping, and no option: write its options at the top level of the file."
         problems.append(f"{name}.{fix}")
     if problems:
         many = "s" if len(problems) > 1 else ""

@@ -1,6 +1,7 @@
 """`trl credit-init`: a folder with a configuration, a verifier and rows that run as they are and are to be edited."""
 
 import argparse
+from importlib.resources import files
 from pathlib import Path
 
 from credit_trl.cli.errors import suggest
@@ -24,18 +25,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     folder = Path(args.folder)
-    files = {folder / name: _STARTER / source for source, name in _FILES.items()}
+    sources = {folder / name: _STARTER / source for source, name in _FILES.items()}
     if args.recipe is not None:
-        files = {folder / recipe_path(args.recipe).name: recipe_path(args.recipe)}
-    for path in files:
+        sources = {folder / recipe_path(args.recipe).name: recipe_path(args.recipe)}
+    for path in sources:
         if path.exists():
             raise FileExistsError(f"{path} exists and is not overwritten. Name another folder.")
     folder.mkdir(parents=True, exist_ok=True)
-    for path, source in files.items():
+    for path, source in sources.items():
         path.write_text(source.read_text(encoding="utf-8"), encoding="utf-8")
         print(f"wrote {path}")
     place = "" if folder.resolve() == Path.cwd() else f"cd {folder} && "
-    print(f"next: {place}trl credit --config {next(iter(files)).name}")
+    print(f"next: {place}trl credit --config {next(iter(sources)).name}")
     return 0
 
 
@@ -61,3 +62,9 @@ def accelerate_file(name: str) -> str:
     """Path of an accelerate file of the package, so that any directory will do; any other path or name unchanged."""
     shipped = _SHIPPED / "accelerate" / Path(name).name
     return str(shipped) if shipped.is_file() and not Path(name).is_file() else name
+
+
+def accelerate_names() -> list[str]:
+    """Names that `--accelerate_config` knows: files of this package and of TRL."""
+    folders = ((_SHIPPED / "accelerate").iterdir(), files("trl.accelerate_configs").iterdir())
+    return [path.name.removesuffix(".yaml") for folder in folders for path in folder if path.name.endswith(".yaml")]

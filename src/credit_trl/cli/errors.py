@@ -7,9 +7,11 @@ launcher, which reports one of them last, below the errors of processes that los
 from __future__ import annotations
 
 import difflib
+import errno
 import os
+import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from importlib.util import find_spec
 from io import TextIOWrapper
@@ -28,10 +30,22 @@ if TYPE_CHECKING:
 
 # Exception types that may report a user error: a wrong value, name, file, module, sandbox or YAML. Those of a run that
 # cannot go on, such as `CheckpointError`, `NonFiniteError` and `RunLockedError`, are `RuntimeError`s. `is_user_error`
-# also knows those of functions of the user, which have any type.
+# also knows those of functions of the user and of the network, which have any type.
 USER_ERRORS = (ValueError, TypeError, OSError, ImportError, SandboxError, YAMLError, RuntimeError)
 
 _VALIDATING = [PACKAGE_FOLDER, *(Path(find_spec(name).origin).parent for name in ("trl", "transformers"))]
+# Packages whose exceptions are failures of the network or the hub.
+_NETWORK = ("httpx", "httpcore", "huggingface_hub", "requests", "urllib3")
+# Error of the system -> what is wrong, and what to do.
+_SYSTEM = {
+    errno.ENOENT: "there is no such file or folder. Check the path, and the folder in which the command runs.",
+    errno.EEXIST: "this is a file, where a folder is needed. Name another path.",
+    errno.ENOTDIR: "a part of this path is a file, where a folder is needed. Name another path.",
+    errno.EISDIR: "this is a folder, where a file is needed. Name a file in it.",
+    errno.EACCES: "the permission is missing. Change it, or name another path.",
+    errno.EROFS: "the file system is read-only. Name another path.",
+    errno.ENOSPC: "the disk is full. Free space, or name another path.",
+}
 
 
 def report_user_error(command: str, error: BaseException, code: int = 1) -> int:
@@ -46,7 +60,7 @@ def report_user_error(command: str, error: BaseException, code: int = 1) -> int:
     tqdm = sys.modules.get("tqdm.std")
     for bar in list(getattr(tqdm and tqdm.tqdm, "_instances", ())):
         bar.close()  # so that the error begins on a line of its own
-    text = printable(str(error), allowed="\n")
+    text = printable(_text(error), allowed="\n")
     print(f"{command}: error: {text}{_user_line(error)}", file=sys.stderr)
     return code
 
@@ -107,19 +121,41 @@ def report_failed_process(command: str, error: ChildFailedError) -> int:
 
 def suggest(name: str, known: Iterable[str]) -> str:
     """` Did you mean --steps?` for the known name most similar to `name`, or an empty string."""
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
     return f" Did you mean {close[0]}?" if close else ""
+
+
+def option_advice(option: str, options: Iterable[str], other_names: Mapping[str, str]) -> str:
+    """` Set …` for an option that has another name here, where this command knows it, or as `suggest`."""
+    advice = other_names.get(option.lstrip("-"), "")
+    words = re.findall(r"`(\w+)", advice)
+    return f" {advice}" if any(f"--{word}" in options for word in words) else suggest(option, options)
 
 
 def is_user_error(error: BaseException) -> bool:
     """Whether an exception reports a user error.
 
-    True for errors of files, YAML, the sandbox and functions of the user, and for a `raise` statement of
+    True for errors of files, YAML, the sandbox, the network and functions of the user, and for a `raise` statement of
     this package, TRL or transformers. Exceptions of other code, and exceptions without a `raise` statement, are bugs.
     """
     if getattr(error, "is_explained", False) or isinstance(error, OSError | SandboxError | YAMLError):
         return True
-    return is_raised_by(error, _VALIDATING)
+    return _is_of_network(error) or is_raised_by(error, _VALIDATING)
+
+
+def _is_of_network(error: BaseException) -> bool:
+    return type(error).__module__.partition(".")[0] in _NETWORK
+
+
+def _text(error: BaseException) -> str:
+    """What is wrong and what to do, in a line where Python, the network or the system say it in another way."""
+    if _is_of_network(error):
+        cause = str(error).partition("\n")[0] or type(error).__name__
+        return f"the hub or another service is not reached ({cause}). Check the network, or use local files."
+    remedy = _SYSTEM.get(getattr(error, "errno", None))
+    name = getattr(error, "filename", None)
+    is_plain = remedy is not None and name is not None and not getattr(error, "is_explained", False)
+    return f"{os.fspath(name)}: {remedy}" if is_plain else str(error)
 
 
 def _user_line(error: BaseException) -> str:

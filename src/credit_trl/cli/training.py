@@ -146,11 +146,20 @@ def train(trainer: CreditTrainer, script_args: CreditScriptArguments) -> None:
         trainer.log_metrics("eval", metrics)
         trainer.save_metrics("eval", metrics, combined=False)
     trainer.save_state()
+    is_uploaded = training_args.push_to_hub
+    training_args.push_to_hub = False  # with which it would upload here, too
     trainer.save_model()
     folder = training_args.output_dir
     trainer.accelerator.print(f"Model saved to {folder}. Report: {report_link(folder)}")
-    if training_args.push_to_hub:
-        trainer.push_to_hub(dataset_name=script_args.dataset_name)
+    try:
+        if is_uploaded:
+            trainer.push_to_hub(dataset_name=script_args.dataset_name)
+    except Exception as error:  # of the hub, the network or git
+        cause = str(error).partition("\n")[0]
+        raise OSError(
+            f"The model is saved in {folder}, and its upload failed ({type(error).__name__}: {cause}). Upload it "
+            f"with `hf upload {training_args.hub_model_id or 'NAME'} {folder}`."
+        ) from error
     trainer.accelerator.end_training()
 
 

@@ -177,14 +177,16 @@ def row_prompt(row: Mapping[str, Any]) -> Prompt:
     if images and isinstance(prompt, str):
         raise ValueError(f"A row with images has a plain-text prompt: {prompt[:80]!r}. Write prompts as messages.")
     has_column = "images" in row or "image" in row
-    if has_column and isinstance(prompt, list):
+    is_open = isinstance(prompt, list) and any(image is None for image in images_of(prompt))
+    if has_column and (images or is_open):
         return prepare_multimodal_messages(prompt, images=images)
     return prompt
 
 
-def with_images_in_prompts(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def with_images_in_prompts(rows: Sequence[Mapping[str, Any]], is_multimodal: bool) -> list[dict[str, Any]]:
     """Dataset rows whose prompts hold the images of their columns, which are removed.
 
+    For a multimodal model the prompts of rows with such columns have lists of parts, with images or without.
     Equal images are one object, so that TRL gathers an image once for its group.
     """
     shared: dict[str, Any] = {}
@@ -192,7 +194,11 @@ def with_images_in_prompts(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, 
     for row in rows:
         formed_row = {}
         if "prompt" in row:  # an environment may give it instead
-            formed_row["prompt"] = share_images(row_prompt(row), shared)
+            prompt = row_prompt(row)
+            has_column = "image" in row or "images" in row
+            if is_multimodal and has_column and isinstance(prompt, list):
+                prompt = prepare_multimodal_messages(prompt)
+            formed_row["prompt"] = share_images(prompt, shared)
         for name, value in row.items():
             if name not in _PROMPT_COLUMNS:
                 formed_row[name] = value

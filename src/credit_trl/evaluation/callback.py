@@ -10,7 +10,7 @@ from typing import Any
 from transformers import Trainer, TrainerCallback
 
 from credit_trl import run_directory as files
-from credit_trl.evaluation.config import EvaluationConfig
+from credit_trl.evaluation.config import evaluation_config
 from credit_trl.evaluation.engines import TrainerEngine
 from credit_trl.evaluation.protocol import EvaluationMismatchError, evaluate, task_rows
 from credit_trl.evaluation.result import Evaluation, score_text
@@ -64,7 +64,7 @@ class EvaluationCallback(TrainerCallback):
         policy = VerifierPolicy(on_error, getattr(args, "verifier_timeout", None))
         own = {"engine_options": None, "output_dir": self.folder / files.EVALUATIONS_FOLDER, "policy": policy}
         defaults = {"progress": not args.disable_tqdm, "max_completion_length": trainer.max_completion_length}
-        config = EvaluationConfig(k=k, **own, **{**defaults, **options})
+        config = evaluation_config(type(self).__name__, k=k, **own, **{**defaults, **options})
         self.trainer = trainer
         self.task = load_task(task)
         self.config = replace(config, dataset=task_rows(self.task, config))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from credit_trl.mistakes import refuse_unknown
 from credit_trl.rollout.verdict import VerifierPolicy
 
 if TYPE_CHECKING:
@@ -82,3 +83,9 @@ class EvaluationConfig(SamplingConfig):
     output_dir: str | Path | None = None
     policy: VerifierPolicy | None = None
     progress: bool = True
+
+
+def evaluation_config(owner: str, **options: Any) -> EvaluationConfig:
+    """Options of `owner`, which the error of an unknown one names with its remedy."""
+    refuse_unknown(owner, "option", options, [option.name for option in fields(EvaluationConfig)])
+    return EvaluationConfig(**options)

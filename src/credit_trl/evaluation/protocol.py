@@ -16,17 +16,18 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
+from torch import nn
 from tqdm.auto import tqdm
 
 from credit_trl import run_directory as files
 from credit_trl import tasks
-from credit_trl.config import refuse_unknown
 from credit_trl.contexts.images import check_image_columns
 from credit_trl.contexts.prompts import check_rows, row_prompt
-from credit_trl.evaluation.config import EvaluationConfig, SamplingConfig
+from credit_trl.evaluation.config import EvaluationConfig, SamplingConfig, evaluation_config
 from credit_trl.evaluation.engines import Engine, TrainerEngine, TransformersEngine, VLLMEngine
 from credit_trl.evaluation.result import Evaluation, summarize
 from credit_trl.evaluation.verdicts import Sample, Unit, grade
+from credit_trl.mistakes import refuse_unknown
 from credit_trl.rollout.batch import prompt_key
 from credit_trl.rollout.verdict import transferable
 from credit_trl.tasks.registry import Task, load_task
@@ -45,7 +46,7 @@ def evaluate(model: Any, task: str | Task, k: int = 16, **options: Any) -> Evalu
 
     Args:
         model: a trainer, a model (with the option `tokenizer`), a hub name or directory, or an [`Engine`]. A
-            trainer's own sampling settings are ignored.
+            trainer's own sampling settings are ignored, except `max_completion_length`.
         task: a name for `load_task`, or a [`Task`].
         k: samples per prompt.
         **options: the other fields of [`EvaluationConfig`], such as `temperature` and `top_p`.
@@ -61,7 +62,9 @@ def evaluate(model: Any, task: str | Task, k: int = 16, **options: Any) -> Evalu
         VerifierFailed: the verifier failed and `policy` has `on_error="skip"`.
         EvaluationMismatchError: `output_dir` holds another evaluation; the message lists the differences.
     """
-    config = EvaluationConfig(k=k, **options)
+    if hasattr(model, "accelerator"):
+        options.setdefault("max_completion_length", model.max_completion_length or 4096)
+    config = evaluation_config("evaluate", k=k, **options)
     task = load_task(task)
     rows = task_rows(task, config)
     groups = _groups(rows, config.group_by)
@@ -105,6 +108,11 @@ def make_engine(model: Any, config: EvaluationConfig) -> Engine:
         return _started(TrainerEngine, model, options=options)
     if callable(getattr(model, "session", None)):
         return model
+    if not isinstance(model, nn.Module):
+        kind = type(model).__name__
+        raise TypeError(
+            f"`model` must be a trainer, a model, or the name or folder of one, got {kind}. Give the model first."
+        )
     if config.tokenizer is None:
         raise ValueError("Evaluating a model in memory needs its tokenizer: pass `tokenizer`.")
     return _started(TransformersEngine, model, config.tokenizer, options=options)

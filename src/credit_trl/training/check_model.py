@@ -9,9 +9,9 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from credit_trl.config import refusal
 from credit_trl.loss.head import accumulation_dtype, lm_head
 from credit_trl.loss.projection import project
+from credit_trl.mistakes import refusal
 from credit_trl.teacher.causal_lm import backbone, unwrap_adapters
 from credit_trl.teacher.models import eval_mode
 from credit_trl.teacher.sharding import is_whole

@@ -33,7 +33,7 @@ from transformers.trainer_pt_utils import safe_globals
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 from trl import GRPOTrainer
 
-from credit_trl.config import refusal
+from credit_trl.mistakes import refusal
 from credit_trl.rollout.verdict import transferable
 from credit_trl.run_directory import (
     RunLock,

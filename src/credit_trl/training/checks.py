@@ -4,20 +4,22 @@ import inspect
 import os
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from torch import nn
 from transformers import AutoConfig
 
-from credit_trl.config import CreditConfig, refusal
+from credit_trl.config import CreditConfig
 from credit_trl.contexts.builder import ContextBuilder
 from credit_trl.contexts.contrast import find_source, source_columns
 from credit_trl.contexts.images import check_image_columns
 from credit_trl.contexts.prompts import check_rows, images_of, row_prompt, user_text
 from credit_trl.contexts.tokens import PrivilegedContext
 from credit_trl.loss.sampling import SamplingDistribution, unknown_option
+from credit_trl.mistakes import check_vocabulary, refusal
 from credit_trl.rollout.batch import Prompt
 from credit_trl.rollout.verdict import parameters_of, takes
 from credit_trl.teacher.external import teacher_place
@@ -46,7 +48,8 @@ def check_teacher(args: CreditConfig) -> None:
         if name is not None:
             AutoConfig.from_pretrained(name, **teacher_place(args))
     except OSError as error:
-        raise OSError(f"`teacher_model_name_or_path={name!r}` cannot be loaded: {error}") from error
+        cause = " ".join(str(error).split())
+        raise OSError(f"`teacher_model_name_or_path={name!r}` cannot be loaded: {cause}") from error
 
 
 def reads_engine(args: CreditConfig) -> bool:
@@ -89,8 +92,34 @@ def named_datasets(train_dataset: Any, eval_dataset: Any) -> dict[str, Any]:
 
 def _columns(dataset: Any) -> list[str] | None:
     """Columns of the rows of a dataset, which a transform may change; None where it does not tell."""
-    is_transformed = isinstance(dataset, Dataset) and dataset.format["type"] == "custom" and len(dataset) > 0
-    return list(dataset[0]) if is_transformed else getattr(dataset, "column_names", None)
+    if isinstance(dataset, Dataset) and dataset.format["type"] == "custom" and len(dataset) > 0:
+        return list(dataset[0])
+    row = _row_without_columns(dataset)
+    return getattr(dataset, "column_names", None) if row is None else list(row)
+
+
+@lru_cache(maxsize=4)
+def _row_without_columns(dataset: Any) -> dict[str, Any] | None:
+    """First row of a stream that does not tell its columns; None of other data."""
+    is_silent = isinstance(dataset, IterableDataset) and dataset.column_names is None
+    return next(iter(dataset), None) if is_silent else None
+
+
+def check_stream_rows(name: str, rows: Sequence[dict[str, Any]], *, needs_user: bool) -> None:
+    """Check rows of a stream, of which the checks before a run see the first at most.
+
+    Raises:
+        ValueError: a row has no prompt, a reserved column or feedback that is no text, or see `check_rows`.
+    """
+    check_column_names(name, set().union(*rows))
+    for row in rows:
+        if "prompt" not in row:
+            raise refusal("no_prompt", name=name, columns=", ".join(row))
+        feedback = row.get("privileged_context")
+        if not isinstance(feedback, str | None):
+            kind = type(feedback).__name__
+            raise ValueError(f"{name} has the column `privileged_context` of {kind}. Write it as text.")
+    check_rows(name, (row["prompt"] for row in rows), needs_user=needs_user)
 
 
 def check_datasets(
@@ -208,16 +237,20 @@ def check_prompts(trainer: Any, datasets: dict[str, Any], *, distills: bool) -> 
         if dtype not in ("string", "large_string", "null", "NoneType"):
             raise ValueError(f"`{name}` has the column `privileged_context` of {dtype}. Write it as text.")
         has_prompts = isinstance(dataset, Dataset) and len(dataset) > 0 and "prompt" in columns
-        row = dataset[0] if has_prompts else {"prompt": ""}
+        streamed = _row_without_columns(dataset)
+        row = dataset[0] if has_prompts else streamed or {"prompt": ""}
+        if streamed is not None and not is_changed:
+            check_stream_rows(f"`{name}`", [streamed], needs_user=distills)
         if has_prompts and not is_changed:
             is_lazy = is_formed or "Image(" in str(features["prompt"])  # not to decode all
             batches = [{"prompt": [row["prompt"]]}] if is_lazy else dataset.select_columns("prompt").iter(1000)
             check_rows(f"`{name}`", (prompt for rows in batches for prompt in rows["prompt"]), needs_user=distills)
-        prompt = row_prompt(row) if distills else row["prompt"]
-        has_images = "image" in columns or "images" in columns or bool(images_of(prompt))
+        prompt = row_prompt(row) if distills else row.get("prompt", "")
+        has_images = bool(images_of(prompt)) or any(row.get(name) for name in ("image", "images"))
         if distills and has_images:
             check_image_options(trainer)
-        builder.read_images(prompt)
+        if has_prompts:
+            builder.read_images(prompt)
         if is_changed or not has_prompts or (has_images and not distills):
             continue
         if distills:
@@ -227,6 +260,7 @@ def check_prompts(trainer: Any, datasets: dict[str, Any], *, distills: bool) -> 
             _check_prompt(f"The first prompt of `{name}`", prompt, ids, builder, trainer.tools or None, True)
         elif not trainer._is_vlm:
             _check_parts(f"The first prompt of `{name}`", prompt, builder.student_text(prompt))
+        check_vocabulary(trainer, ids)
         last = ids[-1] if ids else None
         trainer.alarms.raise_if(last in trainer.eos_token_ids, "prompt_ends", name=name, last=last)
 
