@@ -29,6 +29,12 @@ def stream(*rows: dict) -> IterableDataset:
     return IterableDataset.from_generator(lambda: iter(rows * 12))
 
 
+def compiled_in_place() -> torch.nn.Module:
+    model = build_model(build_tokenizer())
+    model.compile()
+    return model
+
+
 def user(content) -> list:
     return [{"role": "user", "content": content}]
 
@@ -95,6 +101,7 @@ OBJECTS = {
     "a class of options": lambda: CreditConfig,
     "a dictionary": dict,
     "compiled": lambda: torch.compile(build_model(build_tokenizer())),
+    "compiled in place": compiled_in_place,
     "frozen": lambda: build_model(build_tokenizer()).requires_grad_(False),
     "tokenizer of another model": lambda: build_tokenizer(merges=[("a", "b"), ("b", "a"), ("c", "a"), ("c", "b")]),
     "a weight without arguments": lambda: lambda: {},

@@ -17,7 +17,14 @@ from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
-from credit_trl.cli.errors import USER_ERRORS, option_advice, is_user_error, report_user_error, spell_unencodable, suggest
+from credit_trl.cli.errors import (
+    USER_ERRORS,
+    is_user_error,
+    remedy_of,
+    report_user_error,
+    spell_unencodable,
+    suggest,
+)
 
 TRAINING = ("credit", "Run the CREDIT training script")
 
@@ -84,7 +91,7 @@ def _run_companion(name: str, argv: list[str]) -> int:
         named = [word for word in unknown if word.startswith("-")] or unknown
         from credit_trl.mistakes import OTHER_NAMES
 
-        parser.error(" ".join(f"unknown argument {word}.{option_advice(word, known, OTHER_NAMES)}" for word in named))
+        parser.error(" ".join(f"unknown argument {word}.{remedy_of(word, known, OTHER_NAMES)}" for word in named))
     sys.path.insert(0, os.getcwd())  # tasks of the user's own
     try:
         status = module.run(options)

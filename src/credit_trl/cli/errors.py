@@ -125,7 +125,7 @@ def suggest(name: str, known: Iterable[str]) -> str:
     return f" Did you mean {close[0]}?" if close else ""
 
 
-def option_advice(option: str, options: Iterable[str], other_names: Mapping[str, str]) -> str:
+def remedy_of(option: str, options: Iterable[str], other_names: Mapping[str, str]) -> str:
     """` Set …` for an option that has another name here, where this command knows it, or as `suggest`."""
     advice = other_names.get(option.lstrip("-"), "")
     words = re.findall(r"`(\w+)", advice)
