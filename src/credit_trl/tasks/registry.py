@@ -44,6 +44,11 @@ def load_task(name: str | Task) -> Task:
     """
     if isinstance(name, Task):
         return name
+    if not isinstance(name, str):
+        raise TypeError(
+            f"A task is a name or a `Task`, got {type(name).__name__}. Of rows and reward functions "
+            "`Task.from_dataset(rows, reward_funcs)` makes one, of an object with `build` and `verify` `as_task`."
+        )
     check_name(name)
     head, colon, tail = name.partition(":")
     if head in BUILT_IN:
