@@ -3,6 +3,8 @@
     python tests/slow_suite.py                  # the shard of this commit
     python tests/slow_suite.py --shard faults   # this one; `slow` and `optional` are the others
 
+A shard that fails ends CI, once a commit is recorded on which it passed.
+
 As a pytest plugin (`PYTHONPATH=tests pytest -p slow_suite --shard NAME`) it stops a session at the end of its budget,
 and writes when a shard passed, and which files remain, to `.ci/slow_suite.json`. They come first in the next run.
 """
@@ -142,7 +144,19 @@ def main() -> int:
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT / "tests"), os.environ.get("PYTHONPATH")])),
         "PYTEST_ADDOPTS": f"-p slow_suite --shard {name} --minutes {options.minutes}",
     }
-    return subprocess.run(SHARDS[name], cwd=ROOT, env=environment).returncode
+    code = subprocess.run(SHARDS[name], cwd=ROOT, env=environment).returncode
+    return exit_code(name, code, has_passed=read_state(state_file)[name]["passed"] is not None)
+
+
+def exit_code(name: str, code: int, *, has_passed: bool) -> int:
+    """Exit code of a shard's run: 0 with a message where it fails and no commit is recorded on which it passed."""
+    if code and not has_passed:
+        print(
+            f"SHARD {name.upper()} FAILS, see above. It has not passed yet, so this is no regression: mend its tests,"
+        )
+        print("run `make test-shard` until it passes, and commit .ci/slow_suite.json. After that a failure ends CI.")
+        return 0
+    return code
 
 
 if __name__ == "__main__":

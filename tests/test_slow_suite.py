@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from slow_suite import SHARDS, ordered_files, read_state
+from slow_suite import SHARDS, exit_code, ordered_files, read_state
 
 # Three files; a test of the first uses the whole budget, one of the last fails with the variable FAILS.
 FILES = {
@@ -82,3 +82,11 @@ def test_the_state_of_the_checkout_has_each_shard():
     state = read_state(Path(__file__).parents[1] / ".ci" / "slow_suite.json")
     assert state.keys() == SHARDS.keys()
     assert read_state(Path("missing.json")) == {shard: {"passed": None, "remaining": []} for shard in SHARDS}
+
+
+@pytest.mark.parametrize(
+    ("code", "has_passed", "expected"), [(0, False, 0), (1, False, 0), (0, True, 0), (1, True, 1)]
+)
+def test_a_shard_that_has_passed_before_fails(code, has_passed, expected, capsys):
+    assert exit_code("faults", code, has_passed=has_passed) == expected
+    assert ("SHARD FAULTS FAILS" in capsys.readouterr().out) == (code == 1 and not has_passed)
