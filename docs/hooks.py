@@ -39,7 +39,7 @@ INTERNAL = tuple(
     evaluation.generation evaluation.verdicts lab.analysis.token_classes lab.analysis.tokentext
     lab.analysis.vocabulary_logps lab.report.comparison lab.report.runs lab.report.token_maps
     loss.head loss.projection contexts.prompts
-    tasks.escaping tasks.lcb_ tasks.records run_directory teacher.causal_lm teacher.sharding
+    tasks.escaping tasks.lcb_ tasks.records mistakes run_directory teacher.causal_lm teacher.sharding
     training.check_model trl_compat trl_parity
     """.split()
 )

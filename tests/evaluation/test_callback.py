@@ -98,8 +98,8 @@ def test_best_model_is_kept(train, tmp_path):
 
 
 def results(folder):
-    """The files of a run, without times."""
-    rows = [row for row in read_lines(folder / "log.jsonl") if "train_loss" not in row]
+    """The files of a run, without times and without warnings, which a resumed run repeats."""
+    rows = [row for row in read_lines(folder / "log.jsonl") if not {"train_loss", "warning"} & row.keys()]
     log = [{k: v for k, v in row.items() if "second" not in k and "time" not in k} for row in rows]
     samples = {p.parent.name: p.read_bytes() for p in sorted(folder.glob("evaluations/*/samples.jsonl"))}
     return log, (folder / "evaluations.jsonl").read_bytes(), samples
