@@ -22,14 +22,13 @@ from vlm import FAMILIES, build_vlm, image_verdicts, rows
 
 
 @torch.no_grad()
-def logps_without_placeholders(trainer: CreditTrainer, output: dict) -> torch.Tensor:
-    """The policy's log-probabilities of the completions, given that no token stands for an image, as in the engine."""
+def whole_vocabulary_logps(trainer: CreditTrainer, output: dict) -> torch.Tensor:
+    """The policy's log-probabilities of the completions over all tokens, to which the engine's are moved."""
     ids, mask = (
         torch.cat([output[f"prompt_{kind}"], output[f"completion_{kind}"]], dim=1) for kind in ("ids", "mask")
     )
     images = [prompt_images for prompt_images in output["prompt_images"] if prompt_images is not None]
     logits = trainer.model(input_ids=ids, attention_mask=mask, **joined_images(images, ids)).logits
-    logits[..., list(trainer.context_builder.reader.placeholder_ids)] = -torch.inf
     logps = logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
     return logps[:, -output["completion_ids"].shape[1] :]
 
@@ -51,7 +50,7 @@ def test_engine_reads_the_images_that_the_policy_reads(make_config, monkeypatch,
 
     def compare(inputs):
         output = score(inputs)
-        difference = output["sampling_per_token_logps"] - logps_without_placeholders(trainer, output)
+        difference = output["sampling_per_token_logps"] - whole_vocabulary_logps(trainer, output)
         differences.append(difference[output["completion_mask"].bool()].abs().max())
         return output
 
