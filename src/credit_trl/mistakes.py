@@ -34,15 +34,15 @@ def did_you_mean(name: str, candidates: Iterable[str]) -> str:
     return f"Did you mean `{close[0]}`?" if close else ""
 
 
-def refuse_unknown(owner: str, kind: str, names: Iterable[str], known: Collection[str]) -> None:
+def refuse_unknown(owner: str, kind: str, names: Iterable[str], valid_names: Collection[str]) -> None:
     """Refuse all unknown names at once, with their counterpart in `OTHER_NAMES` or the most similar known name.
 
     Raises:
         TypeError: a name is not known; the message begins with the owner and what the names are.
     """
     advice = []
-    for name in [name for name in names if name not in known]:
-        advice.append(f"`{name}`. {OTHER_NAMES.get(name) or did_you_mean(name, known)}".strip())
+    for name in [name for name in names if name not in valid_names]:
+        advice.append(f"`{name}`. {OTHER_NAMES.get(name) or did_you_mean(name, valid_names)}".strip())
     if advice:
         raise TypeError(f"`{owner}` has no {kind} {' '.join(advice)}")
 
@@ -137,8 +137,8 @@ def check_arguments(model: Any, reward_funcs: Any, args: Any, token_weight: Any,
     for function in functions:
         if isinstance(function, str) and "/" not in function and not Path(function).exists():
             module, _, called = function.replace(":", ".").rpartition(".")
-            named = {"module": module or "my_module", "function": called}
-            raise refusal("no_function", name="reward_funcs", value=function, **named)
+            parts = {"module": module or "my_module", "function": called}
+            raise refusal("no_function", name="reward_funcs", value=function, **parts)
     if token_weight is not None:
         try:
             inspect.signature(token_weight).bind("credit")

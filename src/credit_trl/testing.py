@@ -60,19 +60,21 @@ def check_source(source: Source, columns: Mapping[str, Sequence[Any]] | None = N
     prompts = [prompt for prompt in (*_PROMPTS, *_SHOWN) for _ in range(2)]
     rollouts = [PrivilegedContext(f"Answer {i}.", f"Feedback on rollout {i}.") for i in range(12)]
     answers = [rollouts[i // 2 * 2].demonstration if i % 2 else None for i in range(12)]
-    privileged = [PrivilegedContext(answer, own.feedback) for answer, own in zip(answers, rollouts, strict=True)]
+    privileged = [
+        PrivilegedContext(answer, rollout.feedback) for answer, rollout in zip(answers, rollouts, strict=True)
+    ]
     successes = [i % 2 == 0 for i in range(12)]
     batch = ContrastBatch(5, 2, prompts, prompts, privileged, rollouts, successes, _PROMPTS, dict(columns or {}))
-    before = deepcopy(batch)
+    original = deepcopy(batch)
 
     def drawn(sample: int) -> list[Contrast]:
         return list(islice(draw_contrasts(source, batch, sample, seed=7), 5))
 
-    first = [drawn(sample) for sample in range(12)]
+    draws = [drawn(sample) for sample in range(12)]
     again = [drawn(sample) for sample in reversed(range(12))][::-1]  # as another process, in another order
-    assert first == again, "The source returned another draw for the same sample. Draw from `rng`, and keep no state."
-    assert batch == before, "The source changed the batch. Copy what it changes."
-    assert any(first), "The source returned no contrast for any sample."
+    assert draws == again, "The source returned another draw for the same sample. Draw from `rng`, and keep no state."
+    assert batch == original, "The source changed the batch. Copy what it changes."
+    assert any(draws), "The source returned no contrast for any sample."
 
 
 def check_weight(weight: TokenWeight) -> None:
@@ -132,7 +134,7 @@ def _small_step(weight: TokenWeight) -> tuple[torch.nn.Module, CreditStep]:
     return model, CreditStep(config, builder, teacher, token_weight=weight)
 
 
-def _check_processes(weight: TokenWeight, credit: TokenCredit, whole: Mapping[str, Tensor]) -> None:
+def _check_processes(weight: TokenWeight, credit: TokenCredit, expected: Mapping[str, Tensor]) -> None:
     """Compare weights with those of two processes, which have one sample and the others."""
     barrier = Barrier(2, timeout=10.0)
     sums: dict[int, Tensor] = {}
@@ -146,14 +148,14 @@ def _check_processes(weight: TokenWeight, credit: TokenCredit, whole: Mapping[st
             return total
 
         rows = slice(0, 1) if rank == 0 else slice(1, None)
-        own = {name: value[rows] for name, value in vars(credit).items() if isinstance(value, Tensor)}
-        return weigh_tokens(weight, replace(credit, **own, reduce=reduce))
+        tensors = {name: value[rows] for name, value in vars(credit).items() if isinstance(value, Tensor)}
+        return weigh_tokens(weight, replace(credit, **tensors, reduce=reduce))
 
     with ThreadPoolExecutor(2) as pool:
         parts = list(pool.map(weigh, range(2)))
-    for loss, values in whole.items():
-        found = torch.cat([part[loss] for part in parts])
-        torch.testing.assert_close(found, values, msg=lambda m: f"Two processes weigh differently: {m}")
+    for loss, values in expected.items():
+        joined = torch.cat([part[loss] for part in parts])
+        torch.testing.assert_close(joined, values, msg=lambda m: f"Two processes weigh differently: {m}")
 
 
 def check_task(task: Any, split: str = "train", **options: Any) -> None:
@@ -200,10 +202,10 @@ def _check_row(task: Task, row: Mapping[str, Any], responses: Sequence[str]) -> 
     hostile = [*responses, f"<think>{row['answer']}", f"<think>So \\boxed{{{row['answer']}}}"]
     together = grade(*hostile)
     for response, expected in zip(hostile, together, strict=True):
-        shown = f"The response {response[:20]!r} of {len(response)} characters"
+        subject = f"The response {response[:20]!r} of {len(response)} characters"
         started = time.monotonic()
         (verdict,) = grade(response)
         seconds = time.monotonic() - started
-        assert seconds < _MAX_SECONDS, f"{shown} took {seconds:.1f} s. Bound what the verifier reads."
-        assert verdict == expected, f"{shown} has another verdict beside other responses."
-        assert not float(verdict) >= 1.0, f"{shown} is successful."
+        assert seconds < _MAX_SECONDS, f"{subject} took {seconds:.1f} s. Bound what the verifier reads."
+        assert verdict == expected, f"{subject} has another verdict beside other responses."
+        assert not float(verdict) >= 1.0, f"{subject} is successful."

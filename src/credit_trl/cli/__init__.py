@@ -50,13 +50,13 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     if command not in COMPANIONS and command != TRAINING[0]:
         return _run_trl(command, argv)
-    own = argv[argv.index(command) + 1 :]
+    arguments = argv[argv.index(command) + 1 :]
     try:
         if command in COMPANIONS:
-            return _run_companion(command, own)
+            return _run_companion(command, arguments)
         from credit_trl.cli.credit import run
 
-        return run(own)
+        return run(arguments)
     except KeyboardInterrupt as interrupt:  # before the launch, which reports later ones itself
         print(f"trl {command}: interrupted{interrupt}", file=sys.stderr)
         return 128 + signal.SIGINT
@@ -66,9 +66,11 @@ def _run_trl(command: str, argv: list[str]) -> int:
     from credit_trl.trl_compat import get_commands
     from credit_trl.trl_compat import main as trl_main
 
-    known = {one.name for one in get_commands()} | {TRAINING[0], *COMPANIONS}
-    if command not in known:  # TRL's error would not list the commands of this package
-        _help_parser().error(f"there is no command {command!r}.{suggest(command, known)} All commands: trl --help")
+    command_names = {trl_command.name for trl_command in get_commands()} | {TRAINING[0], *COMPANIONS}
+    if command not in command_names:  # TRL's error would not list the commands of this package
+        _help_parser().error(
+            f"there is no command {command!r}.{suggest(command, command_names)} All commands: trl --help"
+        )
     return trl_main(argv)
 
 
@@ -82,16 +84,21 @@ def _run_companion(name: str, argv: list[str]) -> int:
     one_row_an_option = partial(HelpFormatter, max_help_position=34)
     parser = ArgumentParser(prog=f"trl {name}", allow_abbrev=False, formatter_class=one_row_an_option)
     module.add_arguments(parser)
-    places = [one for one in parser._actions if not one.option_strings]
-    texts = [(" {0} [{0} ...]" if one.nargs == "+" else " [{0}]").format(one.metavar or one.dest) for one in places]
+    places = [action for action in parser._actions if not action.option_strings]
+    texts = [
+        (" {0} [{0} ...]" if action.nargs == "+" else " [{0}]").format(action.metavar or action.dest)
+        for action in places
+    ]
     parser.usage = f"{parser.prog}{''.join(texts)} [options]"
     options, unknown = parser.parse_known_args(argv)
     if unknown:
-        known = parser._option_string_actions
-        named = [word for word in unknown if word.startswith("-")] or unknown
+        option_names = parser._option_string_actions
+        misspelt = [word for word in unknown if word.startswith("-")] or unknown
         from credit_trl.mistakes import OTHER_NAMES
 
-        parser.error(" ".join(f"unknown argument {word}.{remedy_of(word, known, OTHER_NAMES)}" for word in named))
+        parser.error(
+            " ".join(f"unknown argument {word}.{remedy_of(word, option_names, OTHER_NAMES)}" for word in misspelt)
+        )
     sys.path.insert(0, os.getcwd())  # tasks of the user's own
     try:
         status = module.run(options)

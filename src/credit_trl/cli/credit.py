@@ -48,11 +48,11 @@ def run(argv: list[str]) -> int:
     """Check the arguments, launch the run and return its exit code."""
     with ExitStack() as merged:
         try:
-            given, others = own_options(argv)
-            if given.help is not None:
-                print_help(make_parser(prog=PROG), given.help or None, recipe_names())
+            own_arguments, trl_arguments = own_options(argv)
+            if own_arguments.help is not None:
+                print_help(make_parser(prog=PROG), own_arguments.help or None, recipe_names())
                 return 0
-            launched = launch_arguments(merged.enter_context(one_config(given, others)))
+            launched = launch_arguments(merged.enter_context(one_config(own_arguments, trl_arguments)))
         except Exception as error:
             if not (isinstance(error, USER_ERRORS) or is_user_error(error)):
                 raise
@@ -69,12 +69,12 @@ def own_options(argv: list[str]) -> tuple[Namespace, list[str]]:
     for option in ("--recipe", "--config"):
         parser.add_argument(option, action="append", nargs="?", default=[])
     parser.add_argument("--small", action="store_true")
-    given, others = parser.parse_known_args(argv)
-    if given.small and not given.recipe:
+    own_arguments, trl_arguments = parser.parse_known_args(argv)
+    if own_arguments.small and not own_arguments.recipe:
         raise ValueError("`--small` makes a recipe small: give `--recipe NAME` too.")
-    if None in (*given.config, *given.recipe):
+    if None in (*own_arguments.config, *own_arguments.recipe):
         raise ValueError("`--config` names a YAML file, `--recipe` a recipe: give its path, or its name.")
-    return given, others
+    return own_arguments, trl_arguments
 
 
 def launch(launched: Namespace) -> int:
@@ -121,8 +121,8 @@ def launch_arguments(argv: list[str]) -> Namespace:
     parser = make_parser(prog=PROG)
     launcher = launch_command_parser()
     launcher.error = refuse
-    known = {*parser._option_string_actions, *launcher._option_string_actions}
-    check_names(known | {"--config", "--accelerate_config", "--env"}, argv)
+    option_names = {*parser._option_string_actions, *launcher._option_string_actions}
+    check_names(option_names | {"--config", "--accelerate_config", "--env"}, argv)
     on_line = argv[2:] if argv[:1] == ["--config"] else argv
     _, from_line = parser.parse_known_args(on_line)
     in_file = {key: value for key, value in config_file(argv).items() if key != "env"}
@@ -151,7 +151,7 @@ def launch_arguments(argv: list[str]) -> Namespace:
 
 
 @contextmanager
-def one_config(given: Namespace, others: list[str]) -> Iterator[list[str]]:
+def one_config(own_arguments: Namespace, trl_arguments: list[str]) -> Iterator[list[str]]:
     """Merge the files of `--recipe`, then those of `--config`, into a temporary one, since TRL's parser reads one.
 
     Options of a later file override those of an earlier one, variables of `env` each by itself. `--small` puts its
@@ -159,23 +159,23 @@ def one_config(given: Namespace, others: list[str]) -> Iterator[list[str]]:
     directory.
     """
     merged: dict[str, Any] = {}
-    recipes = [recipe_path(name) for name in given.recipe]
-    overlays = [recipe_path("overlays/small")] if given.small else []
-    for file in (*recipes, *overlays, *given.config):
+    recipes = [recipe_path(name) for name in own_arguments.recipe]
+    overlays = [recipe_path("overlays/small")] if own_arguments.small else []
+    for file in (*recipes, *overlays, *own_arguments.config):
         options = read_options(file)
         env = {**(merged.get("env") or {}), **(options.get("env") or {})}
         merged |= {**options, "env": env} if env else options
         if file in overlays:
             merged = {name: value for name, value in merged.items() if value is not None}
     if not merged:
-        yield others
+        yield trl_arguments
         return
     if "accelerate_config" in merged:
         merged["accelerate_config"] = accelerate_file(merged["accelerate_config"])
     with NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
         yaml.safe_dump(merged, file)
         file.flush()
-        yield ["--config", file.name, *others]
+        yield ["--config", file.name, *trl_arguments]
 
 
 def processes_of(launched: Namespace) -> int:
@@ -225,7 +225,7 @@ def check_type(action: Action, value: Any) -> None:
         raise ValueError(f"`{action.dest}: {value}` in the YAML file: expected one value of type {kind}.")
 
 
-def check_names(known: set[str], argv: list[str]) -> None:
+def check_names(option_names: set[str], argv: list[str]) -> None:
     """Check that the training module or accelerate defines every argument of a command line and its YAML file.
 
     Runs before values are parsed, because TRL's errors about values or the machine would hide a misspelt name.
@@ -234,13 +234,13 @@ def check_names(known: set[str], argv: list[str]) -> None:
 
     fixes = OTHER_NAMES | _ARGUMENTS
     # The spelling with a dash is for the line. An option with an underscore has no abbreviation: it has two spellings.
-    in_file = [f"--{key}" for key in config_file(argv) if "-" in key or f"--{key}" not in known]
+    in_file = [f"--{key}" for key in config_file(argv) if "-" in key or f"--{key}" not in option_names]
     on_line = [word.split("=")[0] for word in argv if word.startswith("--") and " " not in word]
-    unknown = [name for name in on_line if name not in known]
+    unknown = [name for name in on_line if name not in option_names]
     problems = []
     options = config_file(argv)
     for name in dict.fromkeys([*in_file, *unknown]):
-        fix = f" {fixes[name[2:]]}" if name[2:] in fixes else suggest(name, known - {name})
+        fix = f" {fixes[name[2:]]}" if name[2:] in fixes else suggest(name, option_names - {name})
         if name not in unknown and isinstance(options[name[2:]], dict):
             fix = " It is a mapping, and no option: write its options at the top level of the file."
         problems.append(f"{name}.{fix}")

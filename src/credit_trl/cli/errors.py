@@ -110,7 +110,7 @@ def report_failed_process(command: str, error: ChildFailedError) -> int:
         file = Path(failure.error_file)
         return kinds.get(failure.exitcode, 1), file.stat().st_mtime if file.is_file() else failure.timestamp
 
-    if any(one.exitcode == REQUEUE for one in error.failures.values()):  # others are ended by the launcher
+    if any(process.exitcode == REQUEUE for process in error.failures.values()):  # others are ended by the launcher
         return REQUEUE
     rank, failure = min(error.failures.items(), key=lambda item: order(item[1]))
     reason = failure.message["message"] if isinstance(failure.message, dict) else failure.message
@@ -119,9 +119,9 @@ def report_failed_process(command: str, error: ChildFailedError) -> int:
     return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
 
 
-def suggest(name: str, known: Iterable[str]) -> str:
+def suggest(name: str, valid_names: Iterable[str]) -> str:
     """` Did you mean --steps?` for the known name most similar to `name`, or an empty string."""
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
+    close = difflib.get_close_matches(name, valid_names, n=1, cutoff=0.75)
     return f" Did you mean {close[0]}?" if close else ""
 
 

@@ -53,8 +53,8 @@ def run(argv: list[str] | None = None) -> int:
     trainer = None
     try:
         config_file(sys.argv[1:] if argv is None else argv)  # within the limits of the reader; TRL's has none
-        script_args, *others = make_parser().parse_args_and_config(argv, fail_with_unknown_args=False)
-        trainer = make_trainer(script_args, *others)
+        script_args, *trl_arguments = make_parser().parse_args_and_config(argv, fail_with_unknown_args=False)
+        trainer = make_trainer(script_args, *trl_arguments)
         machine = f"{trainer.accelerator.num_processes} x {trainer.accelerator.device.type}"
         data = trainer.run_log.facts["task"]
         wrapped = wrapping(trainer.accelerator.state)

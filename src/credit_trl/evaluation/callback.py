@@ -62,9 +62,9 @@ class EvaluationCallback(TrainerCallback):
         self.folder = Path(args.output_dir)
         on_error = getattr(args, "on_verifier_error", "raise")
         policy = VerifierPolicy(on_error, getattr(args, "verifier_timeout", None))
-        own = {"engine_options": None, "output_dir": self.folder / files.EVALUATIONS_FOLDER, "policy": policy}
+        fixed = {"engine_options": None, "output_dir": self.folder / files.EVALUATIONS_FOLDER, "policy": policy}
         defaults = {"progress": not args.disable_tqdm, "max_completion_length": trainer.max_completion_length}
-        config = evaluation_config(type(self).__name__, k=k, **own, **{**defaults, **options})
+        config = evaluation_config(type(self).__name__, k=k, **fixed, **{**defaults, **options})
         self.trainer = trainer
         self.task = load_task(task)
         self.config = replace(config, dataset=task_rows(self.task, config))
@@ -178,8 +178,8 @@ class EvaluationCallback(TrainerCallback):
         self.trainer.save_model(str(self.folder / f"best-step-{step}"))
         self.trainer.accelerator.wait_for_everyone()
         for folder in self.folder.glob("best-step-*") if self.engine.is_main else ():
-            other = folder.name.removeprefix("best-step-")
-            if other.isdecimal() and int(other) != step and folder.is_dir():
+            saved_step = folder.name.removeprefix("best-step-")
+            if saved_step.isdecimal() and int(saved_step) != step and folder.is_dir():
                 shutil.rmtree(folder)
 
 

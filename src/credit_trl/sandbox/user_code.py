@@ -82,9 +82,9 @@ def undisturbed(key: Sequence[int], warn: Callable[[str], Any]) -> Iterator[None
     """
     settings = _shared_settings()
     values = {}
-    for name, (read, _) in settings.items():
+    for name, (get_value, _) in settings.items():
         with suppress(Exception):  # a working directory that was removed, a precision that torch cannot tell
-            values[name] = read()
+            values[name] = get_value()
     refused: list[str] = []
     with ExitStack() as restored:
         restored.enter_context(_own_generators(key))
@@ -109,9 +109,9 @@ def undisturbed(key: Sequence[int], warn: Callable[[str], Any]) -> Iterator[None
                 )
 
 
-def _differs(read: Callable[[], Any], value: Any) -> bool:
+def _differs(get_value: Callable[[], Any], value: Any) -> bool:
     with suppress(Exception):
-        return read() != value
+        return get_value() != value
     return True
 
 

@@ -53,46 +53,46 @@ def load_task(name: str | Task) -> Task:
     head, colon, tail = name.partition(":")
     if head in BUILT_IN:
         return as_task(importlib.import_module(f"{__package__}.{head}"), name, tail if colon else None)
-    found = import_named(head, ValueError(f"{_unknown_task(name)} No module {head!r} is found from here."))
+    target = import_named(head, ValueError(f"{_unknown_task(name)} No module {head!r} is found from here."))
     try:
-        found = attrgetter(tail)(found) if tail else found
+        target = attrgetter(tail)(target) if tail else target
     except AttributeError as error:
         raise ValueError(f"Task {name!r}: {head} has no attribute {tail!r}.") from error
-    return as_task(found, name)
+    return as_task(target, name)
 
 
-def as_task(found: Any, name: str, option: str | None = None) -> Task:
+def as_task(target: Any, name: str, option: str | None = None) -> Task:
     """Make a `Task` of a `Task`, a class, a module, or any object with `build` and `verify`.
 
     `option` is the text after the colon of the name of a built-in task, whose module declares as `OPTION` the keyword
     of `build` and its values.
     """
-    if inspect.isclass(found):
-        found = found()
-    if isinstance(found, Task):
-        return found
-    if lacks := [method for method in ("build", "verify") if not callable(getattr(found, method, None))]:
+    if inspect.isclass(target):
+        target = target()
+    if isinstance(target, Task):
+        return target
+    if lacks := [method for method in ("build", "verify") if not callable(getattr(target, method, None))]:
         raise TypeError(f"Task {name!r} lacks `{lacks[0]}`. A function alone is given by `--reward_funcs`.")
     options = {}
     if option is not None:
-        keyword, values = getattr(found, "OPTION", ("option", ()))
+        keyword, values = getattr(target, "OPTION", ("option", ()))
         if option not in values:
-            known = f"use one of {', '.join(values)}" if values else "the task takes no option after the colon"
-            raise ValueError(f"Task {name!r}: there is no {keyword} {option!r}; {known}.")
+            remedy = f"use one of {', '.join(values)}" if values else "the task takes no option after the colon"
+            raise ValueError(f"Task {name!r}: there is no {keyword} {option!r}; {remedy}.")
         options[keyword] = option
 
-    @functools.wraps(found.build)
+    @functools.wraps(target.build)
     def build(*args: Any, **kwargs: Any) -> Any:
-        dataset = found.build(*args, **options, **kwargs)
+        dataset = target.build(*args, **options, **kwargs)
         columns = getattr(dataset, "column_names", None) or ["prompt", "answer"]
         missing = ", ".join(f"`{column}`" for column in ("prompt", "answer") if column not in columns)
         if missing:
             raise ValueError(f"Task {name!r}: `build` has no column {missing}; its columns are {', '.join(columns)}.")
         return dataset
 
-    batch = getattr(found, "reward", None)
-    reward = batch_of(found.verify, name) if batch is None else renamed(batch, name)
-    return Task(name, build, found.verify, reward)
+    batch = getattr(target, "reward", None)
+    reward = batch_of(target.verify, name) if batch is None else renamed(batch, name)
+    return Task(name, build, target.verify, reward)
 
 
 def import_named(module: str, missing: ValueError) -> Any:
@@ -109,8 +109,8 @@ def import_named(module: str, missing: ValueError) -> Any:
 def _unknown_task(name: Any) -> ValueError:
     close = difflib.get_close_matches(str(name).partition(":")[0], BUILT_IN, n=1)
     suggestion = f" Did you mean {close[0]!r}?" if close else ""
-    known = f"{', '.join(BUILT_IN)}; or name your own as `package.module:attribute`"
-    return ValueError(f"Unknown task {name!r}.{suggestion} Known tasks: {known}.")
+    choices = f"{', '.join(BUILT_IN)}; or name your own as `package.module:attribute`"
+    return ValueError(f"Unknown task {name!r}.{suggestion} Known tasks: {choices}.")
 
 
 def task_of_data(data: Mapping[str, Any]) -> Task:

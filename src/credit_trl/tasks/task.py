@@ -116,8 +116,8 @@ def batch_of(verify: Callable[..., Verdict], name: str = "reward") -> Callable[.
             for row_options, value in zip(options, columns[name], strict=True):
                 row_options[name] = value
         graded = zip(completions, answer, options, strict=True)
-        verdicts = [verify(response_text(completion), gold, **own) for completion, gold, own in graded]
-        if wrong := [one for one in verdicts if not isinstance(one, Verdict | float | int)]:
+        verdicts = [verify(response_text(completion), gold, **row_options) for completion, gold, row_options in graded]
+        if wrong := [verdict for verdict in verdicts if not isinstance(verdict, Verdict | float | int)]:
             raise TypeError(f"`verify` of the task returned {wrong[0]!r:.60}. Return a `Verdict(reward, feedback)`.")
         return verdicts
 
@@ -152,7 +152,9 @@ def _graded(function: Callable[..., Any], arguments: Mapping[str, Any]) -> list[
 
 
 def _total(verdicts: Sequence[Verdict], weights: Sequence[float]) -> Verdict:
-    graded = [(one.reward, weight) for one, weight in zip(verdicts, weights, strict=True) if one.reward is not None]
-    total = sum(reward * weight for reward, weight in graded) if graded else None
+    total = None
+    for verdict, weight in zip(verdicts, weights, strict=True):
+        if verdict.reward is not None:
+            total = (total or 0.0) + verdict.reward * weight
     metrics = {name: value for verdict in verdicts for name, value in verdict.metrics.items()}
     return Verdict(total, join_feedback([verdict.feedback for verdict in verdicts]), metrics)

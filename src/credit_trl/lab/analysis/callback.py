@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -89,17 +89,20 @@ class CreditMapCallback(OptionalEvents, TrainerCallback):
         idle = [(checkpoint.student, nothing), (checkpoint.teacher, nothing)]
         for _ in range(count - len(rollouts)):
             list(vocabulary_logps(idle, []))
-        return [one for one in attempts if one is not None]
+        return [token_map for token_map in attempts if token_map is not None]
 
     def _current_rollouts(self, step: int) -> list[Rollout]:
         """Local rollouts of the current generation batch that have a teacher, with the contexts of their loss."""
         trainer = self.trainer
         batch = trainer._generation_batch
         config = with_contrasts(trainer.args)
-        own = trainer.context_builder
-        builder = ContextBuilder(own.tokenizer, config, trainer.eos_token_ids, own.render, own.reader)
-        contexts = build_contexts(batch, builder)
-        return [self._rollout(step, i, own, builder) for i, own in enumerate(contexts) if own.teacher is not None]
+        of_run = trainer.context_builder
+        builder = ContextBuilder(of_run.tokenizer, config, trainer.eos_token_ids, of_run.render, of_run.reader)
+        rollouts = []
+        for sample, contexts in enumerate(build_contexts(batch, builder)):
+            if contexts.teacher is not None:
+                rollouts.append(self._rollout(step, sample, contexts, builder))
+        return rollouts
 
     def _rollout(self, step: int, sample: int, contexts: TokenContexts, builder: ContextBuilder) -> Rollout:
         batch = self.trainer._generation_batch
@@ -107,8 +110,8 @@ class CreditMapCallback(OptionalEvents, TrainerCallback):
         number = batch.first + sample
         prompt = batch.prompts[sample]
         student = builder.encode(prompt, PrivilegedContext(), batch.tools[sample] if batch.tools else None)
-        read = contexts.images if any(contexts.images) else []
-        shown = [builder.reader.sources(one) if one else [] for one in read]
+        context_images = contexts.images if any(contexts.images) else []
+        sources = [builder.reader.sources(prompt_images) if prompt_images else [] for prompt_images in context_images]
         return Rollout(
             identifier=f"step {step}, rollout {number}",
             prompt=with_images(prompt, list(map(content_key, images_of(prompt)))),
@@ -116,15 +119,17 @@ class CreditMapCallback(OptionalEvents, TrainerCallback):
             privileged=contexts.privileged,
             contrasts=tuple(tokenizer.batch_decode(contexts.contrasts)),
             reward=batch.rewards[number],
-            contexts=RolloutContexts(student, contexts.teacher, contexts.contrasts, contexts.insert_at, read),
-            images=tuple(tuple(map(data_url, images)) for images in shown or [[]]),
+            contexts=RolloutContexts(
+                student, contexts.teacher, contexts.contrasts, contexts.insert_at, context_images
+            ),
+            images=tuple(tuple(map(data_url, images)) for images in sources or [[]]),
         )
 
     def _read_pinned(self) -> list[Rollout] | None:
         """This process's share of the rollouts of the first file; the number of processes may have changed."""
         accelerator = self.trainer.accelerator
         paths = sorted(self.directory.glob("step-*.json")) if accelerator.is_main_process else []
-        responses = [one.response for path in paths[:1] for one in self.attempt(read_maps, path) or ()]
+        responses = [token_map.response for path in paths[:1] for token_map in self.attempt(read_maps, path) or ()]
         # Images are not stored as the model reads them.
         pinned = gather_object([response for response in responses if not any(response.images)])
         return pinned[accelerator.process_index :: accelerator.num_processes] if pinned else None
@@ -136,6 +141,8 @@ def _choose(rollouts: Sequence[Rollout], count: int) -> list[Rollout]:
     A wrong answer has the tokens that a step lowers.
     """
     groups: dict[str, list[Rollout]] = {}
-    for rollout in sorted((one for one in rollouts if one.token_ids), key=lambda one: one.reward):
-        groups.setdefault(rollout.group, []).append(rollout)
-    return [one for row in zip_longest(*groups.values()) for one in row if one is not None][:count]
+    for rollout in sorted(rollouts, key=lambda rollout: rollout.reward):
+        if rollout.token_ids:
+            groups.setdefault(rollout.group, []).append(rollout)
+    rounds = chain.from_iterable(zip_longest(*groups.values()))
+    return [rollout for rollout in rounds if rollout is not None][:count]

@@ -185,7 +185,7 @@ class Probe:
         foreign_contexts = [self.foreign[(i + n) % len(self.groups)] for n in range(1, len(self.groups))]
         foreign_contexts.sort(key=lambda z: not z or z in [rollout.privileged for rollout in group])
         try:
-            built = [responses.rollout_contexts(one, self.config, self.checkpoint) for one in chosen]
+            built = [responses.rollout_contexts(rollout, self.config, self.checkpoint) for rollout in chosen]
             elsewhere = self._teacher(chosen[0], foreign_contexts[0])
         except (NoTeacherError, IndexError):
             return None
