@@ -41,8 +41,8 @@ def _described(config: type) -> type:
 
     @functools.wraps(initialize)
     def checked(self: CreditConfig, *args: Any, **options: Any) -> None:
-        known = [one.name for one in self.__dataclass_fields__.values() if one.init]
-        refuse_unknown(type(self).__name__, "option", options, known)
+        names = [field.name for field in self.__dataclass_fields__.values() if field.init]
+        refuse_unknown(type(self).__name__, "option", options, names)
         initialize(self, *args, **options)
 
     config.__init__ = checked
@@ -460,10 +460,10 @@ def _check_values(config: CreditConfig) -> None:
     for name, placeholders in _PLACEHOLDERS.items():
         template = getattr(config, name)
         try:
-            found = [field for _, field, _, _ in string.Formatter().parse(template) if field is not None]
+            fields_of_template = [field for _, field, _, _ in string.Formatter().parse(template) if field is not None]
         except ValueError:  # no format string
-            found = []
-        if sorted(found) != sorted(placeholders):
+            fields_of_template = []
+        if sorted(fields_of_template) != sorted(placeholders):
             raise ValueError(
                 f"`{name}` must have each of {', '.join('{' + p + '}' for p in placeholders)} once, no other "
                 f"placeholder, and literal braces as {{{{ and }}}}; got {template!r}."

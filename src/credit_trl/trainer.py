@@ -289,8 +289,11 @@ class CreditTrainer(ResumableTrainer):
         """Run the reward functions. Sets `_rollouts` for `_generate_and_score_completions`."""
         ends = {*self.eos_token_ids, self._tokenizer.pad_token_id}
         truncated = [ids[-1] not in ends for ids in completion_ids_list]  # TRL refuses empty ones
-        given = self._given_prompts or [{}] * len(inputs)
-        inputs = [{**row, **own, "truncated": cut} for row, own, cut in zip(inputs, given, truncated, strict=False)]
+        dataset_columns = self._given_prompts or [{}] * len(inputs)
+        inputs = [
+            {**row, **columns, "truncated": cut}
+            for row, columns, cut in zip(inputs, dataset_columns, truncated, strict=False)
+        ]
         self._verdicts.clear()
         if self.model.training:
             index = self._step // (self.args.steps_per_generation * self.num_iterations)
@@ -396,7 +399,9 @@ class CreditTrainer(ResumableTrainer):
         alarms = self.alarms if self.model.training else self._eval_alarms
         alarms.check_contexts(shares, self._metrics[self._mode].get("credit/frac_verifier_skipped", [0.0])[-1])
         pairs = zip(contexts, batch.completion_ids, strict=True)
-        longest = max((len(ids) + len(y) for own, y in pairs for ids, _ in own.sequences()), default=0)
+        longest = max(
+            (len(ids) + len(y) for sample_contexts, y in pairs for ids, _ in sample_contexts.sequences()), default=0
+        )
         positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or longest
         self.alarms.raise_if(longest > positions, "positions", longest=longest, positions=positions)
         is_ignored, missing_turns = ignored_feedback(batch, self.args)
@@ -416,14 +421,14 @@ class CreditTrainer(ResumableTrainer):
 
     def _prepare_inputs(self, generation_batch: dict[str, Any]) -> dict[str, Any]:
         """Micro-batches with little padding; TRL's own at `distillation_weight=0`, unless rows are packed."""
-        before = self._buffered_inputs
+        buffered = self._buffered_inputs
         inputs = check_returned("GRPOTrainer._prepare_inputs", super()._prepare_inputs(generation_batch))
         step = self.credit_step if self._distillation_weight > 0.0 else self.policy_step
         if step is None:
             return inputs
         if not self.model.training:
             return micro_batches.without_padding(inputs)
-        if self._buffered_inputs is not before:
+        if self._buffered_inputs is not buffered:
             exchanged = micro_batches.exchanged_count(self.args, self.aux_loss_enabled)
             self._buffered_inputs = micro_batches.evened(self._buffered_inputs, exchanged, step.packed)
             inputs = self._buffered_inputs[self._step % self.args.steps_per_generation]

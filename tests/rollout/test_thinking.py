@@ -97,7 +97,7 @@ def test_verifiers_of_a_run_read_the_marks_of_its_tokenizer(make_trainer, kind, 
     trainer = make_trainer(functions[kind], processing_class=tokenizer, max_steps=1, **options)
     trainer.train()
     if kind == "in_process":
-        feedback = trainer._verdicts.feedback(1)[0]
+        feedback = trainer._verdicts.feedback(trainer.args.generation_batch_size)[0]
         graded.append(tuple(map(tuple, json.loads(feedback))))
     assert trainer.context_builder.marks == marks
     assert graded == [marks]

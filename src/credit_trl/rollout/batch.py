@@ -82,10 +82,14 @@ class GenerationBatch:
         `mask` is that of `loss_mask`.
         """
         starts = [turn_starts(row) for row in mask.tolist()]
-        pairs = list(zip(self.turn_feedback, starts, strict=True))
-        kept = [{turn: text for turn, text in given.items() if turn in range(len(own))} for given, own in pairs]
-        missing = [turn for given, own in pairs if own for turn in given if turn not in range(len(own))]
-        return replace(self, turn_feedback=kept, turn_starts=starts, missing_turns=missing)
+        feedback = []
+        missing = []
+        for texts, sample_starts in zip(self.turn_feedback, starts, strict=True):
+            turns = range(len(sample_starts))
+            feedback.append({turn: text for turn, text in texts.items() if turn in turns})
+            if sample_starts:
+                missing += [turn for turn in texts if turn not in turns]
+        return replace(self, turn_feedback=feedback, turn_starts=starts, missing_turns=missing)
 
     @property
     def indices(self) -> range:
@@ -101,13 +105,21 @@ class GenerationBatch:
     @property
     def feedback(self) -> list[str | None]:
         """Local feedback: the column `privileged_context`, then the verdicts' feedback."""
-        static = [row.get("privileged_context") for row in self.rows]
-        return [join_feedback(parts) for parts in zip(static, self.verdict_feedback, strict=True)]
+        texts = []
+        for row, verdict_feedback in zip(self.rows, self.verdict_feedback, strict=True):
+            texts.append(join_feedback([row.get("privileged_context"), verdict_feedback]))
+        return texts
 
 
 def turn_starts(mask: Sequence[bool]) -> list[int]:
     """The columns of a completion at which the model's turns start; `mask` is True on the model's own tokens."""
-    return [column for column, own in enumerate(mask) if own and (column == 0 or not mask[column - 1])]
+    starts = []
+    was_sampled = False
+    for column, is_sampled in enumerate(mask):
+        if is_sampled and not was_sampled:
+            starts.append(column)
+        was_sampled = is_sampled
+    return starts
 
 
 def is_graded(rewards: Sequence[float]) -> bool:
@@ -115,9 +127,11 @@ def is_graded(rewards: Sequence[float]) -> bool:
 
     Those below 0 count as 0, as no threshold of 1 takes them for a success; NaN does not count.
     """
-    defined = [reward for reward in rewards if reward == reward]
-    binary = [reward for reward in defined if reward <= 0.0 or abs(reward - 1.0) <= _REWARD_ROUNDING]
-    return max(defined, default=0.0) > 1.0 + _REWARD_ROUNDING or 4 * len(binary) < len(defined)
+    values = np.asarray(rewards, float)
+    values = values[~np.isnan(values)]
+    is_binary = (values <= 0.0) | (np.abs(values - 1.0) <= _REWARD_ROUNDING)
+    has_more = (values > 1.0 + _REWARD_ROUNDING).any()
+    return bool(has_more or 4 * is_binary.sum() < len(values))
 
 
 def is_successful(rewards: Sequence[float], threshold: float | None) -> list[bool]:
@@ -127,8 +141,9 @@ def is_successful(rewards: Sequence[float], threshold: float | None) -> list[boo
     """
     if threshold is None:
         threshold = math.inf if is_graded(rewards) else 1.0
-    lowest = threshold if threshold == math.inf else threshold - _REWARD_ROUNDING * abs(threshold)
-    return [reward >= lowest for reward in rewards]
+    if threshold != math.inf:
+        threshold -= _REWARD_ROUNDING * abs(threshold)
+    return [reward >= threshold for reward in rewards]
 
 
 def total_rewards(rewards_per_func: Float[Tensor, "n f"], weights: Float[Tensor, " f"]) -> list[float]:

@@ -10,9 +10,10 @@ closing one.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from contextvars import ContextVar
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -43,8 +44,12 @@ def thinking_marks(tokenizer: PreTrainedTokenizerBase) -> ThinkingMarks:
     pairs = list(COMMON_MARKS)
     for tag in _TAG.findall(declared):
         pairs += _pairs_of(tag)
-    valid_pairs = dict.fromkeys(pair for pair in pairs if all(mark in declared for mark in pair))
-    return tuple(valid_pairs) or COMMON_MARKS[:1]
+    marks = []
+    for pair in dict.fromkeys(pairs):
+        opening, closing = pair
+        if opening in declared and closing in declared:
+            marks.append(pair)
+    return tuple(marks) or COMMON_MARKS[:1]
 
 
 def _pairs_of(tag: str) -> list[tuple[str, str]]:
@@ -91,16 +96,13 @@ def split_thinking(
         opened: whether the generation prompt opened a block. None reads it from the text: a closing mark comes before
             any opening one, also before one that is part of the text.
     """
-    if marks is None:
-        marks = _run_marks.get() or _marks_of_text(text)
+    marks = marks or _run_marks.get() or _marks_of_text(text)
     matches = _find_marks(text, marks)
     closing = {pair[1] for pair in marks}
-    is_open = opened
-    if opened is None:
-        decisive = (match for match in matches if match["mark"] or match["text"] not in (None, *closing))
-        is_open = next((match["mark"] in closing for match in decisive), False)
+    is_open = _begins_in_thinking(matches, closing) if opened is None else opened
     blocks: list[str] = []
     answer: list[str] = []
+    parts = {True: blocks, False: answer}
     start = 0
     last_end = 0  # of the mark before
     in_code = False
@@ -114,19 +116,29 @@ def split_thinking(
         # The response repeats its prompt's opening mark. Only texts between neighbours are sliced, for linear time.
         is_repeated = is_open and not blocks and start == last_end and not text[start : mark.start()].strip()
         if (is_open == is_closing or is_repeated) and not in_code:
-            (blocks if is_open else answer).append(text[start : mark.start()])
+            parts[is_open].append(text[start : mark.start()])
             is_open = not is_closing
             start = mark.end()
         last_end = mark.end()
-    (blocks if is_open else answer).append(text[start:])
-    thinking = "\n".join(block.strip() for block in blocks if block.strip())
+    parts[is_open].append(text[start:])
+    thinking = "\n".join(filter(None, map(str.strip, blocks)))
     return thinking, None if is_open else "".join(answer)
+
+
+def _begins_in_thinking(matches: Sequence[re.Match[str]], closing: Set[str]) -> bool:
+    """Whether a closing mark comes before any opening one, also before one that is part of the text."""
+    for match in matches:
+        if match["mark"]:
+            return match["mark"] in closing
+        if match["text"] and match["text"] not in closing:
+            return False
+    return False
 
 
 def _find_marks(text: str, marks: ThinkingMarks) -> list[re.Match[str]]:
     """The marks of a text, as group `mark`, or `text` where they are part of it, and the fences of blocks of code."""
-    openings = "|".join(re.escape(pair[0]) for pair in marks)
-    either = "|".join(re.escape(mark) for pair in marks for mark in pair)
+    openings = "|".join(re.escape(opening) for opening, _ in marks)
+    either = "|".join(map(re.escape, chain.from_iterable(marks)))
     quoted = rf"(?<=(?P<quote>['\"`]))(?:{either})(?=(?P=quote))"
     in_sentence = rf"(?:(?<=['\"`])|(?<=\S[ \t])(?=(?:{openings})[ \t.,;:!?)]))(?:{openings})"
     return list(re.finditer(rf"(?P<text>{quoted}|{in_sentence})|`{{3,}}|(?P<mark>{either})", text))
@@ -138,26 +150,32 @@ def _marks_of_text(text: str) -> ThinkingMarks:
     if tag is None:
         return COMMON_MARKS
     pairs = _pairs_of(tag[0])
-    is_opening = any(tag[0] == opening for opening, _ in pairs)
-    if is_opening and text[: tag.start()].strip():
+    openings = dict(pairs)
+    if tag[0] in openings and text[: tag.start()].strip():
         return COMMON_MARKS
     return tuple(dict.fromkeys([*COMMON_MARKS, *pairs]))
 
 
 def opening_mark(prompt: str, marks: ThinkingMarks) -> str:
     """The opening mark that a rendered prompt ends with; empty without one."""
-    return next((opening for opening, _ in marks if prompt.rstrip().endswith(opening)), "")
+    for opening, _ in marks:
+        if prompt.rstrip().endswith(opening):
+            return opening
+    return ""
 
 
 def decode_with_marks(
     tokenizer: PreTrainedTokenizerBase, ids: Sequence[Sequence[int]], marks: ThinkingMarks
 ) -> list[str]:
     """Texts without special tokens, except those that the marks consist of."""
-    added = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    special = added | set(tokenizer.all_special_ids)
-    in_marks = " ".join(mark for pair in marks for mark in pair)
+    special = set(tokenizer.all_special_ids)
+    special |= {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    in_marks = " ".join(chain.from_iterable(marks))
     dropped = {i for i in special if tokenizer.convert_ids_to_tokens(i) not in in_marks}
-    return tokenizer.batch_decode([[i for i in row if i not in dropped] for row in ids])
+    rows = []
+    for row in ids:
+        rows.append([i for i in row if i not in dropped])
+    return tokenizer.batch_decode(rows)
 
 
 def mark_thinking(
@@ -178,17 +196,20 @@ def mark_thinking(
     marked = list(completions)
     for index, text in enumerate(decode_with_marks(tokenizer, completion_ids, marks)):
         completion = completions[index]
-        is_text = isinstance(completion, str)
-        answer = completion if is_text or len(completion) != 1 else completion[0]["content"]
+        message = {} if isinstance(completion, str) or len(completion) != 1 else completion[0]
+        answer = message.get("content", completion)
         if not isinstance(answer, str):
             continue
-        plain = answer if text == answer else tokenizer.decode(completion_ids[index], skip_special_tokens=True)
-        content = answer if text == plain else text
-        readings = {is_open: split_thinking(content, marks, opened=is_open) for is_open in (True, False)}
-        if readings[True] != readings[False]:
+        content = text
+        if text != answer and text == tokenizer.decode(completion_ids[index], skip_special_tokens=True):
+            content = answer  # without a mark that is a special token
+        behind_opening = split_thinking(content, marks, opened=True)
+        alone = split_thinking(content, marks, opened=False)
+        if behind_opening != alone:
             opening = opening_mark(prompt_of(index), marks)
-            if split_thinking(content, marks) != readings[opening != ""]:
+            behind_prompt = behind_opening if opening else alone
+            if split_thinking(content, marks) != behind_prompt:
                 content = (opening or "".join(marks[0])) + content
         if content != answer:
-            marked[index] = content if is_text else [{**completion[0], "content": content}]
+            marked[index] = [{**message, "content": content}] if message else content
     return marked

@@ -11,6 +11,7 @@ import math
 import pickle
 import re
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
@@ -26,6 +27,7 @@ from typing import Any, Literal, TypeVar
 from credit_trl.sandbox.user_code import copied, exit_is_an_error, explained_verifier
 
 T = TypeVar("T")
+DelayedCalls = list[Callable[[], None]]  # of loggers
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +80,7 @@ class Verdict:
                 kind = type(value).__name__
                 raise TypeError(f"Verdict.metrics[{name!r}] must be a number, got {kind}. Leave the name out.")
         for turn, text in self.turn_feedback.items():
-            if not (isinstance(turn, Integral) and isinstance(text, str)):
+            if not isinstance(turn, Integral) or not isinstance(text, str):
                 pair = f"{{{turn!r}: {text!r:.80}}}"
                 raise TypeError(f"Verdict.turn_feedback must map indices to text, got {pair}. Write {{0: 'text'}}.")
         for name in filter(_LOGGED.match, self.metrics):
@@ -197,7 +199,9 @@ def deadline_in(seconds: float | None) -> Iterator[None]:
 def remaining_seconds(limit: float | None = None) -> float | None:
     """Seconds until the deadline, at most `limit`; `None` if there is neither. Negative after the deadline."""
     remaining = _deadline.get() - time.monotonic()
-    return limit if remaining == math.inf else min(remaining, math.inf if limit is None else limit)
+    if remaining == math.inf:
+        return limit
+    return remaining if limit is None else min(remaining, limit)
 
 
 def call_in_thread(name: str, work: Callable[[], T]) -> Future[T]:
@@ -246,72 +250,99 @@ class VerdictLog:
         name = get_callable_name(reward_func)
         ignored = () if takes(reward_func, "truncated") else ("truncated",)
 
-        def accepted(arguments: dict[str, Any], held: list[Callable[[], None]]) -> dict[str, Any]:
-            """Arguments that the function takes. Its calls of loggers wait in `held`, as it may fail or be late."""
-            taken = {key: value for key, value in arguments.items() if key not in ignored}
-            holders = {"log_extra": _hold_column, "log_metric": _hold}
-            loggers = {key: partial(hold, held, taken[key]) for key, hold in holders.items() if key in taken}
-            return taken | loggers
+        def accepted(arguments: dict[str, Any], delayed: DelayedCalls) -> dict[str, Any]:
+            """Arguments that the function takes. Its calls of loggers are delayed, as it may fail or be late."""
+            result = {}
+            for key, value in arguments.items():
+                if key in _DELAY:
+                    result[key] = partial(_DELAY[key], delayed, value)
+                elif key not in ignored:
+                    result[key] = value
+            return result
 
-        def record(output: Any, arguments: dict[str, Any], held: list[Callable[[], None]]) -> list[float | None]:
+        def record(output: Any, arguments: dict[str, Any], delayed: DelayedCalls) -> list[float | None]:
             if output is FAILED:
                 self.has_failed = True
                 return [0.0] * len(arguments["completions"])  # placeholders, replaced in `mask_skipped_rewards`
-            for log in held:
+            for log in delayed:
                 log()
-            self._verdicts[position] = verdicts = as_verdicts(name, output, arguments)
-            log_metric = arguments.get("log_metric")
-            for metric, value in (pair for verdict in verdicts for pair in verdict.metrics.items()):
-                if log_metric is not None and math.isfinite(value):
-                    log_metric(metric, float(value))
+            verdicts = as_verdicts(name, output, arguments)
+            self._verdicts[position] = verdicts
+            if "log_metric" in arguments:
+                _log_metrics(verdicts, arguments["log_metric"])
             return [verdict.reward for verdict in verdicts]
 
         async def wrapped_async(**kwargs: Any) -> list[float | None]:
-            held: list[Callable[[], None]] = []
-            return record(await self.policy.call_async(name, reward_func, accepted(kwargs, held)), kwargs, held)
+            delayed: DelayedCalls = []
+            output = await self.policy.call_async(name, reward_func, accepted(kwargs, delayed))
+            return record(output, kwargs, delayed)
 
         def wrapped(**kwargs: Any) -> list[float | None]:
-            held: list[Callable[[], None]] = []
-            return record(self.policy.call(name, reward_func, accepted(kwargs, held)), kwargs, held)
+            delayed: DelayedCalls = []
+            output = self.policy.call(name, reward_func, accepted(kwargs, delayed))
+            return record(output, kwargs, delayed)
 
         return wrapped_async if is_async_callable(reward_func) else wrapped
 
-    def _of_samples(self, num_samples: int) -> list[list[Verdict]]:
+    def _by_sample(self, num_samples: int) -> list[list[Verdict]]:
         """Verdicts of each local sample, in the order of the reward functions."""
-        by_function = [self._verdicts[position] for position in sorted(self._verdicts)]
-        return [[verdicts[sample] for verdicts in by_function] for sample in range(num_samples)]
+        samples: list[list[Verdict]] = [[] for _ in range(num_samples)]
+        for position in sorted(self._verdicts):
+            for verdicts, verdict in zip(samples, self._verdicts[position], strict=True):
+                verdicts.append(verdict)
+        return samples
 
     def feedback(self, num_samples: int) -> list[str | None]:
         """Feedback of each local sample, or None."""
-        return [join_feedback([v.feedback for v in own]) for own in self._of_samples(num_samples)]
+        texts = []
+        for verdicts in self._by_sample(num_samples):
+            texts.append(join_feedback([verdict.feedback for verdict in verdicts]))
+        return texts
 
     def turn_feedback(self, num_samples: int) -> list[dict[int, str]]:
         """Feedback on the turns of each local sample, by turn index."""
-        merged = []
-        for own in self._of_samples(num_samples):
-            turns = sorted({turn for verdict in own for turn in verdict.turn_feedback})
-            joined = {turn: join_feedback([verdict.turn_feedback.get(turn) for verdict in own]) for turn in turns}
-            merged.append({turn: text for turn, text in joined.items() if text is not None})
-        return merged
+        samples = []
+        for verdicts in self._by_sample(num_samples):
+            texts: dict[int, list[str]] = defaultdict(list)
+            for verdict in verdicts:
+                for turn, text in verdict.turn_feedback.items():
+                    texts[turn].append(text)
+            joined = {turn: join_feedback(texts[turn]) for turn in sorted(texts)}
+            samples.append({turn: text for turn, text in joined.items() if text is not None})
+        return samples
 
 
-def _hold(held: list[Callable[[], None]], log: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+def _delay(delayed: DelayedCalls, log: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     """Store a call of a logger with copies of its arguments, which the function may change later."""
-    held.append(partial(log, *map(copy, args), **{key: copy(value) for key, value in kwargs.items()}))
+    copied_args = map(copy, args)
+    copied_kwargs = {key: copy(value) for key, value in kwargs.items()}
+    delayed.append(partial(log, *copied_args, **copied_kwargs))
 
 
-def _hold_column(held: list[Callable[[], None]], log: Callable[..., None], column: str, values: list[Any]) -> None:
+def _delay_column(delayed: DelayedCalls, log: Callable[..., None], column: str, values: list[Any]) -> None:
     """Store a call of `log_extra`, unless the trainer fills a column of that name."""
     if column in ("feedback", "teacher_prompt", "s_mean"):
         raise ValueError(f"The trainer logs {column!r} itself in runs with a teacher. Give the column another name.")
-    _hold(held, log, column=column, values=values)
+    _delay(delayed, log, column=column, values=values)
+
+
+# Argument of a reward function -> how a call of it is stored.
+_DELAY = {"log_extra": _delay_column, "log_metric": _delay}
+
+
+def _log_metrics(verdicts: Iterable[Verdict], log_metric: Callable[[str, float], None]) -> None:
+    for verdict in verdicts:
+        for metric, value in verdict.metrics.items():
+            if math.isfinite(value):
+                log_metric(metric, float(value))
 
 
 def listed(output: Any, arguments: Mapping[str, Any]) -> Any:
     """A result of a reward function as a list. An iterable is read up to one element beyond the expected number."""
     if isinstance(output, _NO_LIST) or not isinstance(output, Iterable):
         return output
-    return list(islice(output, len(arguments["completions"]) + 1 if "completions" in arguments else None))
+    limit = len(arguments["completions"]) + 1 if "completions" in arguments else None
+    return list(islice(output, limit))
 
 
 def as_verdicts(name: str, output: Any, arguments: Mapping[str, Any]) -> list[Verdict]:
@@ -366,7 +397,8 @@ def parameters_of(func: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 def takes(func: Callable[..., Any], name: str) -> bool:
     """Whether a function takes a keyword argument of this name, by itself or in `**kwargs`."""
     parameters = parameters_of(func)
-    return name in parameters or any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
+    kinds = [parameter.kind for parameter in parameters.values()]
+    return name in parameters or inspect.Parameter.VAR_KEYWORD in kinds
 
 
 def transferable(error: Exception | None) -> Exception | None:
@@ -379,5 +411,6 @@ def transferable(error: Exception | None) -> Exception | None:
 
 def join_feedback(parts: Sequence[str | None]) -> str | None:
     """Join the distinct texts that are not blank with an empty line; None if there are none."""
-    text = "\n\n".join(dict.fromkeys(part for part in parts if part is not None and part.strip()))
+    present = [part for part in parts if part and part.strip()]
+    text = "\n\n".join(dict.fromkeys(present))
     return text.encode("utf-8", "replace").decode("utf-8") or None  # tokenizers and files reject lone surrogates

@@ -46,25 +46,25 @@ def check_model(model: nn.Module, accelerator: Accelerator, *, reads_padding: bo
     has_positions = "position_ids" in inspect.signature(unwrap_adapters(model).forward).parameters
     counted = {"position_ids": (mask.cumsum(-1) - 1).clamp(min=0)} if has_positions and not reads_padding else {}
     with _inference(model, accelerator):
-        own = model(input_ids=input_ids, attention_mask=mask[:, _PADDING:], use_cache=False).logits
+        unpadded = model(input_ids=input_ids, attention_mask=mask[:, _PADDING:], use_cache=False).logits
         shorter = model(input_ids=input_ids[:, :3], attention_mask=mask[:, _PADDING:-1], use_cache=False).logits
         behind = model(input_ids=padded, attention_mask=mask, use_cache=False, **counted).logits
-    if changed := _change(own[:, 2], shorter[:, -1]):
+    if changed := _change(unpadded[:, 2], shorter[:, -1]):
         raise refusal("not_causal", name=name, changed=changed)
-    if changed := _change(own[:, -1], behind[:, -1]):
-        raise refusal("padding", name=name, dtype=str(own.dtype).removeprefix("torch."), changed=changed)
+    if changed := _change(unpadded[:, -1], behind[:, -1]):
+        raise refusal("padding", name=name, dtype=str(unpadded.dtype).removeprefix("torch."), changed=changed)
 
 
-def _change(own: Tensor, other: Tensor) -> float:
+def _change(unpadded: Tensor, padded: Tensor) -> float:
     """Largest difference of the logits (P, V) of some prompts if it exceeds rounding in each of them, else 0.
 
     Rounding may route a token of a single prompt to another expert. NaN in `other` alone is infinite.
     """
-    eps = max(_MIN_EPS, torch.finfo(own.dtype).eps)
-    other = other.float().nan_to_num(math.inf if own.isfinite().all() else 0.0)
-    own = own.float().nan_to_num()
-    changes = (own - other).abs().amax(dim=-1)
-    is_real = changes > (_PADDING_TOLERANCE + 4 * eps) * own.abs().amax(dim=-1)
+    eps = max(_MIN_EPS, torch.finfo(unpadded.dtype).eps)
+    padded = padded.float().nan_to_num(math.inf if unpadded.isfinite().all() else 0.0)
+    unpadded = unpadded.float().nan_to_num()
+    changes = (unpadded - padded).abs().amax(dim=-1)
+    is_real = changes > (_PADDING_TOLERANCE + 4 * eps) * unpadded.abs().amax(dim=-1)
     return changes.max().item() if is_real.all() else 0.0
 
 
@@ -82,21 +82,21 @@ def check_logits(model: nn.Module, accelerator: Accelerator) -> None:
         return
     inputs = {"input_ids": _regular_ids(model, 4), "attention_mask": None, "use_cache": False}
     with _inference(model, accelerator):
-        own = model(**inputs).logits[0, -1:]
+        model_logits = model(**inputs).logits[0, -1:]
         hidden = backbone(model)(**inputs).last_hidden_state[0, -1:]
-        autocast = torch.is_autocast_enabled(own.device.type)
-        computed = torch.get_autocast_dtype(own.device.type) if autocast else own.dtype
+        autocast = torch.is_autocast_enabled(model_logits.device.type)
+        computed = torch.get_autocast_dtype(model_logits.device.type) if autocast else model_logits.dtype
         head = lm_head(model, temperature=1.0)
         difference = math.inf
         tolerance = 0.0
-        if (*own.shape, *hidden.shape) == (1, head.vocabulary_size, 1, head.weight.shape[1]):
+        if (*model_logits.shape, *hidden.shape) == (1, head.vocabulary_size, 1, head.weight.shape[1]):
             hidden = hidden.to(head.weight.device)
-            trained = hidden.new_empty(own.shape, dtype=accumulation_dtype(hidden.dtype))
+            trained = hidden.new_empty(model_logits.shape, dtype=accumulation_dtype(hidden.dtype))
             project(head, hidden, out=trained, wants_entropy=False)
-            own = own.to(trained).nan_to_num()
-            difference = (own - trained.nan_to_num()).abs().max().item()
+            model_logits = model_logits.to(trained).nan_to_num()
+            difference = (model_logits - trained.nan_to_num()).abs().max().item()
             eps = max(torch.finfo(dtype).eps for dtype in (computed, hidden.dtype, head.weight.dtype))
-            tolerance = 4 * max(_MIN_EPS, eps) * own.abs().max().item()
+            tolerance = 4 * max(_MIN_EPS, eps) * model_logits.abs().max().item()
     if not difference <= tolerance:
         name = type(unwrap_adapters(model)).__name__
         raise refusal("other_head", name=name, difference=difference, tolerance=tolerance)
@@ -120,8 +120,8 @@ def _regular_ids(model: nn.Module, count: int) -> Tensor:
     config = unwrap_adapters(model).config
     text = config.get_text_config()
     marks = ("_token_id", "_token_ids", "_token_index")
-    named = [value for part in (config, text) for name, value in vars(part).items() if name.endswith(marks)]
-    special = {i for value in named for i in (value if isinstance(value, list | tuple) else [value])}
+    special_values = [value for part in (config, text) for name, value in vars(part).items() if name.endswith(marks)]
+    special = {i for value in special_values for i in (value if isinstance(value, list | tuple) else [value])}
     ordinary = [i for i in range(text.vocab_size) if i not in special]
     spread = [ordinary[(2 * k + 1) * len(ordinary) // (2 * count)] for k in range(count)]
     return torch.tensor([spread], device=model.device)

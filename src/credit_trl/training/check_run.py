@@ -67,7 +67,7 @@ def check_run(trainer: Any) -> str:
         vars(trainer.args).update(options)
         callbacks = trainer.callback_handler.callbacks
         callbacks_of_step = [
-            duration for duration in callbacks if isinstance(duration, DefaultFlowCallback | TeacherUpdate)
+            callback for callback in callbacks if isinstance(callback, DefaultFlowCallback | TeacherUpdate)
         ]
         trainer.callback_handler.callbacks = [*callbacks_of_step, meter]
         if trainer.credit_step is not None:

@@ -119,14 +119,14 @@ class RunStart:
 @contextmanager
 def raised_on_all() -> Iterator[None]:
     """Raise an error of the block on every process. All processes must enter the block."""
-    own = None
+    local_error = None
     try:
         yield
     except Exception as error:
-        own = error
-    for error in gather_object([transferable(own)]):
+        local_error = error
+    for error in gather_object([transferable(local_error)]):
         if error is not None:
-            raise error if own is None else own
+            raise error if local_error is None else local_error
 
 
 class ResumableTrainer(GRPOTrainer):
@@ -169,12 +169,12 @@ class ResumableTrainer(GRPOTrainer):
             RunLockedError: another trainer uses `output_dir`, or it was moved while this one trained.
         """
         output_dir = Path(self.args.output_dir)
-        with ExitStack() as held:
+        with ExitStack() as resources:
             with raised_on_all():
                 start = None
                 if self.is_world_process_zero():
-                    self._lock = held.enter_context(run_lock(output_dir))
-                    held.callback(setattr, self, "_lock", None)
+                    self._lock = resources.enter_context(run_lock(output_dir))
+                    resources.callback(setattr, self, "_lock", None)
                     start = self._find_start(output_dir, resume_from_checkpoint)
             shared = [start]
             broadcast_object_list(shared)
@@ -284,8 +284,8 @@ class ResumableTrainer(GRPOTrainer):
         return getattr(self.teacher, "named_weights", dict)()  # none for a live teacher
 
     def _last_checkpoint(self) -> str:
-        found = own_checkpoints(self.args.output_dir)
-        return f"The last checkpoint is {found[-1]}." if found else "There is no checkpoint yet."
+        checkpoints = own_checkpoints(self.args.output_dir)
+        return f"The last checkpoint is {checkpoints[-1]}." if checkpoints else "There is no checkpoint yet."
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the policy, as transformers' method. Without shards the main process may call it alone.
@@ -547,8 +547,8 @@ def checkpoint_to_resume(requested: str, output_dir: str | Path) -> str | None:
             f"`resume_from_checkpoint={requested}`: {damages[0]}. Give a checkpoint (`<output_dir>/checkpoint-<step>"
             f"`), or `{LATEST}` for the newest in `output_dir`, which also starts a run that has none yet."
         )
-    if others := len(sort_checkpoints(str(output_dir))) - len(paths):
-        logger.warning(f"{output_dir} has checkpoints of an earlier run ({others}): resume one by its path.")
+    if foreign := len(sort_checkpoints(str(output_dir))) - len(paths):
+        logger.warning(f"{output_dir} has checkpoints of an earlier run ({foreign}): resume one by its path.")
     if damages:
         raise ValueError(
             f"No checkpoint in {output_dir} can be resumed: {'; '.join(damages)}. To start again set another "
@@ -583,8 +583,8 @@ def hash_files(folder: Path) -> dict[str, str]:
 def write_manifest(folder: Path, hashes: dict[str, str]) -> None:
     """Write the manifest, the last file that a checkpoint gets, with a hash of its own."""
     listed = json.dumps(hashes)
-    own = xxhash.xxh3_128(listed.encode()).hexdigest()
-    write_checked(folder / MANIFEST_FILE, {"files": listed, "xxh3_128": own})
+    digest = xxhash.xxh3_128(listed.encode()).hexdigest()
+    write_checked(folder / MANIFEST_FILE, {"files": listed, "xxh3_128": digest})
 
 
 def write_checked(path: Path, value: dict[str, Any]) -> None:
@@ -600,16 +600,16 @@ def find_damage(folder: Path) -> str | None:
     if not folder.is_dir():
         return "there is no such folder"
     try:
-        found = read_json(manifest)
+        manifest_content = read_json(manifest)
     except FileNotFoundError:
         is_other = (folder / TRAINER_STATE_NAME).is_file() and not (folder / STATE_FILE).is_file()
         if is_other and folder.name.startswith(PREFIX_CHECKPOINT_DIR):
             return f"{folder} was not saved by `CreditTrainer`; start a new run with `model={str(folder)!r}`"
         return f"{manifest} is missing, so the checkpoint was not written completely"
     except (OSError, ValueError):  # a folder, or no JSON
-        found = {}
-    listed = str(found.get("files"))
-    if found.get("xxh3_128") != xxhash.xxh3_128(listed.encode()).hexdigest():
+        manifest_content = {}
+    listed = str(manifest_content.get("files"))
+    if manifest_content.get("xxh3_128") != xxhash.xxh3_128(listed.encode()).hexdigest():
         return f"{manifest} is damaged"
     for name, expected in json.loads(listed).items():
         path = folder / name

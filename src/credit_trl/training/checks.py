@@ -178,8 +178,8 @@ def check_truncated(trainer: Any, share: float) -> None:
     turn = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "@"}]
     unknown = ""
     with suppress(Exception):  # no template, or one that takes other turns only
-        after = trainer.context_builder.render(turn, add_generation_prompt=False).rpartition("@")[2].strip()
-        end = trainer._tokenizer(after, add_special_tokens=False)["input_ids"][:1]
+        end_text = trainer.context_builder.render(turn, add_generation_prompt=False).rpartition("@")[2].strip()
+        end = trainer._tokenizer(end_text, add_special_tokens=False)["input_ids"][:1]
         if end and end[0] not in trainer.eos_token_ids:
             unknown = (
                 f" The chat template ends a turn with {trainer._tokenizer.decode(end)!r}, where generation does not "
@@ -199,8 +199,8 @@ _KEPT = frozenset("prompt image images privileged_context task".split())
 
 def check_column_names(rows: str, columns: Iterable[str]) -> None:
     """Check that no column takes the place of another argument of reward functions, such as `completions`."""
-    if taken := sorted(RESERVED_COLUMNS.intersection(columns)):
-        raise refusal("reserved_column", rows=rows, taken=taken[0])
+    if reserved := sorted(RESERVED_COLUMNS.intersection(columns)):
+        raise refusal("reserved_column", rows=rows, taken=reserved[0])
 
 
 def check_image_options(trainer: Any) -> None:
@@ -261,8 +261,8 @@ def check_prompts(trainer: Any, datasets: dict[str, Any], *, distills: bool) -> 
         elif not trainer._is_vlm:
             _check_parts(f"The first prompt of `{name}`", prompt, builder.student_text(prompt))
         check_vocabulary(trainer, ids)
-        last = ids[-1] if ids else None
-        trainer.alarms.raise_if(last in trainer.eos_token_ids, "prompt_ends", name=name, last=last)
+        last_id = ids[-1] if ids else None
+        trainer.alarms.raise_if(last_id in trainer.eos_token_ids, "prompt_ends", name=name, last=last_id)
 
 
 def _check_parts(name: str, prompt: Prompt, text: str) -> None:
@@ -278,20 +278,21 @@ def check_rollout_images(
     """Check that only prompts have images, that the teacher reads the same ids, and at first that z has room."""
     if any(tool_images):
         raise refusal("image_of_tool")
-    samples = zip(prompt_ids, prompts, tools or [None] * len(prompts), strict=True)
-    distinct = {tuple(ids): (prompt, own) for ids, prompt, own in samples if images_of(prompt)}
-    is_first = trainer.state.global_step == 0  # later ones without room count in `credit/frac_without_teacher`
-    for ids, (prompt, own) in distinct.items():
-        _check_prompt("A prompt", prompt, ids, trainer.context_builder, own, is_first)
+    needs_room = trainer.state.global_step == 0  # later ones without room count in `credit/frac_without_teacher`
+    checked = set()
+    for ids, prompt, sample_tools in zip(prompt_ids, prompts, tools or [None] * len(prompts), strict=True):
+        if images_of(prompt) and tuple(ids) not in checked:
+            checked.add(tuple(ids))
+            _check_prompt("A prompt", prompt, ids, trainer.context_builder, sample_tools, needs_room)
 
 
 def _check_prompt(
     name: str, prompt: Prompt, ids: Sequence[int], builder: ContextBuilder, tools: list[Any] | None, needs_room: bool
 ) -> None:
     """Check that the student's ids of a prompt are the teacher's without z, and that they leave room for z."""
-    own = builder.encode(prompt, PrivilegedContext(), tools)
-    if own != list(ids):
-        raise refusal("other_ids", name=name, student=len(ids), teacher=len(own))
+    encoded = builder.encode(prompt, PrivilegedContext(), tools)
+    if encoded != list(ids):
+        raise refusal("other_ids", name=name, student=len(ids), teacher=len(encoded))
     budget = builder.config.max_reprompt_len
     if needs_room and len(ids) >= budget:
         raise refusal("no_room", name=name, tokens=len(ids), budget=budget)

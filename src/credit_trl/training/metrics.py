@@ -2,11 +2,12 @@
 
 import math
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import yaml
 from accelerate.utils import gather_object
@@ -31,17 +32,21 @@ def context_metrics(
     `reduce` sums a vector over processes; every process calls it once. With `wants_contrast` (λ is not 0) samples with
     a teacher and no contrast prompt count as without contrast.
     """
-    taught = [c for c in contexts if c.teacher is not None]
-    counts = {
-        "with_demonstration": sum(c.privileged.demonstration is not None for c in taught),
-        "with_feedback": sum(c.privileged.feedback is not None or c.privileged.turns is not None for c in taught),
-        "without_teacher": len(contexts) - len(taught),
-        "without_contrast": sum(wants_contrast and not c.contrasts for c in taught),
-        "context_cut": sum(c.cut for c in contexts),
-        "feedback_dropped": sum(c.feedback_dropped for c in contexts),
-    }
-    *shares, total = reduce(torch.tensor([*counts.values(), len(contexts)], dtype=torch.float32)).tolist()
-    return {f"credit/frac_{name}": count / total for name, count in zip(counts, shares, strict=True)}
+    names = "with_demonstration with_feedback without_teacher without_contrast context_cut feedback_dropped".split()
+    counts = Counter(dict.fromkeys(names, 0))
+    for sample in contexts:
+        counts["context_cut"] += sample.cut
+        counts["feedback_dropped"] += sample.feedback_dropped
+        if sample.teacher is None:
+            counts["without_teacher"] += 1
+            continue
+        privileged = sample.privileged
+        counts["with_demonstration"] += privileged.demonstration is not None
+        counts["with_feedback"] += privileged.feedback is not None or privileged.turns is not None
+        counts["without_contrast"] += wants_contrast and not sample.contrasts
+    local = [counts[name] for name in names]
+    *totals, samples = reduce(torch.tensor([*local, len(contexts)], dtype=torch.float32)).tolist()
+    return {f"credit/frac_{name}": total / samples for name, total in zip(names, totals, strict=True)}
 
 
 # Not defined for `distillation_support="sampled"`: one token is no distribution.
@@ -59,45 +64,59 @@ def token_sums(loss: MicroBatchLoss) -> dict[str, Float[Tensor, " 2"]]:
     A standard deviation or root mean square has the sum of squares. Where the loss uses what a vLLM engine reported,
     TRL's means of it are among them, and the median ratio of the micro-batch. Nothing waits for the device.
     """
-    terms, contrasted = loss.terms, loss.contrasted
-    f, generic = terms.teacher_token_logps, terms.generic_token_logps
-    dtype = torch.float32 if f.device.type == "mps" else torch.float64
-    delta_v = objective.self_distillation_reward(f, terms.token_logps)
-    # Not `values[contrasted]`, which waits for the device.
-    specific = torch.where(contrasted, objective.specific_part(f, generic), 0.0)
+    terms = loss.terms
+    f = terms.teacher_token_logps
+    generic = terms.generic_token_logps
+    specific = objective.specific_part(f, generic)
+    contrasted = loss.contrasted
     accepted = contrasted & (f > ACCEPTED)
-    one = f.new_ones((), dtype=dtype)
-    tokens = len(f)
-    contrasts = contrasted.sum()
-    values: dict[str, tuple[Tensor, Tensor | int]] = {
-        "credit/delta_v_mean": (delta_v, tokens),
-        "credit/delta_v_std": (delta_v.to(dtype).pow(2), tokens),
-        "credit/advantage_mean": (terms.advantages, tokens),
-        "credit/advantage_std": (terms.advantages.to(dtype).pow(2), tokens),
-        "credit/kl_to_target": (terms.kl_to_target, tokens),
-        "credit/support_mass_student": (terms.student_mass, tokens),
-        "credit/support_mass_teacher": (terms.teacher_mass, tokens),
-        "credit/teacher_entropy": (terms.teacher_entropy, tokens),
-        "credit/distillation_loss": (terms.token_loss, tokens),
-        "entropy": (terms.entropy, tokens),
-        "credit/s_mean": (specific, contrasts),
-        "credit/s_std": (specific.to(dtype).pow(2), contrasts),
-        "credit/s_accepted": (torch.where(accepted, specific, 0.0).to(dtype).pow(2), accepted.sum()),
-        "credit/generic_mean": (torch.where(contrasted, generic, 0.0), contrasts),
-        "credit/kl_to_teacher": (torch.where(contrasted, terms.kl_to_teacher, 0.0), contrasts),
-        "credit/teacher_fidelity": (loss.fidelity.nan_to_num(), ~loss.fidelity.isnan()),
-        "credit/padding_factor": (one * loss.tokens_read, loss.valid),
-    }
+    everywhere = torch.ones_like(contrasted)
+    dtype = torch.float32 if f.device.type == "mps" else torch.float64
+    sums = _Sums(f.new_ones((), dtype=dtype))
+    sums.add_moments("credit/delta_v", objective.self_distillation_reward(f, terms.token_logps), everywhere)
+    sums.add_moments("credit/advantage", terms.advantages, everywhere)
+    sums.add("credit/kl_to_target", terms.kl_to_target, everywhere)
+    sums.add("credit/support_mass_student", terms.student_mass, everywhere)
+    sums.add("credit/support_mass_teacher", terms.teacher_mass, everywhere)
+    sums.add("credit/teacher_entropy", terms.teacher_entropy, everywhere)
+    sums.add("credit/distillation_loss", terms.token_loss, everywhere)
+    sums.add("entropy", terms.entropy, everywhere)
+    sums.add_moments("credit/s", specific, contrasted)
+    sums.add("credit/s_accepted", specific, accepted, power=2)
+    sums.add("credit/generic_mean", generic, contrasted)
+    sums.add("credit/kl_to_teacher", terms.kl_to_teacher, contrasted)
+    sums.add("credit/teacher_fidelity", loss.fidelity, ~loss.fidelity.isnan())
+    sums.add_total("credit/padding_factor", loss.tokens_read, loss.valid)
     if loss.engine_logps is not None:
         difference = engine_difference(terms.policy_logps, loss.engine_logps).abs()
-        values |= {
-            "sampling/importance_sampling_ratio/mean": (terms.ratio, tokens),
-            "sampling/importance_sampling_ratio/median": (terms.ratio.median().nan_to_num(), int(tokens > 0)),
-            "sampling/sampling_logp_difference/mean": (difference, tokens),
-            "sampling/frac_missing_logps": (loss.engine_logps.isnan(), tokens),
-            "sampling/frac_infinite_logps": (loss.engine_logps.isinf(), tokens),
-        }
-    return {name: torch.stack([x.to(dtype).sum(), one * count]) for name, (x, count) in values.items()}
+        median = terms.ratio.median()
+        sums.add("sampling/importance_sampling_ratio/mean", terms.ratio, everywhere)
+        sums.add("sampling/importance_sampling_ratio/median", median, ~median.isnan())
+        sums.add("sampling/sampling_logp_difference/mean", difference, everywhere)
+        sums.add("sampling/frac_missing_logps", loss.engine_logps.isnan(), everywhere)
+        sums.add("sampling/frac_infinite_logps", loss.engine_logps.isinf(), everywhere)
+    return sums.by_name
+
+
+class _Sums:
+    """Sum and count of each metric, with the dtype and device of `unit`."""
+
+    def __init__(self, unit: Float[Tensor, ""]) -> None:
+        self.unit = unit
+        self.by_name: dict[str, Float[Tensor, " 2"]] = {}
+
+    def add(self, name: str, values: Tensor, counts: Bool[Tensor, "..."], power: int = 1) -> None:
+        """The sum of a power of the values where `counts` is True. Not by an index, which waits for the device."""
+        powers = values.to(self.unit.dtype).pow(power)
+        self.add_total(name, torch.where(counts, powers, 0.0).sum(), counts.sum())
+
+    def add_moments(self, name: str, values: Tensor, counts: Bool[Tensor, "..."]) -> None:
+        """The sums for mean and standard deviation."""
+        self.add(f"{name}_mean", values, counts)
+        self.add(f"{name}_std", values, counts, power=2)
+
+    def add_total(self, name: str, total: Tensor | int, count: Tensor | int) -> None:
+        self.by_name[name] = torch.stack([self.unit * total, self.unit * count])
 
 
 class TokenMetrics:
@@ -130,8 +149,8 @@ class TokenMetrics:
         """
         if mode not in self._sums:
             return {}
-        sums = zip(self._names, self._reduce(self._sums.pop(mode)).tolist(), strict=True)
-        means = {name: total / count if count else math.nan for name, (total, count) in sums}
+        totals, counts = self._reduce(self._sums.pop(mode)).unbind(dim=1)
+        means = dict(zip(self._names, (totals / counts).tolist(), strict=True))  # NaN without a token
         means["credit/s_accepted"] = math.sqrt(means["credit/s_accepted"])
         for name in ("credit/advantage", "credit/delta_v", "credit/s"):
             variance = means[f"{name}_std"] - means[f"{name}_mean"] ** 2
@@ -139,10 +158,18 @@ class TokenMetrics:
         return {name: value for name, value in means.items() if name not in self._dropped}
 
 
+class SuccessWeights(NamedTuple):
+    """Weights of the local samples in the teacher's fidelity, and what they rest on in all processes."""
+
+    weights: Float[Tensor, " B"]
+    mixed_groups: int
+    scored: int  # samples with a teacher and with loss
+
+
 def teacher_success_weights(
     batch: GenerationBatch, contexts: Sequence[TokenContexts], mask: Bool[Tensor, "B T"], threshold: float | None
-) -> tuple[Float[Tensor, " B"], int, int]:
-    """Weights of the local samples, and the numbers of mixed groups and of samples with a teacher and with loss.
+) -> SuccessWeights:
+    """Weights of successes and failures, by which ΔV_t gives the teacher's fidelity.
 
     The weights w give Σ_i w_i m_i = mean of m over successes − mean over failures, averaged over mixed groups. A group
     is mixed where it has successes and failures among its samples with a teacher, with loss and with a reward; other
@@ -150,20 +177,21 @@ def teacher_success_weights(
     Every process must call it.
     """
     has_loss = mask.any(dim=1).tolist()
-    is_scored = gather_object([c.teacher is not None and loss for c, loss in zip(contexts, has_loss, strict=True)])
-    successful = is_successful(batch.rewards, threshold)
-    usable = [scored and not math.isnan(reward) for scored, reward in zip(is_scored, batch.rewards, strict=True)]
-    weights = [0.0] * len(is_scored)
-    mixed = 0
-    for start in range(0, len(is_scored), batch.group_size):
-        group = [i for i in range(len(is_scored))[start : start + batch.group_size] if usable[i]]
-        count = sum(successful[i] for i in group)
-        if 0 < count < len(group):
-            mixed += 1
-            for i in group:
-                weights[i] = 1.0 / count if successful[i] else -1.0 / (len(group) - count)
-    local = [weights[i] / mixed if mixed else math.nan for i in batch.indices]
-    return torch.tensor(local, device=mask.device), mixed, sum(is_scored)
+    is_usable = [sample.teacher is not None and loss for sample, loss in zip(contexts, has_loss, strict=True)]
+    is_scored = np.array(gather_object(is_usable))
+    rewards = np.array(batch.rewards)
+    is_success = np.array(is_successful(batch.rewards, threshold)).reshape(-1, batch.group_size)
+    counts = (is_scored & ~np.isnan(rewards)).reshape(-1, batch.group_size)
+    successes = (counts & is_success).sum(axis=1, keepdims=True)
+    failures = (counts & ~is_success).sum(axis=1, keepdims=True)
+    is_mixed = (successes > 0) & (failures > 0)
+    mixed = int(is_mixed.sum())
+    weights = np.full(len(rewards), math.nan)
+    if mixed:
+        signed = np.where(is_success, 1 / np.maximum(successes, 1), -1 / np.maximum(failures, 1))
+        weights = (signed * (counts & is_mixed) / mixed).reshape(-1)
+    local = weights[batch.first : batch.first + len(contexts)]
+    return SuccessWeights(torch.tensor(local.tolist(), device=mask.device), mixed, int(is_scored.sum()))
 
 
 def micro_batch_fidelity(
@@ -189,7 +217,8 @@ def micro_batch_fidelity(
 def drop_undefined(metrics: MutableMapping[str, Sequence[float]]) -> None:
     """Remove metrics without a finite value, which loggers would show as NaN or None."""
     for name, values in list(metrics.items()):
-        if not any(value is not None and math.isfinite(value) for value in values):
+        defined = [value for value in values if value is not None]
+        if not np.isfinite(defined).any():
             del metrics[name]
 
 
@@ -238,17 +267,27 @@ def harmful_feedback(log_history: Sequence[Mapping[str, Any]]) -> str | None:
 
     The fidelity is averaged over mixed groups, with the standard error of the logs' weighted mean.
     """
-    names = ("credit/teacher_fidelity", "credit/fidelity_groups")
-    rows = [[row[name] for name in names] for row in log_history if all(row.get(name) is not None for name in names)]
-    rows = rows[:FIRST_LOGS]
-    groups = sum(count for _, count in rows)
-    if len(rows) < MIN_LOGS or groups < MIN_GROUPS:
+    values = []
+    counts = []
+    for row in log_history:
+        if row.get("credit/teacher_fidelity") is not None and row.get("credit/fidelity_groups") is not None:
+            values.append(row["credit/teacher_fidelity"])
+            counts.append(row["credit/fidelity_groups"])
+    fidelity = np.array(values[:FIRST_LOGS])
+    weights = np.array(counts[:FIRST_LOGS])
+    groups = weights.sum()
+    if len(fidelity) < MIN_LOGS or groups < MIN_GROUPS:
         return None
-    mean = sum(value * count for value, count in rows) / groups
-    error = math.sqrt(sum((count * (value - mean)) ** 2 for value, count in rows)) / groups
+    mean = np.average(fidelity, weights=weights)
+    error = np.linalg.norm(weights * (fidelity - mean)) / groups
     if mean + HARM_ERRORS * error >= 0.0:
         return None
-    return _MESSAGES["harmful_feedback"].format(mean=mean, groups=groups, logs=len(rows))
+    return _MESSAGES["harmful_feedback"].format(mean=mean, groups=groups, logs=len(fidelity))
+
+
+def _root_mean_square(values: Mapping[str, float], name: str) -> float:
+    """By the logged mean and standard deviation; NaN without them."""
+    return math.hypot(values.get(f"{name}_mean", math.nan), values.get(f"{name}_std", math.nan))
 
 
 class CreditWarning(UserWarning):
@@ -307,12 +346,11 @@ class Alarms:
         mass = latest.get("credit/support_mass_student", 1.0)
         self.raise_if(mass < LOW_SUPPORT_MASS, "low_mass", mass=mass)
         specific = latest.get("credit/s_accepted", math.nan)
-        credit = math.hypot(*(latest.get(f"credit/delta_v_{moment}", math.nan) for moment in ("mean", "std")))
+        credit = _root_mean_square(latest, "credit/delta_v")
         if not math.isnan(specific):
             is_generic = credit > SOME_CREDIT and specific < LOW_SPECIFIC_SHARE * credit
             self.raise_if(is_generic, "generic_credit", specific=specific, credit=credit)
-        moments = [latest.get(f"credit/advantage_{moment}", 0.0) for moment in ("mean", "std")]
-        has_credit = any(abs(moment) > 0.0 for moment in moments)  # not of NaN
+        has_credit = _root_mean_square(latest, "credit/advantage") > 0.0  # not of NaN
         if logs.get("grad_norm") is not None and has_credit and logs.get("loss"):
             self.raise_if(logs["grad_norm"] == 0.0, "lost_gradient")
 
@@ -325,14 +363,14 @@ class Alarms:
         message = harmful_feedback(log_history)
         self.raise_if(message is not None, "harmful_feedback", message=message)
         for name, cause in _WATCHED.items():
-            values = [row[name] for row in log_history if row.get(name) is not None]
             is_ignored = cause == "drift_fidelity" and frozen_teacher
+            values = np.array([row[name] for row in log_history if row.get(name) is not None])
             if is_ignored or len(values) < 2 * WINDOW:  # first and latest values overlap
                 continue
-            windows = [sum(values[i : i + WINDOW]) / WINDOW for i in range(len(values) - WINDOW + 1)]
-            start = max(windows) if cause == "drift_collapse" else windows[0]
+            windows = np.convolve(values, np.full(WINDOW, 1 / WINDOW), mode="valid")
+            start = windows.max() if cause == "drift_collapse" else windows[0]
             latest = windows[-1]
             is_drift = latest > HIGH_RATIO * start if cause == "drift_length" else latest < LOW_SHARE * start
-            variance = sum((b - a) ** 2 for a, b in pairwise(values)) / (2 * (len(values) - 1))
-            is_real = start > 0.0 and abs(latest - start) > NOISE * math.sqrt(variance / WINDOW)
+            noise = NOISE * np.sqrt(np.square(np.diff(values)).mean() / 2 / WINDOW)
+            is_real = start > 0.0 and abs(latest - start) > noise
             self.raise_if(is_drift and is_real, cause, start=start, latest=latest)

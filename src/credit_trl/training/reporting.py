@@ -44,14 +44,14 @@ class StageClock:
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """Add the duration of the block to a stage."""
-        before = sum(self.seconds.values())
+        seconds_before = sum(self.seconds.values())
         started = time.perf_counter()
         try:
             yield
         finally:
             if self._counts():
-                inside = sum(self.seconds.values()) - before
-                self.seconds[name] += time.perf_counter() - started - inside
+                nested_seconds = sum(self.seconds.values()) - seconds_before
+                self.seconds[name] += time.perf_counter() - started - nested_seconds
 
     def report(self, finished: float, unfinished: float) -> dict[str, float]:
         """Return `credit/seconds_<stage>`, means over the steps since the last report, and reset the clock.
@@ -208,7 +208,7 @@ def text_block(parts: Mapping[str, Any]) -> str:
     lines = []
     for title, text in parts.items():
         if isinstance(text, list):
-            text = "\n".join(f"{one.get('role')}: {_content_text(one.get('content'))}" for one in text)
+            text = "\n".join(f"{message.get('role')}: {_content_text(message.get('content'))}" for message in text)
         lines += [f"--- {title}", escape_controls(str(text))]
     return "\n".join(lines)
 
@@ -225,7 +225,10 @@ def _content_text(content: Any) -> str:
 
 def escape_controls(text: str) -> str:
     """The text with control and formatting characters, except ends of lines, written as `⟨U+001B⟩`."""
-    return "".join(one if one.isprintable() or one == "\n" else f"⟨U+{ord(one):04X}⟩" for one in text)
+    return "".join(
+        character if character.isprintable() or character == "\n" else f"⟨U+{ord(character):04X}⟩"
+        for character in text
+    )
 
 
 def print_completions(logs: Mapping[str, Any], step: int, count: int | None) -> None:
@@ -255,12 +258,14 @@ def add_completion_columns(
     if contexts is not None:
         mask = loss_mask(output) & output["contrast_mask"][:, None]
         specific = (output["teacher_token_logps"] - output["generic_token_logps"]) * mask
-        columns["teacher_prompt"] = trainer.processing_class.batch_decode([one.teacher or [] for one in contexts])
+        columns["teacher_prompt"] = trainer.processing_class.batch_decode(
+            [sample_contexts.teacher or [] for sample_contexts in contexts]
+        )
         columns["s_mean"] = (specific.sum(dim=1) / mask.sum(dim=1).clamp(min=1)).tolist()
     if contexts is not None and trainer.log_completions and trainer.log_multimodal:
-        shown = gather_object([list(map(thumbnail, images_of(prompt))) for prompt in batch.prompts])
-        if logs["images"] or any(shown):  # for the same rows as the prompts, which TRL has added
-            missing = len(logs["prompt"]) - len(shown) - len(logs["images"])
-            logs["images"].extend([*([[]] * missing), *shown])
+        thumbnails = gather_object([list(map(thumbnail, images_of(prompt))) for prompt in batch.prompts])
+        if logs["images"] or any(thumbnails):  # for the same rows as the prompts, which TRL has added
+            missing = len(logs["prompt"]) - len(thumbnails) - len(logs["images"])
+            logs["images"].extend([*([[]] * missing), *thumbnails])
     for name, values in columns.items():
         logs["extra"][name].extend(gather_object(values))
