@@ -16,6 +16,7 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import wait
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -64,7 +65,7 @@ class PolicyGeneration(VLLMGeneration):
             adopted.vllm_client = WatchedClient.adopt(adopted.vllm_client, patience=adopted.server_timeout)
         return adopted
 
-    def generate(self, prompts: list[list[int]], images: list[Any] | None, *args: Any, **kwargs: Any) -> Any:
+    def generate(self, prompts: list[list[int]], images: list[Any] | None, **kwargs: Any) -> Any:
         """TRL's `generate`. A colocated engine reads `unexpanded` prompts, because it expands each placeholder.
 
         TRL sends expanded prompts, whose placeholders would be expanded again (TRL issue 6294). The engine keeps the
@@ -76,34 +77,34 @@ class PolicyGeneration(VLLMGeneration):
         if images is not None and self.mode == "server" and self.accelerator.is_main_process:
             self.vllm_client.reset_encoder_cache()
         if images is None or self.mode == "server":
-            return check_returned("VLLMGeneration.generate", super().generate(prompts, images, *args, **kwargs))
+            return check_returned("VLLMGeneration.generate", super().generate(prompts, images, **kwargs))
         self.llm.llm_engine.reset_encoder_cache()
         sent_prompts = list(map(self._unexpanded, prompts))
-        generated = super().generate(sent_prompts, images, *args, **kwargs)
-        prompt_ids, *generated = check_returned("VLLMGeneration.generate", generated)
+        generated = super().generate(sent_prompts, images, **kwargs)
+        prompt_ids, *outputs = check_returned("VLLMGeneration.generate", generated)
         for ids, sent_ids, engine_ids in zip(prompts, sent_prompts, prompt_ids, strict=True):
             if sent_ids is not ids and list(engine_ids) != list(ids):
                 raise ValueError(
                     f"vLLM expands a prompt with images to {len(engine_ids)} tokens, the processor to {len(ids)}, or "
                     "to other ones. Give both the same image processor, such as by `preprocessor_config.json`."
                 )
-        return prompts, *generated
+        return prompts, *outputs
 
     def _unexpanded(self, ids: list[int]) -> list[int]:
         """The ids of a prompt, perhaps with turns after it, as the engine reads them."""
-        prefixes = ((short, long) for long, short in self.unexpanded.items() if tuple(ids[: len(long)]) == long)
-        return next((short + ids[len(long) :] for short, long in prefixes), ids)
+        for expanded, unexpanded in self.unexpanded.items():
+            if tuple(ids[: len(expanded)]) == expanded:
+                return unexpanded + ids[len(expanded) :]
+        return ids
 
     def _iter_named_params(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name in the base model, weight for the engine). Every process must iterate."""
         if not is_peft_model(self.model):
             yield from super()._iter_named_params()
         elif self._dist.is_zero3 or self._dist.fsdp_version == 1:  # gathered, merged copies
-            yield from (
-                named_parameter
-                for named_parameter in super()._iter_named_params()
-                if ".modules_to_save." not in named_parameter[0]
-            )
+            for name, weight in super()._iter_named_params():
+                if ".modules_to_save." not in name:
+                    yield name, weight
         else:
             for name, weight in merged_weights(self.model):
                 yield self._fix_param_name_to_vllm(name), weight
@@ -152,11 +153,11 @@ class WatchedClient(VLLMClient):
         watched.failure = None  # of the last request that failed
         return watched
 
-    def generate(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        return self._watch("generating", lambda: super(WatchedClient, self).generate(*args, **kwargs))
+    def generate(self, prompts: list[Any], **kwargs: Any) -> dict[str, Any]:
+        return self._watch("generating", partial(super().generate, prompts, **kwargs))
 
-    def update_named_params(self, *args: Any, **kwargs: Any) -> None:
-        self._watch("receiving weights", lambda: super(WatchedClient, self).update_named_params(*args, **kwargs))
+    def update_named_params(self, metadata: list[Any], named_params: Iterator[tuple[str, Tensor]]) -> None:
+        self._watch("receiving weights", partial(super().update_named_params, metadata, named_params))
 
     def reset_prefix_cache(self) -> None:
         self._post(f"{self.base_url}/reset_prefix_cache")

@@ -33,8 +33,9 @@ def check_model(model: nn.Module, accelerator: Accelerator, *, reads_padding: bo
         ValueError: its logits are not those of its backbone and head (`check_logits`), or they change with later
             tokens or when the prompt is padded on the left.
     """
-    name = type(unwrap_adapters(model)).__name__
-    if unwrap_adapters(model).config.is_encoder_decoder:
+    base_model = unwrap_adapters(model)
+    name = type(base_model).__name__
+    if base_model.config.is_encoder_decoder:
         raise ValueError(f"`{name}` is an encoder-decoder; CREDIT trains causal language models.")
     check_logits(model, accelerator)
     if not _is_whole(model, accelerator):
@@ -43,12 +44,13 @@ def check_model(model: nn.Module, accelerator: Accelerator, *, reads_padding: bo
     padded = torch.cat([input_ids[:, :1].repeat(1, _PADDING), input_ids], dim=1)
     mask = torch.ones_like(padded)
     mask[:, :_PADDING] = 0
-    has_positions = "position_ids" in inspect.signature(unwrap_adapters(model).forward).parameters
-    counted = {"position_ids": (mask.cumsum(-1) - 1).clamp(min=0)} if has_positions and not reads_padding else {}
+    positions = {}
+    if not reads_padding and "position_ids" in inspect.signature(base_model.forward).parameters:
+        positions["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)
     with _inference(model, accelerator):
         unpadded = model(input_ids=input_ids, attention_mask=mask[:, _PADDING:], use_cache=False).logits
         shorter = model(input_ids=input_ids[:, :3], attention_mask=mask[:, _PADDING:-1], use_cache=False).logits
-        behind = model(input_ids=padded, attention_mask=mask, use_cache=False, **counted).logits
+        behind = model(input_ids=padded, attention_mask=mask, use_cache=False, **positions).logits
     if changed := _change(unpadded[:, 2], shorter[:, -1]):
         raise refusal("not_causal", name=name, changed=changed)
     if changed := _change(unpadded[:, -1], behind[:, -1]):
@@ -60,12 +62,16 @@ def _change(unpadded: Tensor, padded: Tensor) -> float:
 
     Rounding may route a token of a single prompt to another expert. NaN in `other` alone is infinite.
     """
-    eps = max(_MIN_EPS, torch.finfo(unpadded.dtype).eps)
-    padded = padded.float().nan_to_num(math.inf if unpadded.isfinite().all() else 0.0)
+    tolerance = _PADDING_TOLERANCE + 4 * max(_MIN_EPS, torch.finfo(unpadded.dtype).eps)
+    nan_value = math.inf if unpadded.isfinite().all() else 0.0
+    padded = padded.float().nan_to_num(nan_value)
     unpadded = unpadded.float().nan_to_num()
     changes = (unpadded - padded).abs().amax(dim=-1)
-    is_real = changes > (_PADDING_TOLERANCE + 4 * eps) * unpadded.abs().amax(dim=-1)
-    return changes.max().item() if is_real.all() else 0.0
+    largest = unpadded.abs().amax(dim=-1)
+    is_real = changes > tolerance * largest
+    if not is_real.all():
+        return 0.0
+    return changes.max().item()
 
 
 def check_logits(model: nn.Module, accelerator: Accelerator) -> None:
@@ -84,29 +90,36 @@ def check_logits(model: nn.Module, accelerator: Accelerator) -> None:
     with _inference(model, accelerator):
         model_logits = model(**inputs).logits[0, -1:]
         hidden = backbone(model)(**inputs).last_hidden_state[0, -1:]
-        autocast = torch.is_autocast_enabled(model_logits.device.type)
-        computed = torch.get_autocast_dtype(model_logits.device.type) if autocast else model_logits.dtype
         head = lm_head(model, temperature=1.0)
         difference = math.inf
         tolerance = 0.0
-        if (*model_logits.shape, *hidden.shape) == (1, head.vocabulary_size, 1, head.weight.shape[1]):
+        has_shape_of_head = model_logits.shape == (1, head.vocabulary_size)
+        if has_shape_of_head and hidden.shape == (1, head.weight.shape[1]):
+            dtypes = [_computed_dtype(model_logits), hidden.dtype, head.weight.dtype]
+            eps = max(torch.finfo(dtype).eps for dtype in dtypes)
             hidden = hidden.to(head.weight.device)
             trained = hidden.new_empty(model_logits.shape, dtype=accumulation_dtype(hidden.dtype))
             project(head, hidden, out=trained, wants_entropy=False)
             model_logits = model_logits.to(trained).nan_to_num()
             difference = (model_logits - trained.nan_to_num()).abs().max().item()
-            eps = max(torch.finfo(dtype).eps for dtype in (computed, hidden.dtype, head.weight.dtype))
             tolerance = 4 * max(_MIN_EPS, eps) * model_logits.abs().max().item()
     if not difference <= tolerance:
         name = type(unwrap_adapters(model)).__name__
         raise refusal("other_head", name=name, difference=difference, tolerance=tolerance)
 
 
+def _computed_dtype(logits: Tensor) -> torch.dtype:
+    """The dtype of the products that gave the logits."""
+    device_type = logits.device.type
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else logits.dtype
+
+
 @contextmanager
 def _inference(model: nn.Module, accelerator: Accelerator) -> Iterator[None]:
     """Eval mode without gradients; training modes and random states are restored afterwards."""
     device = model.device
-    fork = torch.random.fork_rng([device] if device.type == "cuda" else [], device_type=device.type)
+    devices = [device] if device.type == "cuda" else []
+    fork = torch.random.fork_rng(devices, device_type=device.type)
     with eval_mode(model), torch.no_grad(), fork, accelerator.autocast():
         yield
 
@@ -118,10 +131,11 @@ def _is_whole(model: nn.Module, accelerator: Accelerator) -> bool:
 def _regular_ids(model: nn.Module, count: int) -> Tensor:
     """Token ids spread over the vocabulary without special tokens, (1, count)."""
     config = unwrap_adapters(model).config
-    text = config.get_text_config()
-    marks = ("_token_id", "_token_ids", "_token_index")
-    special_values = [value for part in (config, text) for name, value in vars(part).items() if name.endswith(marks)]
-    special = {i for value in special_values for i in (value if isinstance(value, list | tuple) else [value])}
-    ordinary = [i for i in range(text.vocab_size) if i not in special]
-    spread = [ordinary[(2 * k + 1) * len(ordinary) // (2 * count)] for k in range(count)]
-    return torch.tensor([spread], device=model.device)
+    text_config = config.get_text_config()
+    special: set[int] = set()
+    for name, value in [*vars(config).items(), *vars(text_config).items()]:
+        if name.endswith(("_token_id", "_token_ids", "_token_index")):
+            special.update(value if isinstance(value, list | tuple) else [value])
+    ordinary = torch.tensor([i for i in range(text_config.vocab_size) if i not in special])
+    spread = (2 * torch.arange(count) + 1) * len(ordinary) // (2 * count)
+    return ordinary[spread].view(1, count).to(model.device)

@@ -11,12 +11,13 @@ import resource
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate.utils import gather_object
 from jaxtyping import Float
@@ -33,13 +34,16 @@ from credit_trl.training.micro_batches import take_rows
 from credit_trl.training.reporting import escape_controls, text_block
 from credit_trl.training.step import CreditStep
 
+_RED = "\x1b[31m"
+_BLUE = "\x1b[34m"
+_NO_COLOUR = "\x1b[0m"
 SHOWN_CHARACTERS = 4000  # of each text of the rollout
 # Attributes of the trainer that the check restores, and those that it replaces by copies meanwhile.
 _CHANGED = (
-    *("state", "control", "optimizer", "lr_scheduler", "log_completions", "mask_truncated_completions"),
-    *("entropy_coef", "_last_world_entropy", "_entropy_window_stats"),
+    "state control optimizer lr_scheduler log_completions mask_truncated_completions entropy_coef _last_world_entropy "
+    "_entropy_window_stats".split()
 )
-_COPIED = ("args", "callback_handler", "alarms", "clock", "credit_step", "generation_config", "vllm_generation")
+_COPIED = "args callback_handler alarms clock credit_step generation_config vllm_generation".split()
 
 
 def check_run(trainer: Any) -> str:
@@ -54,49 +58,78 @@ def check_run(trainer: Any) -> str:
     every = {"no": math.inf, "epoch": steps / args.num_train_epochs}.get(args.save_strategy, save_steps)
     checkpoints = min(math.ceil(steps / every), args.save_total_limit or steps)  # also after the last step
     meter = StepMeter(trainer)
-    options = {"max_steps": 2 * meter.updates, "save_steps": 2 * meter.updates, "logging_steps": meter.updates}
-    options |= {"save_strategy": "steps", "logging_strategy": "steps", "eval_strategy": "no", "learning_rate": 0.0}
-    options |= {"eval_on_start": False, "lr_scheduler_type": "constant", "lr_scheduler_kwargs": {}}
-    options |= {"output_dir": str(output_dir / ".check"), "load_best_model_at_end": False, "push_to_hub": False}
-    attributes = {name: vars(trainer)[name] for name in (*_CHANGED, *_COPIED) if name in vars(trainer)}
+    folder = output_dir / ".check"
     try:
-        vars(trainer).update({name: copy.copy(attributes[name]) for name in _COPIED if name in attributes})
-        vars(trainer).update(
-            log_completions=False, mask_truncated_completions=False, optimizer=None, lr_scheduler=None
-        )
-        vars(trainer.args).update(options)
-        callbacks = trainer.callback_handler.callbacks
-        callbacks_of_step = [
-            callback for callback in callbacks if isinstance(callback, DefaultFlowCallback | TeacherUpdate)
-        ]
-        trainer.callback_handler.callbacks = [*callbacks_of_step, meter]
-        if trainer.credit_step is not None:
-            trainer.credit_step.prepare = meter.prepare
-        with torch.random.fork_rng():
+        with _changed_trainer(trainer, meter, folder), torch.random.fork_rng():
             trainer.train()
         trainer.accelerator.wait_for_everyone()
-        files = [path for path in output_dir.glob(".check/checkpoint-*/**/*") if path.is_file()]
-        size = sum(path.stat().st_size for path in files) / 1e9
+        size = 0
+        for path in folder.glob("checkpoint-*/**/*"):
+            size += path.stat().st_size if path.is_file() else 0
     finally:
-        vars(trainer).update(attributes)
         if trainer.accelerator.is_main_process:
-            shutil.rmtree(output_dir / ".check", ignore_errors=True)
-            new_folders = [output_dir, *([] if output_dir.is_absolute() else output_dir.parents[:-1])]
-            for folder in new_folders:
-                if folder.is_dir() and not any(folder.iterdir()):
-                    folder.rmdir()
-    meter.rows["a checkpoint"] = f"{size:10.3f} GB"
-    seconds = [steps * (end - start) / meter.updates for start, end in pairwise(meter.times)]
-    usual, longest = (timedelta(seconds=round(duration)) for duration in seconds)
-    lines = [
-        meter.rollout,
-        *(f"success {name:<25}{value}" for name, value in meter.facts.items()),
-        "one step at the longest lengths, on this process",
-        *(f"  {name:<22}{value}" for name, value in meter.rows.items()),
-        f"the run of {steps} steps: {usual} as in the first batch, {longest} at the longest lengths",
-        f"its checkpoints: {checkpoints} with {checkpoints * size:.3f} GB",
-    ]
+            _remove_folders(output_dir, folder)
+    gigabytes = size / 1e9
+    meter.rows["a checkpoint"] = f"{gigabytes:10.3f} GB"
+    begin, middle, end = meter.times
+    usual = timedelta(seconds=round(steps * (middle - begin) / meter.updates))
+    longest = timedelta(seconds=round(steps * (end - middle) / meter.updates))
+    lines = [meter.rollout]
+    lines += [f"success {name:<25}{value}" for name, value in meter.facts.items()]
+    lines.append("one step at the longest lengths, on this process")
+    lines += [f"  {name:<22}{value}" for name, value in meter.rows.items()]
+    lines.append(f"the run of {steps} steps: {usual} as in the first batch, {longest} at the longest lengths")
+    lines.append(f"its checkpoints: {checkpoints} with {checkpoints * gigabytes:.3f} GB")
     return "\n".join(lines)
+
+
+@contextmanager
+def _changed_trainer(trainer: Any, meter: "StepMeter", folder: Path) -> Iterator[None]:
+    """Let the trainer write into `folder` and change no weights, without the run's callbacks; restored afterwards."""
+    attributes = vars(trainer).copy()
+    try:
+        for name in _COPIED:
+            setattr(trainer, name, copy.copy(getattr(trainer, name, None)))
+        trainer.log_completions = False
+        trainer.mask_truncated_completions = False
+        trainer.optimizer = None
+        trainer.lr_scheduler = None
+        args = trainer.args
+        args.output_dir = str(folder)
+        args.max_steps = 2 * meter.updates
+        args.save_steps = 2 * meter.updates
+        args.logging_steps = meter.updates
+        args.save_strategy = args.logging_strategy = "steps"
+        args.eval_strategy = "no"
+        args.eval_on_start = False
+        args.learning_rate = 0.0
+        args.lr_scheduler_type = "constant"
+        args.lr_scheduler_kwargs = {}
+        args.load_best_model_at_end = False
+        args.push_to_hub = False
+        callbacks = [meter]
+        for callback in trainer.callback_handler.callbacks:
+            if isinstance(callback, DefaultFlowCallback | TeacherUpdate):
+                callbacks.insert(-1, callback)
+        trainer.callback_handler.callbacks = callbacks
+        if trainer.credit_step is not None:
+            trainer.credit_step.prepare = meter.prepare
+        yield
+    finally:
+        for name in (*_CHANGED, *_COPIED):
+            if name in attributes:
+                setattr(trainer, name, attributes[name])
+            else:
+                vars(trainer).pop(name, None)
+
+
+def _remove_folders(output_dir: Path, check_folder: Path) -> None:
+    """Remove the folder of the check, and the output folder where it is empty, with its empty relative parents."""
+    shutil.rmtree(check_folder, ignore_errors=True)
+    parents = [] if output_dir.is_absolute() else list(output_dir.parents)[:-1]
+    for folder in (output_dir, *parents):
+        if folder.is_dir() and not any(folder.iterdir()):
+            folder.rmdir()
 
 
 class StepMeter(TrainerCallback):
@@ -120,22 +153,24 @@ class StepMeter(TrainerCallback):
         self, batch: GenerationBatch, tensors: dict[str, Any], contexts: list[TokenContexts]
     ) -> dict[str, Any]:
         """`CreditStep.prepare`, with contexts of `max_reprompt_len` tokens in the second batch."""
-        args = self.trainer.args
-        if self.rollout:
-            contexts = [
-                index if index.teacher is None else _lengthened(index, args.max_reprompt_len) for index in contexts
-            ]
+        is_first = not self.rollout
+        if not is_first:
+            length = self.trainer.args.max_reprompt_len
+            contexts = [_lengthened(sample_contexts, length) for sample_contexts in contexts]
         prepared = self._prepare(batch, tensors, contexts)
         lengths = tensors["completion_mask"].sum(dim=1).tolist()
-        with_lengths = zip(contexts, lengths, strict=True)
-        teacher = sum(
-            len(ids) + length for sample_contexts, length in with_lengths for ids, _ in sample_contexts.sequences()
-        )
-        self.rows["tokens, student"] = f"{int(tensors['prompt_mask'].sum()) + sum(lengths):10,}"
-        self.rows["tokens, teacher"] = f"{teacher:10,}"
-        if not self.rollout:
+        sequence_counts = []
+        teacher_tokens = 0
+        for sample_contexts, completion_length in zip(contexts, lengths, strict=True):
+            sequences = [ids for ids, _ in sample_contexts.sequences()]
+            sequence_counts.append(len(sequences))
+            teacher_tokens += sum(map(len, sequences)) + len(sequences) * completion_length
+        student_tokens = int(tensors["prompt_mask"].sum()) + sum(lengths)
+        self.rows["tokens, student"] = f"{student_tokens:10,}"
+        self.rows["tokens, teacher"] = f"{teacher_tokens:10,}"
+        if is_first:
             self._first_batch = (batch, contexts)
-            sample = max(range(len(contexts)), key=lambda sample: len([*contexts[sample].sequences()]))
+            sample = int(np.argmax(sequence_counts))
             advantages = self._advantages(take_rows(tensors | prepared, [sample]))
             self.rollout = _rollout_block(self.trainer, batch, sample, contexts[sample], advantages)
         return prepared
@@ -164,29 +199,31 @@ class StepMeter(TrainerCallback):
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """What the step holds, before the gradients are freed."""
-        states = self.trainer.optimizer.state.values()
-        tensors_of = {"weights": [*model.parameters()], "gradients": [item.grad for item in model.parameters()]}
-        tensors_of["optimizer's state"] = [
-            value for item in states for value in item.values() if torch.is_tensor(value)
-        ]
-        tensors_of["teacher's weights"] = [*self.trainer._teacher_weights().values()]
-        self.rows |= {name: _size(tensors) for name, tensors in tensors_of.items()}
+        weights = list(model.parameters())
+        state: list[Any] = []
+        for values in self.trainer.optimizer.state.values():
+            state += values.values()
+        self.rows["weights"] = _size(weights)
+        self.rows["gradients"] = _size([weight.grad for weight in weights])
+        self.rows["optimizer's state"] = _size(state)
+        self.rows["teacher's weights"] = _size(self.trainer._teacher_weights().values())
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if not self.rollout:  # without a teacher
             self.rollout = _rollout_block(self.trainer, self.trainer._generation_batch, 0, TokenContexts(None), None)
         if state.global_step == state.max_steps:
             self.times.append(time.perf_counter())
-            memory = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
-            memory = memory or 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            resident = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            memory = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else resident
             self.rows["peak memory"] = f"{memory / 2**30:10.3f} GiB"
             if self._first_batch is not None:
                 batch, contexts = self._first_batch
                 self.facts = success_with_feedback(self.trainer, batch, contexts)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        stages = {name.removeprefix("credit/seconds_"): logs[name] for name in logs if "/seconds_" in name}
-        self.rows |= {stage: f"{seconds:10.3f} s" for stage, seconds in stages.items()}
+        for name, value in logs.items():
+            if name.startswith("credit/seconds_"):
+                self.rows[name.removeprefix("credit/seconds_")] = f"{value:10.3f} s"
 
 
 def success_with_feedback(trainer: Any, batch: GenerationBatch, contexts: Sequence[TokenContexts]) -> dict[str, str]:
@@ -197,26 +234,26 @@ def success_with_feedback(trainer: Any, batch: GenerationBatch, contexts: Sequen
     if trainer.tools or trainer.environment_factories or any(images_of(prompt) for prompt in batch.prompts):
         return {}
     builder = trainer.context_builder
-    prompts: dict[str, list[list[int] | None]] = {"with z": [], "with another prompt's z": []}
-    for i, (prompt, sample_contexts) in enumerate(zip(batch.prompts, contexts, strict=True)):
-        foreign = contexts[(i + batch.group_size) % len(contexts)].privileged
-        is_other = len(contexts) > batch.group_size and bool(foreign)
-        prompts["with z"].append(sample_contexts.teacher)
-        prompts["with another prompt's z"].append(builder.build(prompt, foreign).teacher if is_other else None)
+    with_z = [sample_contexts.teacher for sample_contexts in contexts]
+    with_foreign_z: list[list[int] | None] = [None] * len(contexts)
+    if len(contexts) > batch.group_size:
+        for i, prompt in enumerate(batch.prompts):
+            foreign = contexts[(i + batch.group_size) % len(contexts)].privileged
+            if foreign:
+                with_foreign_z[i] = builder.build(prompt, foreign).teacher
     facts = {"without z": _share(batch.rewards, trainer.args, [True] * len(batch.rewards))}
     if trainer.use_vllm:
         trainer.vllm_generation.generation_kwargs = trainer.args.generation_kwargs or {}
     else:
         trainer.generation_config.min_new_tokens = None
-    for name, prompt_ids in prompts.items():
-        students = [
-            ids or builder.encode(prompt, PrivilegedContext())
-            for ids, prompt in zip(prompt_ids, batch.prompts, strict=True)
-        ]
-        completion_ids = trainer._generate_single_turn(students, None, {}, 1)[0]
-        texts = trainer._tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
-        is_text = isinstance(batch.prompts[0], str)
-        completions = texts if is_text else [[{"role": "assistant", "content": text}] for text in texts]
+    for name, prompt_ids in (("with z", with_z), ("with another prompt's z", with_foreign_z)):
+        policy_ids = []
+        for ids, prompt in zip(prompt_ids, batch.prompts, strict=True):
+            policy_ids.append(ids or builder.encode(prompt, PrivilegedContext()))
+        completion_ids = trainer._generate_single_turn(policy_ids, None, {}, 1)[0]
+        completions = trainer._tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
+        if not isinstance(batch.prompts[0], str):
+            completions = [[{"role": "assistant", "content": text}] for text in completions]
         trainer._calculate_rewards(batch.rows, batch.prompts, completions, completion_ids)
         is_read = gather_object([ids is not None for ids in prompt_ids])
         facts[name] = _share(trainer._rollouts.rewards, trainer.args, is_read)
@@ -224,23 +261,33 @@ def success_with_feedback(trainer: Any, batch: GenerationBatch, contexts: Sequen
 
 
 def _share(rewards: Sequence[float], args: CreditConfig, is_counted: Sequence[bool]) -> str:
-    successes = is_successful(rewards, args.success_reward_threshold)
-    counted = [success for success, counts in zip(successes, is_counted, strict=True) if counts]
-    return f"{sum(counted) / len(counted):.0%} of {len(counted)} answers" if counted else "no answer has any"
+    if not any(is_counted):
+        return "no answer has any"
+    successes = np.array(is_successful(rewards, args.success_reward_threshold))[np.array(is_counted)]
+    return f"{successes.mean():.0%} of {len(successes)} answers"
 
 
-def _size(tensors: list[Any]) -> str:
-    """GiB of the local shards of tensors, with their dtypes."""
-    present = [tensor for tensor in tensors if tensor is not None]
-    local = list(map(local_part, present))
-    dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in local}
-    return f"{sum(tensor.nbytes for tensor in local) / 2**30:10.3f} GiB  {', '.join(sorted(dtypes))}"
+def _size(values: Iterable[Any]) -> str:
+    """GiB of the local shards of the tensors among some values, with their dtypes."""
+    size = 0
+    dtypes = set()
+    for value in values:
+        if torch.is_tensor(value):
+            part = local_part(value)
+            size += part.nbytes
+            dtypes.add(str(part.dtype).removeprefix("torch."))
+    return f"{size / 2**30:10.3f} GiB  {', '.join(sorted(dtypes))}"
 
 
 def _lengthened(contexts: TokenContexts, length: int) -> TokenContexts:
     """Contexts whose prompts are repeated up to `length` tokens, feedback on single turns included."""
-    teacher, *contrasts = [(ids * math.ceil(length / len(ids)))[:length] for ids, _ in contexts.sequences()]
-    return TokenContexts(teacher, contrasts)
+    if contexts.teacher is None:
+        return contexts
+    prompts = []
+    for ids, _ in contexts.sequences():
+        repeated = ids * math.ceil(length / len(ids))
+        prompts.append(repeated[:length])
+    return TokenContexts(prompts[0], prompts[1:])
 
 
 def _rollout_block(
@@ -249,11 +296,8 @@ def _rollout_block(
     """Prompt, completion, verdict, prompts of the teacher, and tokens by R_t of a local sample."""
     decode = trainer._tokenizer.decode
     ids = batch.completion_ids[sample]
-    teacher, contrast, *_ = [
-        *(decode(prompt_ids)[:SHOWN_CHARACTERS] for prompt_ids, _ in contexts.sequences()),
-        "none",
-        "none",
-    ]
+    texts = [decode(prompt_ids)[:SHOWN_CHARACTERS] for prompt_ids, _ in contexts.sequences()]
+    teacher, contrast = [*texts, "none", "none"][:2]
     parts = {
         "prompt": batch.prompts[sample],
         "completion": decode(ids)[:SHOWN_CHARACTERS],
@@ -263,16 +307,18 @@ def _rollout_block(
     }
     if advantage is None:
         return text_block(parts)
-    tokens = [
-        _coloured(escape_controls(decode([token_id])), value)
-        for token_id, value in zip(ids, advantage.tolist(), strict=False)
-    ]
     title = "--- R_t of the tokens: red is rewarded, blue is punished"
-    return "\n".join([text_block(parts), title, "".join(tokens), "---"])
+    tokens = ""
+    for token_id, value in zip(ids, advantage.tolist(), strict=False):
+        tokens += _coloured(escape_controls(decode([token_id])), value)
+    return "\n".join([text_block(parts), title, tokens, "---"])
 
 
 def _coloured(text: str, value: float) -> str:
     """A token in the colour of its R_t, with none near 0; with the number where there is no colour."""
     if not sys.stdout.isatty() or "NO_COLOR" in os.environ:
         return f"{text}[{value:+.1f}]"
-    return text if abs(value) < 0.05 else f"\x1b[{31 if value > 0 else 34}m{text}\x1b[0m"
+    if abs(value) < 0.05:
+        return text
+    colour = _RED if value > 0 else _BLUE
+    return f"{colour}{text}{_NO_COLOUR}"

@@ -1,6 +1,7 @@
 """What defines a run: its data, seed, processes and options. A run that resumes with other values is another run."""
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -46,11 +47,16 @@ def run_options(trainer: Any) -> dict[str, Any]:
     Those of the configuration that change what is learnt, `peft_config.…` of an adapter, `processes`, name and
     sizes of `model`, the names of `reward_funcs`, and `data`, see `fingerprint`.
     """
-    config = trainer.args.to_dict()
-    options = {name: value for name, value in config.items() if _changes_learning(name)}
+    options = {}
+    for name, value in trainer.args.to_dict().items():
+        if _changes_learning(name):
+            options[name] = value
     model = trainer.accelerator.unwrap_model(trainer.model)
-    adapter = model.peft_config[model.active_adapter].to_dict() if is_peft_model(model) else {}
-    options |= {f"peft_config.{name}": adapter[name] for name in _ADAPTER_FIELDS if adapter.get(name)}
+    if is_peft_model(model):
+        adapter = model.peft_config[model.active_adapter].to_dict()
+        for name in _ADAPTER_FIELDS:
+            if adapter.get(name):
+                options[f"peft_config.{name}"] = adapter[name]
     options["model"] = Path(getattr(model, "name_or_path", "") or type(model).__name__).name
     sizes = model.config.get_text_config()
     options["model.hidden_size"] = sizes.hidden_size
@@ -78,12 +84,13 @@ def fingerprint(dataset: Any) -> str | None:
     """
     if not isinstance(dataset, Dataset):
         return None
-    stride = -(-len(dataset) // MAX_ROWS) or 1
-    rows = dataset if stride == 1 else dataset.select(range(0, len(dataset), stride))
+    stride = max(math.ceil(len(dataset) / MAX_ROWS), 1)
+    rows = dataset.select(range(0, len(dataset), stride))
     digest = xxhash.xxh3_128()
     for batch in rows.with_format("arrow").iter(batch_size=1000):
         for name in sorted(batch.column_names):
-            digest.update(json.dumps([name, batch[name].to_pylist()], default=str).encode())
+            text = json.dumps([name, batch[name].to_pylist()], default=str)
+            digest.update(text.encode())
     return f"{len(dataset)} rows, {digest.hexdigest()}"
 
 
@@ -92,9 +99,12 @@ def describe_change(saved: Mapping[str, Any], current: Mapping[str, Any]) -> lis
 
     Options that the saved ones lack came with a later version. Of an adapter only the fields that are set are listed.
     """
-    names = [name for name in current | saved if name in saved or name.startswith("peft_config.")]
-    differing = [name for name in names if saved.get(name) != current.get(name)]
-    return [f"`{name}`: {saved.get(name)!r} -> {current.get(name)!r}" for name in differing]
+    changes = []
+    for name in current | saved:
+        is_compared = name in saved or name.startswith("peft_config.")
+        if is_compared and saved.get(name) != current.get(name):
+            changes.append(f"`{name}`: {saved.get(name)!r} -> {current.get(name)!r}")
+    return changes
 
 
 def merged_options(segments: list[Mapping[str, Any]]) -> dict[str, Any]:

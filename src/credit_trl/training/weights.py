@@ -47,11 +47,17 @@ def nonfinite_weight(model: nn.Module, teacher: Mapping[str, Tensor]) -> str | N
     `model` is the policy; `teacher` has the teacher's weights, none for a live one.
     """
     for owner, weights in (("policy", dict(model.named_parameters())), ("teacher", teacher)):
-        parts = ((name, local_part(weight)) for name, weight in weights.items())
-        flags = {name: (part.float() if part.itemsize == 1 else part).isfinite().all() for name, part in parts}  # fp8
-        if flags and not torch.stack([flag.cpu() for flag in flags.values()]).all():
-            return f"{owner}'s weight `{next(name for name, flag in flags.items() if not flag)}`"
+        flags = [_is_finite(weight) for weight in weights.values()]  # all are queued before one is read
+        for name, flag in zip(weights, flags, strict=True):
+            if not flag:
+                return f"{owner}'s weight `{name}`"
     return None
+
+
+def _is_finite(weight: Tensor) -> Bool[Tensor, ""]:
+    """Whether the part of a weight that this process holds is finite."""
+    part = local_part(weight)
+    return (part.float() if part.itemsize == 1 else part).isfinite().all()  # fp8 has no such test
 
 
 def nonfinite_moment(optimizer: Any) -> str | None:
@@ -124,6 +130,14 @@ def reduce_gradients_in_fp32(accelerator: Accelerator) -> None:
         plugin.mixed_precision_policy = replace(plugin.mixed_precision_policy, reduce_dtype=torch.float32)
 
 
+class _WeightSample(NamedTuple):
+    """Elements of a weight before the update."""
+
+    weight: Tensor
+    values: Tensor
+    has_grad: Bool[Tensor, " n"]
+
+
 class WeightChange(OptionalEvents, TrainerCallback):
     """Compares a sample of the weights before and after the first update, with one synchronisation.
 
@@ -133,28 +147,31 @@ class WeightChange(OptionalEvents, TrainerCallback):
 
     def __init__(self, alarms: Alarms, model: nn.Module) -> None:
         self.alarms = alarms
-        self._before: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._samples: list[_WeightSample] = []
         self._is_done = False
-        dtypes = {p.dtype for p in model.parameters() if p.requires_grad} & {torch.bfloat16, torch.float16}
-        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        alarms.raise_if(bool(dtypes), "low_precision", names=names)
+        trained = {weight.dtype for weight in model.parameters() if weight.requires_grad}
+        low = trained & {torch.bfloat16, torch.float16}
+        names = ", ".join(map(str, low)).replace("torch.", "")
+        alarms.raise_if(bool(low), "low_precision", names=names)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._is_done or args.fp16 or args.deepspeed or not any(kwargs["lr_scheduler"].get_last_lr()):
             return
-        trained = [weight for weight in kwargs["model"].parameters() if weight.grad is not None]
-        self._before = [(weight, _sample(weight).clone(), _sample(weight.grad) != 0) for weight in trained]
+        for weight in kwargs["model"].parameters():
+            if weight.grad is not None:
+                self._samples.append(_WeightSample(weight, _sample(weight).clone(), _sample(weight.grad) != 0))
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        counts = [
-            torch.stack([((_sample(weight) != before) & has_grad).sum(), has_grad.sum()])
-            for weight, before, has_grad in self._before
-        ]
-        self._before = []
-        if counts:
-            changed, total = torch.stack([count.to(counts[0].device) for count in counts]).sum(dim=0).tolist()
-            self._is_done = total > 0
-            self.alarms.raise_if(changed < FEW_CHANGED * total, "weights_unchanged", share=changed / max(total, 1))
+        if not self._samples:
+            return
+        counts = torch.zeros(2, dtype=torch.long, device=self._samples[0].values.device)
+        for sample in self._samples:
+            is_changed = (_sample(sample.weight) != sample.values) & sample.has_grad
+            counts += torch.stack([is_changed.sum(), sample.has_grad.sum()]).to(counts.device)
+        self._samples = []
+        changed, total = counts.tolist()
+        self._is_done = total > 0
+        self.alarms.raise_if(changed < FEW_CHANGED * total, "weights_unchanged", share=changed / max(total, 1))
 
 
 def _sample(weight: Tensor) -> Tensor:
