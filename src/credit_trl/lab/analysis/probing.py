@@ -6,12 +6,12 @@ Text in one turn, thinking included; images, tools, turns and another model as t
 from __future__ import annotations
 
 import copy
-import hashlib
-import json
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
-from itertools import product
+from dataclasses import asdict, dataclass, field, replace
+from itertools import chain, count, product
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from credit_trl.contexts.prompts import images_of, row_prompt
 from credit_trl.contexts.tokens import PrivilegedContext, TokenContexts
 from credit_trl.evaluation.config import SamplingConfig
 from credit_trl.evaluation.engines import TrainerEngine, weight_fingerprint
+from credit_trl.evaluation.protocol import content_digest
 from credit_trl.evaluation.statistics import bootstrap_ci
 from credit_trl.lab.analysis import responses
 from credit_trl.lab.analysis.advice import RULE, advise
@@ -78,7 +79,9 @@ class Stages:
         if lines and lines[0] != settings:
             names = sorted(name for name in settings if lines[0].get(name) != settings[name])
             raise FileExistsError(f"{path} is of a probe with other {', '.join(names)}. Choose another folder.")
-        self.records = {(line["stage"], line["item"]): line["record"] for line in lines[1:]}
+        self.records: dict[str, dict[int, Any]] = defaultdict(dict)  # by stage and item
+        for line in lines[1:]:
+            self.records[line["stage"]][line["item"]] = line["record"]
         if not lines and self.path:
             append_lines(self.path, settings)
 
@@ -87,19 +90,21 @@ class Stages:
 
         A single item is computed by every process.
         """
-        missing = [item for item in range(count) if (stage, item) not in self.records]
+        records = self.records[stage]
+        missing = sorted(set(range(count)) - records.keys())
         processes = self.accelerator.num_processes
         starts = range(0, len(missing), CHUNK * processes)
         for start in tqdm(starts, desc=stage, disable=not self.accelerator.is_main_process):
             items = missing[start : start + CHUNK * processes]
             share = math.ceil(len(items) / processes)
             begin = self.accelerator.process_index * share
-            local = [items[min(i, len(items) - 1)] for i in range(begin, begin + share)]  # equally many on each
-            computed = dict(zip(items, gather_object(compute(local)), strict=False))
-            self.records |= {(stage, item): record for item, record in computed.items()}
-            if self.path:
-                append_lines(self.path, *({"stage": stage, "item": i, "record": r} for i, r in computed.items()))
-        return [self.records[stage, item] for item in range(count)]
+            padded = items + items[-1:] * processes  # equally many on each
+            computed = gather_object(compute(padded[begin : begin + share]))
+            for item, record in zip(items, computed, strict=False):
+                records[item] = record
+                if self.path:
+                    append_lines(self.path, {"stage": stage, "item": item, "record": record})
+        return [records[item] for item in range(count)]
 
 
 class Probe:
@@ -115,16 +120,17 @@ class Probe:
         self.checkpoint = Checkpoint("policy", trainer._tokenizer, student, student, self.engine.chat_template_kwargs)
         rows = list(trainer.train_dataset.take(settings.prompts or 64))
         _refuse_unsupported(trainer, rows)
-        prompt = np.mean([len(self.checkpoint.encode(row["prompt"])) for row in rows[:CHUNK]])
-        self.cost = training_steps(trainer.args, self.samples, float(prompt))
+        lengths = [len(self.checkpoint.encode(row["prompt"])) for row in rows[:CHUNK]]
+        self.cost = training_steps(trainer.args, self.samples, float(np.mean(lengths)))
         self.rows = rows[: settings.prompts or int(np.clip(STEPS / self.cost, 8, 64))]
-        same = {"task": task.name, "model": weight_fingerprint(trainer.model), "settings": asdict(settings)}
-        same["options"] = {name: value for name, value in trainer.args.to_dict().items() if name != "output_dir"}
-        same["prompts"] = [prompt_key(row["prompt"]) for row in self.rows]
-        texts = {
-            name: hashlib.sha256(json.dumps(value, default=str).encode()).hexdigest() for name, value in same.items()
+        digests = {
+            "task": task.name,
+            "model": weight_fingerprint(trainer.model),
+            "settings": content_digest(asdict(settings)),
+            "options": content_digest(trainer.args.to_dict() | {"output_dir": None}),
+            "prompts": content_digest([prompt_key(row["prompt"]) for row in self.rows]),
         }
-        self.stages = Stages(folder and folder / PROBE_FILE, trainer.accelerator, texts)
+        self.stages = Stages(folder and folder / PROBE_FILE, trainer.accelerator, digests)
 
     def seed(self, item: int, sample: int) -> int:
         """Seed of a random stream: of rollouts, and after them of decoded answers."""
@@ -140,34 +146,49 @@ class Probe:
                 raise ValueError("The verifier returns `turn_feedback`; the probe measures feedback on whole answers.")
             [success] = is_successful([float(verdict)], self.config.success_reward_threshold)
             text = visible(self.checkpoint.tokenizer.decode(ids, skip_special_tokens=True))
-            record = {"prompt": i, "condition": condition, "ids": list(map(int, ids)), "text": text}
-            record |= {"success": success, "truncated": ids[-1] not in ends}
-            record |= {"reward": verdict.reward, "feedback": verdict.feedback}
-            records.append(record | {PART + name: float(value) for name, value in verdict.metrics.items()})
+            record = {
+                "prompt": i,
+                "condition": condition,
+                "ids": list(map(int, ids)),
+                "text": text,
+                "success": success,
+                "truncated": ids[-1] not in ends,
+                "reward": verdict.reward,
+                "feedback": verdict.feedback,
+            }
+            for name, value in verdict.metrics.items():
+                record[PART + name] = float(value)
+            records.append(record)
         return records
 
     def rollouts(self) -> list[list[dict[str, Any]]]:
-        """Records of the policy's answers. Sets `groups`, their rollouts, and `foreign`, z of other prompts."""
+        """Records of the policy's answers. Sets `groups`, their rollouts, and `successes` (prompts, samples)."""
         config = self.config
         sampling = SamplingConfig(config.temperature, 1.0, max_completion_length=config.max_completion_length)
 
         def compute(items: list[int]) -> list[Any]:
-            prompts = [self.checkpoint.encode(self.rows[i]["prompt"]) for i in items for _ in range(self.samples)]
-            seeds = [self.seed(i, k) for i, k in product(items, range(self.samples))]
+            prompts = []
+            seeds = []
+            for i, k in product(items, range(self.samples)):
+                prompts.append(self.checkpoint.encode(self.rows[i]["prompt"]))
+                seeds.append(self.seed(i, k))
             with self.engine.session(sampling):
                 ids = self.engine.sample(prompts, seeds, sampling)
-            groups = [ids[start : start + self.samples] for start in range(0, len(ids), self.samples)]
-            return [self.grade(i, group, [WITHOUT] * len(group)) for i, group in zip(items, groups, strict=True)]
+            groups = zip(items, self._by_prompt(ids), strict=True)
+            return [self.grade(i, group, [WITHOUT] * len(group)) for i, group in groups]
 
         records = self.stages.run("rollouts", len(self.rows), compute)
-        flat = [record for group in records for record in group]
+        flat = list(chain.from_iterable(records))
         verdicts = [Verdict(record["reward"], record["feedback"]) for record in flat]
         ids = [record["ids"] for record in flat]
         rollouts = responses.graded_rollouts(self.checkpoint, self.rows, ids, verdicts, config)
-        self.groups = [rollouts[start : start + self.samples] for start in range(0, len(flat), self.samples)]
-        self.foreign = [next((r.privileged for r in g if r.privileged), PrivilegedContext()) for g in self.groups]
-        self.successes = np.array([[record["success"] for record in group] for group in records])
+        self.groups = self._by_prompt(rollouts)
+        self.successes = np.array(self._by_prompt([record["success"] for record in flat]))
         return records
+
+    def _by_prompt(self, items: list[Any]) -> list[list[Any]]:
+        """What the samples of all prompts have, in a list for each prompt."""
+        return [items[start : start + self.samples] for start in range(0, len(items), self.samples)]
 
     def _prompts(self, i: int) -> tuple[GroupPrompts, dict[str, int]] | None:
         """What is read for the prompt i, and the indices of conditions; None without z.
@@ -179,18 +200,23 @@ class Probe:
         def is_right(rollout: responses.Rollout) -> bool:
             return is_successful([rollout.reward], self.config.success_reward_threshold)[0]
 
-        group = [rollout for rollout in self.groups[i] if rollout.privileged]
-        group.sort(key=is_right)
-        chosen = list({rollout.privileged: rollout for rollout in [*group[:1], *group[-1:]]}.values())
-        foreign_contexts = [self.foreign[(i + n) % len(self.groups)] for n in range(1, len(self.groups))]
-        foreign_contexts.sort(key=lambda z: not z or z in [rollout.privileged for rollout in group])
+        group = sorted(filter(_has_teacher, self.groups[i]), key=is_right)
+        elsewhere = list(filter(_has_teacher, chain(*self.groups[i + 1 :], *self.groups[:i])))
+        if not group or not elsewhere:
+            return None
+        chosen = group[-1:]
+        if group[0].privileged != group[-1].privileged:
+            chosen.insert(0, group[0])
+        z_of_group = [rollout.privileged for rollout in group]
+        elsewhere.sort(key=lambda rollout: rollout.privileged in z_of_group)
         try:
             built = [responses.rollout_contexts(rollout, self.config, self.checkpoint) for rollout in chosen]
-            elsewhere = self._teacher(chosen[0], foreign_contexts[0])
-        except (NoTeacherError, IndexError):
+            foreign = self._teacher(chosen[0], elsewhere[0].privileged)
+        except NoTeacherError:
             return None
-        contrasts = [ids for contexts in built for ids in contexts.contrasts][:MAX_CONTRASTS]
-        ids = [built[0].student, elsewhere, *[contexts.teacher for contexts in built], *contrasts]
+        teacher = [contexts.teacher for contexts in built]
+        contrasts = list(chain.from_iterable(contexts.contrasts for contexts in built))[:MAX_CONTRASTS]
+        ids = [built[0].student, foreign, *teacher, *contrasts]
         conditions = {FOREIGN: 1}
         for k, rollout in enumerate(chosen):
             conditions[OWN + (OF_RIGHT if is_right(rollout) else OF_WRONG)] = 2 + k
@@ -199,11 +225,11 @@ class Probe:
         if z.demonstration is not None and z.feedback is not None:
             further["demonstration alone"] = self._teacher(chosen[0], PrivilegedContext(z.demonstration))
             further["feedback alone"] = self._teacher(chosen[0], PrivilegedContext(feedback=z.feedback))
-        paper = {option.name: option.default for option in fields(CreditConfig) if option.name in TEMPLATES}
+        paper = {name: getattr(CreditConfig, name) for name in TEMPLATES}
         for name, templates in {"paper's": paper, "SDPO's": TEMPLATES, **self.settings.wordings}.items():
             further[WORDING + name] = self._teacher(chosen[0], z, templates)
-        prompts = GroupPrompts([*ids, *further.values()], len(built), len(contrasts))
-        return prompts, conditions | {name: len(ids) + k for k, name in enumerate(further)}
+        conditions |= dict(zip(further, count(len(ids)), strict=False))
+        return GroupPrompts([*ids, *further.values()], len(teacher), len(contrasts)), conditions
 
     def _teacher(
         self, rollout: responses.Rollout, z: PrivilegedContext, templates: Mapping[str, str] | None = None
@@ -215,17 +241,18 @@ class Probe:
 
     def default_arms(self) -> tuple[Arm, ...]:
         """SDPO, the run's λ, the median λ_hold of branches where one holds, and guide with 0.2 and 1.5."""
-        rollouts = [r for group in self.groups[:CHUNK] for r in group[:1] if r.privileged and r.token_ids]
         coefs = []
-        for rollout in rollouts:
-            branches = find_branches(map_response(self.checkpoint, rollout, self.config))
-            rows = DataFrame({name: branches[name] for name in ("log_odds", "delta", "s")}).query("delta > 0")
-            coefs += [holding_coef(*row) for row in rows.to_numpy()]
+        for rollout, *_ in self.groups[:CHUNK]:
+            if rollout.privileged and rollout.token_ids:
+                branches = DataFrame(find_branches(map_response(self.checkpoint, rollout, self.config)))
+                rows = branches.query("delta > 0")
+                coefs += map(holding_coef, rows["log_odds"], rows["delta"], rows["s"])
         hold = Series(coefs, dtype=float).quantile(0.5, interpolation="nearest")  # does not average infinities
         coef, form = self.config.contrastive_coef, self.config.contrastive_form
         arms = [Arm("SDPO", 0.0), Arm(f"guide {coef:g}" if form == "guide" else f"λ = {coef:g}", coef, form)]
-        arms += [Arm(f"λ_hold = {hold:.2f}", hold)] if hold <= 1.0 else []
-        arms += [Arm(f"guide {value:g}", value, "guide") for value in (0.2, 1.5)]
+        if hold <= 1.0:
+            arms.append(Arm(f"λ_hold = {hold:.2f}", hold))
+        arms += [Arm("guide 0.2", 0.2, "guide"), Arm("guide 1.5", 1.5, "guide")]
         return tuple({arm.name: arm for arm in arms}.values())
 
     def targets(self, arms: Sequence[Arm]) -> list[dict[str, Any]]:
@@ -238,13 +265,15 @@ class Probe:
             if prompts_and_conditions is None:
                 return {"weights": [], "answers": []}
             prompts, conditions = prompts_and_conditions
-            names = ["policy", *conditions, *(arm.name for arm in (*arms, *gated))]
-            sources = [0, *conditions.values(), *arms, *gated]
+            sources = {"policy": 0, **conditions}
+            for arm in (*arms, *gated):
+                sources[arm.name] = arm
             uniforms = np.random.default_rng(self.seed(i, self.samples)).random(self.config.max_completion_length)
-            ids = decode(self.checkpoint, prompts, sources, formula, uniforms)
-            rollouts = [rollout.token_ids for rollout in self.groups[i]]
-            weights = [importance_weights(self.checkpoint, prompts, y, gated, formula) for y in rollouts]
-            return {"weights": weights, "answers": self.grade(i, ids, names)}
+            ids = decode(self.checkpoint, prompts, list(sources.values()), formula, uniforms)
+            weights = []
+            for rollout in self.groups[i]:
+                weights.append(importance_weights(self.checkpoint, prompts, rollout.token_ids, gated, formula))
+            return {"weights": weights, "answers": self.grade(i, ids, list(sources))}
 
         return self.stages.run("targets", len(self.rows), lambda items: list(map(of_prompt, items)))
 
@@ -268,7 +297,7 @@ class Probe:
     def _logps(self, model: Teacher) -> list[float]:
         """Log-probability of each rollout."""
         sums = []
-        for rollout in (rollout for group in self.groups for rollout in group):
+        for rollout in chain.from_iterable(self.groups):
             prompt = TokenContexts(self.checkpoint.encode(rollout.prompt))
             total = 0.0
             for rows, (logps,) in vocabulary_logps(
@@ -331,30 +360,41 @@ def summarize_probe(
     lookahead: dict[str, list[Any]],
 ) -> dict[str, Any]:
     """Facts, arms, examples and advice of the records of rollouts and targets."""
-    frame = DataFrame([record for group in [*records, *(target["answers"] for target in targets)] for record in group])
-    frame["lead"] = frame["text"].str.split().str[:3].str.join(" ")
-    taught = [i for i, target in enumerate(targets) if target["weights"]]
-    if not taught:
+    weights_of_prompt = {i: target["weights"] for i, target in enumerate(targets) if target["weights"]}
+    if not weights_of_prompt:
         raise ValueError("No answer has feedback or a successful sibling, so there is no z to probe.")
+    taught = list(weights_of_prompt)
+    answers = [target["answers"] for target in targets]
+    frame = DataFrame(list(chain(*records, *answers)))
+    frame["lead"] = frame["text"].str.split().str[:3].str.join(" ")
     facts = summarize_facts(frame)
     leads = _risen_leads(frame)
-    weights = np.array([targets[i]["weights"] for i in taught])
-    floors = [weighted_change(run.successes[taught], weights[..., k]) for k in range(len(arms))]
-    results = [summarize_arm(arm, frame, leads, floor) for arm, floor in zip(arms, floors, strict=True)]
+    weights = np.array(list(weights_of_prompt.values()))
+    results = []
+    for k, arm in enumerate(arms):
+        floor = weighted_change(run.successes[taught], weights[..., k])
+        results.append(summarize_arm(arm, frame, leads, floor))
     advice = advise(facts, results, lookahead)
-    names = ["policy", *(arm.name for arm in arms)]
+    names = ["policy", *map(attrgetter("name"), arms)]
     examples = frame[frame["prompt"].isin(taught[:3]) & frame["condition"].isin(names)]
-    texts = [run.checkpoint.tokenizer.decode(run.checkpoint.encode(run.rows[i]["prompt"])) for i in taught[:3]]
+    texts = {}
+    for i in taught[:3]:
+        prompt_ids = run.checkpoint.encode(run.rows[i]["prompt"])
+        texts[str(i)] = visible(run.checkpoint.tokenizer.decode(prompt_ids))
     return {
         "facts": facts,
         "arms": results,
         "lookahead": lookahead,
         "leads": leads,
-        "texts": dict(zip(map(str, taught), map(visible, texts), strict=False)),
+        "texts": texts,
         "examples": examples[["prompt", "condition", "success", "text"]].to_dict("records"),
         "advice": asdict(advice) | {"sentence": advice.sentence},
         "rule": RULE,
     }
+
+
+def _has_teacher(rollout: responses.Rollout) -> bool:
+    return bool(rollout.privileged)
 
 
 def _refuse_unsupported(trainer: Any, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -436,23 +476,25 @@ def summarize_facts(frame: DataFrame) -> dict[str, Any]:
     measured["truncated"] = _by_prompt(frame, WITHOUT, "truncated")
     facts: dict[str, Any] = {name: bootstrap_ci(values)._asdict() for name, values in measured.items()}
     facts["read"] = paired_change(_by_prompt(frame, OWN), success)
-    names = frame["condition"].unique()
-    is_fact = [name == FOREIGN or name.startswith((OWN, WORDING)) or name.endswith(" alone") for name in names]
-    facts["conditions"] = {name: paired_change(_by_prompt(frame, name), success) for name in names[is_fact]}
-    parts = [name for name in frame if name.startswith(PART)]
-    better = answers[parts].astype(float).corrwith(answers["reward"].astype(float)) > 0.0  # more of it is better
-    facts["parts"] = {
-        name.removeprefix(PART): paired_change(_by_prompt(frame, OWN, name), _by_prompt(frame, WITHOUT, name))
-        for name in better.index[better]
-    }
+    facts["conditions"] = {}
+    for name in frame["condition"].unique():
+        if name.startswith((FOREIGN, OWN, WORDING)) or name.endswith(" alone"):
+            facts["conditions"][name] = paired_change(_by_prompt(frame, name), success)
+    facts["parts"] = {}
+    for name in frame.columns[frame.columns.str.startswith(PART)]:
+        if answers[name].astype(float).corr(answers["reward"].astype(float)) > 0.0:  # more of it is better
+            change = paired_change(_by_prompt(frame, OWN, name), _by_prompt(frame, WITHOUT, name))
+            facts["parts"][name.removeprefix(PART)] = change
     return facts
 
 
 def _risen_leads(frame: DataFrame) -> list[dict[str, Any]]:
     """Up to three first words of answers whose share rises with z, those that rise most."""
     conditions = frame["condition"]
-    chosen = {"without": conditions == WITHOUT, "with": conditions.str.startswith(OWN)}
-    shares = {name: frame[rows]["lead"].value_counts(normalize=True) for name, rows in chosen.items()}
+    shares = {
+        "without": frame["lead"][conditions == WITHOUT].value_counts(normalize=True),
+        "with": frame["lead"][conditions.str.startswith(OWN)].value_counts(normalize=True),
+    }
     leads = concat(shares, axis=1).fillna(0.0)
     rises = (leads["with"] - leads["without"]).nlargest(3)
     return leads.loc[rises[rises > 0.05].index].rename_axis("words").reset_index().to_dict("records")
