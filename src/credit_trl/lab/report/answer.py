@@ -3,10 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from credit_trl.lab.analysis.tokentext import visible
-from credit_trl.lab.report.comparison import gain
+from credit_trl.lab.report.comparison import SECONDS, gain
 from credit_trl.lab.report.runs import Run
 from credit_trl.tasks.escaping import pluralized
 from credit_trl.training.card import model_name
@@ -19,7 +17,6 @@ LATEST_LOGS = 5
 START_LOGS, LEAST_LOGS = 10, 3
 # Share of cut completions, and mean reward of groups without a right or a wrong answer, above which all count as such.
 ALL_CUT, SOLVED = 0.95, 0.95
-_SECONDS = "credit/seconds_"
 
 # Problem -> what it is and what to do. The report shows them in red, before everything else.
 PROBLEMS = {
@@ -102,23 +99,21 @@ def answer(
 def problems_of(run: Run) -> list[tuple[str, str]]:
     """Title and remedy of what keeps a run from learning, by its logs and warnings."""
     values: dict[str, float] = {}
-    fidelity = list(run.series("credit/teacher_fidelity").values())[:START_LOGS]
-    if len(fidelity) >= LEAST_LOGS:
-        mean = float(np.mean(fidelity))
-        error = float(np.std(fidelity, ddof=1)) / len(fidelity) ** 0.5
-        if mean + 2.0 * error < 0.0:
-            values["fidelity"] = mean
+    fidelity = run.series("credit/teacher_fidelity").head(START_LOGS)
+    if len(fidelity) >= LEAST_LOGS and fidelity.mean() + 2.0 * fidelity.sem() < 0.0:
+        values["fidelity"] = fidelity.mean()
     if run.options.get("distillation_weight") and _latest(run, "credit/frac_without_teacher") == 1.0:
         values["nothing_distilled"] = 1.0
     cut = _latest(run, "completions/clipped_ratio")
-    if cut is not None and cut >= ALL_CUT:
+    if cut >= ALL_CUT:
         values["truncated"] = cut
-    rewards = list(run.series("reward").values())
     reward = _latest(run, "reward")
-    if reward is not None and _latest(run, "frac_reward_zero_std") == 1.0 and reward < SOLVED:
+    if _latest(run, "frac_reward_zero_std") == 1.0 and reward < SOLVED:
         values["flat"] = reward
+    rewards = run.series("reward")
+    best = rewards.rolling(LATEST_LOGS, min_periods=min(LATEST_LOGS, len(rewards))).mean().max()
     causes = [row["warning"] for row in run.warnings]
-    if "drift_collapse" in causes and reward is not None and reward < 0.5 * _best_window(rewards):
+    if "drift_collapse" in causes and reward < 0.5 * best:
         values["collapsed"] = reward
     if "lost_gradient" in causes:
         values["lost_gradient"] = 0.0
@@ -133,18 +128,9 @@ def problems_of(run: Run) -> list[tuple[str, str]]:
     return problems
 
 
-def _latest(run: Run, name: str) -> float | None:
-    """Mean of the last logged values; None without any."""
-    values = list(run.series(name).values())[-LATEST_LOGS:]
-    return float(np.mean(values)) if values else None
-
-
-def _best_window(values: Sequence[float]) -> float:
-    """Largest mean of consecutive values."""
-    best = float(np.mean(values[:LATEST_LOGS]))
-    for start in range(len(values) - LATEST_LOGS + 1):
-        best = max(best, float(np.mean(values[start : start + LATEST_LOGS])))
-    return best
+def _latest(run: Run, name: str) -> float:
+    """Mean of the last logged values; NaN without any."""
+    return run.series(name).tail(LATEST_LOGS).mean()
 
 
 def progress_of(run: Run) -> dict[str, Any] | None:
@@ -155,9 +141,8 @@ def progress_of(run: Run) -> dict[str, Any] | None:
     has_ended = any("train_runtime" in row and row["step"] == step for row in run.log)
     if has_ended or step >= run.last_step:
         return None
-    seconds = run.mean_over_steps(_SECONDS)
-    left_over = None if seconds is None else seconds * (run.last_step - step)
-    return {"step": step, "last_step": run.last_step, "seconds_left": left_over}
+    seconds_left = run.mean_over_steps(SECONDS) * (run.last_step - step)
+    return {"step": step, "last_step": run.last_step, "seconds_left": seconds_left}
 
 
 def _one_arm(runs: Sequence[Run], arm: str, progress: Mapping[str, Any] | None) -> Headline:
@@ -199,12 +184,10 @@ def _without_comparison(run: Run, subject: str) -> Headline:
             score += f" (95 % interval {100 * row['low']:.1f} to {100 * row['high']:.1f})"
         line = f"{subject}: {score} at step {row['step']}. There is no score before training to compare with."
         return Headline("unmeasured", f"{score}.", [line])
-    rewards = list(run.series("reward").values())
-    if not rewards:
+    rewards = run.series("reward")
+    if rewards.empty:
         return Headline("unmeasured", "Nothing is logged yet.", [f"{subject}."])
-    start = float(np.mean(rewards[:LATEST_LOGS]))
-    end = float(np.mean(rewards[-LATEST_LOGS:]))
-    text = f"training reward {start:.2f} → {end:.2f}"
+    text = f"training reward {rewards.head(LATEST_LOGS).mean():.2f} → {rewards.tail(LATEST_LOGS).mean():.2f}"
     logs = pluralized(min(LATEST_LOGS, len(rewards)), "log")
     line = (
         f"{subject}: {text}, means of the first and last {logs}. No held-out prompts were evaluated: "

@@ -2,12 +2,14 @@
 
 import json
 import logging
+import math
 from collections.abc import Mapping, Sequence
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from pandas import DataFrame, Index, Series, concat
 
 from credit_trl.evaluation.statistics import bootstrap_ci, holm, paired_bootstrap
 from credit_trl.lab.report.runs import SCORE, Run
@@ -54,18 +56,24 @@ def training_table(arms: Mapping[str, Sequence[Run]]) -> list[dict[str, Any]]:
     logged reward), `seconds` (of an optimizer step), `ratio` (to the first arm), `s_mean` and `s_std` (of S_t in nats,
     over the run). Missing values are None.
     """
+    means = DataFrame({arm: DataFrame(map(_measured, runs)).mean() for arm, runs in arms.items()}).T
+    means["ratio"] = means["seconds"] / means["seconds"].iloc[0]
     rows = []
-    for arm, runs in arms.items():
-        row: dict[str, Any] = {"arm": arm, "contrasts": _contrasts(runs[0])}
-        row["score"] = _mean([run.evaluations[-1]["score"] for run in runs if run.evaluations])
-        row["train_score"] = _mean([max(run.series("reward").values(), default=None) for run in runs])
-        row["seconds"] = _mean([run.mean_over_steps(SECONDS) for run in runs])
-        baseline = (rows or [row])[0]["seconds"]
-        row["ratio"] = row["seconds"] / baseline if row["seconds"] and baseline else None
-        row["s_mean"] = _mean([run.mean_over_steps(CURVES["S_t, mean (nats)"]) for run in runs])
-        row["s_std"] = _mean([run.mean_over_steps("credit/s_std") for run in runs])
-        rows.append(row)
+    for arm, row in means.iterrows():
+        values = {name: value if math.isfinite(value) else None for name, value in row.items()}
+        rows.append({"arm": arm, "contrasts": _contrasts(arms[arm][0]), **values})
     return rows
+
+
+def _measured(run: Run) -> dict[str, float]:
+    """Means of one run, NaN where they are missing."""
+    return {
+        "score": run.evaluations[-1]["score"] if run.evaluations else math.nan,
+        "train_score": run.series("reward").max(),
+        "seconds": run.mean_over_steps(SECONDS),
+        "s_mean": run.mean_over_steps(CURVES["S_t, mean (nats)"]),
+        "s_std": run.mean_over_steps("credit/s_std"),
+    }
 
 
 def _contrasts(run: Run) -> int | None:
@@ -76,23 +84,19 @@ def _contrasts(run: Run) -> int | None:
     return options["contrastive_count"] if options["contrastive_coef"] else 0
 
 
-def _mean(values: Sequence[float | None]) -> float | None:
-    numbers = [value for value in values if value is not None]
-    return float(np.mean(numbers)) if numbers else None
-
-
 def _points(name: str, runs: Sequence[Run]) -> list[list[float | None]]:
     if name == SCORE and len(runs) == 1:
         return [[row["step"], row["score"], row.get("low"), row.get("high")] for row in runs[0].evaluations]
-    values = [run.series(name) for run in runs]
     points: list[list[float | None]] = []
-    for step in sorted(set.intersection(*map(set, values))):
-        step_values = [series[step] for series in values]
-        if len(runs) == 1:
-            points.append([step, step_values[0], None, None])
-        else:
-            points.append([step, float(np.mean(step_values)), min(step_values), max(step_values)])
+    for step, values in _shared([run.series(name) for run in runs]).sort_index().iterrows():
+        band = [values.min(), values.max()] if len(runs) > 1 else [None, None]
+        points.append([int(step), values.mean(), *band])
     return points
+
+
+def _shared(columns: Sequence[Series]) -> DataFrame:
+    """A column for each series, with the rows that all of them have, in the order of the first."""
+    return concat(columns, axis=1, join="inner")
 
 
 def compare_arms(arms: Mapping[str, Sequence[Run]]) -> list[dict[str, Any]]:
@@ -121,44 +125,30 @@ def gain(runs: Sequence[Run], group: str | None = None) -> dict[str, Any] | None
     number of `prompts`. With `group` the prompts are those of it. None where no evaluation is at step 0, or no prompt
     is in all of them; the intervals are None for a single prompt.
     """
-    if any(len(run.evaluations) < 2 or run.evaluations[0]["step"] != 0 for run in runs):
+    at_start = []
+    at_end = []
+    for run in runs:
+        if len(run.evaluations) < 2 or run.evaluations[0]["step"] != 0:
+            return None
+        at_start.append(run.scores(0, group))
+        at_end.append(run.final_scores(group))
+    scores = _shared([*at_start, *at_end]).to_numpy()
+    if not len(scores):
         return None
-    scores_at_start = [run.scores(0, group) for run in runs]
-    final_scores = [run.scores(run.evaluations[-1]["step"], group) for run in runs]
-    prompts = _shared_prompts([*scores_at_start, *final_scores])
-    if not prompts:
-        return None
-    scores_before = _matrix(scores_at_start, prompts)
-    scores_after = _matrix(final_scores, prompts)
+    scores_before, scores_after = np.split(scores.T, 2)
     row: dict[str, Any] = {
         "before": float(scores_before.mean()),
         "after": float(scores_after.mean()),
         "difference": float(scores_after.mean() - scores_before.mean()),
-        "prompts": len(prompts),
+        "prompts": len(scores),
     }
     row |= dict.fromkeys(("low", "high", "difference_low", "difference_high"))
-    if len(prompts) > 1:
+    if len(scores) > 1:
         row |= _interval(scores_after)
         difference = paired_bootstrap(scores_after, scores_before, paired_seeds=True)
         bounds = _possible(difference.low, difference.high, -1.0, scores_after, scores_before)
         row |= {"difference_low": bounds.low, "difference_high": bounds.high}
     return row
-
-
-def _shared_prompts(scores: Sequence[Mapping[str, float]]) -> list[str]:
-    shared = []
-    for prompt in scores[0]:
-        if all(prompt in run_scores for run_scores in scores):
-            shared.append(prompt)
-    return shared
-
-
-def _matrix(scores: Sequence[Mapping[str, float]], prompts: Sequence[str]) -> NDArray[np.float64]:
-    """Scores of shape (runs, prompts)."""
-    rows = []
-    for run_scores in scores:
-        rows.append([run_scores[prompt] for prompt in prompts])
-    return np.array(rows)
 
 
 class Bounds(NamedTuple):
@@ -173,7 +163,8 @@ def _possible(low: float, high: float, least: float, *scores: NDArray[np.float64
 
     With two seeds the interval of Student's t reaches far beyond what a mean of such scores can be.
     """
-    if any(matrix.min() < 0.0 or matrix.max() > 1.0 for matrix in scores):
+    joined = np.concatenate(scores, axis=None)
+    if joined.min() < 0.0 or joined.max() > 1.0:
         return Bounds(low, high)
     return Bounds(max(low, least), min(high, 1.0))
 
@@ -188,29 +179,24 @@ def _interval(matrix: NDArray[np.float64]) -> dict[str, float]:
 
 
 def _compare_on_task(task: str, arms: Mapping[str, Sequence[Run]]) -> list[dict[str, Any]]:
-    final: dict[str, list[dict[str, float]]] = {}
-    for name, runs in arms.items():
-        final[name] = [run.scores(run.evaluations[-1]["step"]) for run in runs]
-    shared = _shared_prompts(list(chain.from_iterable(final.values())))
-    differing = _differing_settings(list(chain.from_iterable(arms.values())))
+    all_runs = list(chain.from_iterable(arms.values()))
+    differing = _differing_settings(all_runs)
     if differing:
         names = ", ".join(differing)
         logger.warning(f"The scores of {task} are not comparable: the evaluations differ in {names}.")
-    matrices = {name: _matrix(scores, shared) for name, scores in final.items()}
+    shared = _shared([run.final_scores() for run in all_runs])
+    remaining = iter(shared.to_numpy().T)
     baseline = next(iter(arms))
+    matrices: dict[str, NDArray[np.float64]] = {}
     rows = []
     for name, runs in arms.items():
-        row = {
-            "task": task,
-            "arm": name,
-            "runs": len(runs),
-            "prompts": len(shared),
-            **_scores(runs, matrices[name], shared),
-        }
+        matrices[name] = np.array(list(islice(remaining, len(runs))))
+        row = {"task": task, "arm": name, "runs": len(runs), "prompts": len(shared)}
+        row |= _scores(runs, matrices[name], shared.index)
         if name != baseline and len(shared) > 1:
             row |= _difference(runs, arms[baseline], matrices[name], matrices[baseline])
         rows.append(row)
-    tested = [row for row in rows if row.get("p") is not None]
+    tested = [row for row in rows if "p" in row]
     p_values = [row["p"] for row in tested]
     for row, adjusted in zip(tested, holm(p_values), strict=True):
         row["p_holm"] = adjusted
@@ -228,32 +214,34 @@ def _differing_settings(runs: Sequence[Run]) -> list[str]:
     return [name for name, texts in values.items() if len(texts) > 1]
 
 
-def _scores(runs: Sequence[Run], matrix: NDArray[np.float64], shared: Sequence[str]) -> dict[str, Any]:
+def _scores(runs: Sequence[Run], matrix: NDArray[np.float64], shared: Index) -> dict[str, Any]:
     """Scores of one arm; `matrix` has shape (runs, shared prompts)."""
-    final = [run.evaluations[-1] for run in runs]
-    scores = []
-    for run in runs:
-        scores.append({row["step"]: _score_on(run, row, shared) for row in run.evaluations})
+    final = DataFrame([run.evaluations[-1] for run in runs])
+    scores = concat([_scores_on(run, shared) for run in runs], axis=1)
+    before = scores.reindex([0]).loc[0, scores.count() > 1].mean()
     row: dict[str, Any] = {
-        "k": final[0].get("k"),
-        "greedy": bool(final[0].get("greedy")),
-        "step": max(evaluation["step"] for evaluation in final),
-        "before": _mean([run_scores.get(0) for run_scores in scores if len(run_scores) > 1]),
-        "score": float(np.mean([evaluation["score"] for evaluation in final])),
-        "best": float(np.mean([max(run_scores.values()) for run_scores in scores])),
+        "k": runs[0].evaluations[-1].get("k"),
+        "greedy": bool(runs[0].evaluations[-1].get("greedy")),
+        "step": int(final["step"].max()),
+        "before": None if math.isnan(before) else float(before),
+        "score": float(final["score"].mean()),
+        "best": float(scores.max().mean()),
     }
-    if shared:
+    if len(shared):
         row["score"] = float(matrix.mean())
     if len(shared) > 1:
         row |= _interval(matrix)
     return row
 
 
-def _score_on(run: Run, row: Mapping[str, Any], prompts: Sequence[str]) -> float:
-    """Score of an evaluation on these prompts, or on all of its own where the results of one are missing."""
-    scores = run.scores(row["step"])
-    is_known = len(prompts) > 0 and all(prompt in scores for prompt in prompts)
-    return float(np.mean([scores[prompt] for prompt in prompts])) if is_known else row["score"]
+def _scores_on(run: Run, prompts: Index) -> Series:
+    """Score of each evaluation by step: on these prompts, or on all of its own where the result of one is missing."""
+    means = run.series(SCORE)
+    for step in means.index:
+        scores = run.scores(step).reindex(prompts)
+        if len(prompts) and scores.notna().all():
+            means[step] = scores.mean()
+    return means
 
 
 def _difference(
@@ -261,11 +249,11 @@ def _difference(
 ) -> dict[str, Any]:
     """Difference of an arm from the first one, paired by prompt, and by seed where both have the same seeds."""
     seeds = [run.seed for run in runs]
-    base_seeds = [run.seed for run in base_runs]
-    is_distinct = None not in seeds and len(set(seeds)) == len(seeds) == len(base_seeds)
-    is_paired = is_distinct and set(seeds) == set(base_seeds)
+    row_of_seed = {run.seed: base_scores[i] for i, run in enumerate(base_runs)}
+    is_distinct = None not in seeds and len(set(seeds)) == len(seeds) == len(base_runs)
+    is_paired = is_distinct and set(seeds) == row_of_seed.keys()
     if is_paired:
-        base_scores = base_scores[[base_seeds.index(seed) for seed in seeds]]
+        base_scores = np.array([row_of_seed[seed] for seed in seeds])
     statistics = paired_bootstrap(scores, base_scores, paired_seeds=is_paired)
     bounds = _possible(statistics.low, statistics.high, -1.0, scores, base_scores)
     return {

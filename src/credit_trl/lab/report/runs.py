@@ -1,13 +1,16 @@
 """Reads run directories, and names the runs by the options in which they differ."""
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pandas import Series
 from pyarrow import parquet
 
 from credit_trl import run_directory as files
@@ -46,8 +49,7 @@ def words(value: Any) -> str:
     elif value is None:
         text = "none"
     elif isinstance(value, dict):
-        parts = [f"{name} {words(item)}" for name, item in sorted(value.items())]
-        text = ", ".join(parts)
+        text = ", ".join(f"{name} {words(item)}" for name, item in sorted(value.items()))
     elif isinstance(value, list):
         text = ", ".join(map(words, value))
     else:
@@ -92,26 +94,30 @@ class Run:
 
     def text(self, option: str, form: Callable[[Any], str] = json_text) -> str:
         """An option's value as text or JSON, with the steps at which a resumed run changed it."""
-        changes = [segment for segment in self.segments[1:] if option in segment["options"]]
-        if not changes:
+        texts = []
+        for segment in self.segments[1:]:
+            if option in segment["options"]:
+                texts.append(f"from step {segment['step']}: {form(segment['options'][option])}")
+        if not texts:
             return form(self.options.get(option))
-        values = [form(self.segments[0]["options"].get(option))]
-        values += [f"from step {segment['step']}: {form(segment['options'][option])}" for segment in changes]
-        return ", ".join(values)
+        return ", ".join([form(self.segments[0]["options"].get(option)), *texts])
 
     def changed_options(self) -> list[str]:
         """Names of the options that a resumed run changed."""
-        return sorted({name for segment in self.segments[1:] for name in segment["options"]})
+        return sorted(set().union(*(segment["options"] for segment in self.segments[1:])))
 
-    def series(self, name: str) -> dict[int, float]:
+    def series(self, name: str) -> Series:
         """A logged number by step, or the `SCORE` of the evaluations."""
-        rows = self.evaluations if name == SCORE else self.log
-        return {row["step"]: float(row[name]) for row in rows if isinstance(row.get(name), int | float)}
+        values: dict[int, float] = {}
+        for row in self.evaluations if name == SCORE else self.log:
+            if isinstance(row.get(name), int | float):
+                values[row["step"]] = row[name]
+        return Series(values, dtype=float)
 
-    def mean_over_steps(self, prefix: str) -> float | None:
+    def mean_over_steps(self, prefix: str) -> float:
         """Mean over optimizer steps of the sum of all logged numbers whose names begin with `prefix`.
 
-        Each log is a mean over the steps since the log before it. None where nothing was logged.
+        Each log is a mean over the steps since the log before it. NaN where nothing was logged.
         """
         sums: dict[int, float] = {}
         for row in self.log:
@@ -119,23 +125,29 @@ class Run:
             if values and None not in values:
                 sums[row["step"]] = sum(values)
         if not sums:
-            return None
+            return math.nan
         steps = [0, *sums]
         return float(np.average(list(sums.values()), weights=np.diff(steps)))
 
-    def scores(self, step: int, group: str | None = None) -> dict[str, float]:
+    def scores(self, step: int, group: str | None = None) -> Series:
         """avg@k of each prompt, or of those of a group, at an evaluated step; empty where its results are missing."""
         scores: dict[str, float] = {}
         for prompt in self._result(step).get("prompts", ()):
             if group is None or prompt.get("group") == group:
-                scores[str(prompt["id"])] = float(prompt["score"])
-        return scores
+                scores[str(prompt["id"])] = prompt["score"]
+        return Series(scores, dtype=float)
+
+    def final_scores(self, group: str | None = None) -> Series:
+        """`scores` of the last evaluation."""
+        return self.scores(self.evaluations[-1]["step"], group)
 
     def groups(self, step: int) -> list[str]:
         """Groups of the task in the evaluation at a step, in the order of the prompts."""
-        prompts = self._result(step).get("prompts", ())
-        names = dict.fromkeys(prompt.get("group") for prompt in prompts)
-        return [name for name in names if isinstance(name, str)]
+        names: dict[str, None] = {}
+        for prompt in self._result(step).get("prompts", ()):
+            if isinstance(prompt.get("group"), str):
+                names[prompt["group"]] = None
+        return list(names)
 
     def settings(self, step: int) -> dict[str, Any]:
         """Settings of the evaluation at a step; empty where its results are missing."""
@@ -155,7 +167,9 @@ def load_run(folder: str | Path) -> Run:
         ValueError: a file is damaged; the message names it.
     """
     folder = Path(folder)
-    evaluations = [row for row in files.read_steps(folder / files.EVALUATIONS_FILE) if row.get("score") is not None]
+    evaluations = list(
+        filter(lambda row: row.get(SCORE) is not None, files.read_steps(folder / files.EVALUATIONS_FILE))
+    )
     evaluations.sort(key=lambda row: row["step"])
     log = files.read_steps(folder / files.LOG_FILE)
     described = files.read_run_file(folder) if (folder / files.RUN_FILE).exists() else {}
@@ -196,8 +210,9 @@ def arms_of(runs: Sequence[Run]) -> dict[str, list[Run]]:
         if texts not in name_of_options and name in name_of_options.values():
             name = f"{name} ({folder})"
         name = name_of_options.setdefault(texts, name)
-        is_twin = any(twin.seed == run.seed for twin in arms.get(name, ()))
-        arms.setdefault(f"{name} ({folder})" if is_twin else name, []).append(run)
+        if run.seed in map(attrgetter("seed"), arms.get(name, ())):  # a twin
+            name = f"{name} ({folder})"
+        arms.setdefault(name, []).append(run)
     return arms
 
 
@@ -210,17 +225,17 @@ def _arm_name(run: Run, differing: Sequence[str]) -> str:
         title = _OPTION_WORDS.get(option, option.replace("_", " "))
         value = effective_text(run, option) if option == "model" else run.text(option, words)
         parts.append(f"{title} {model_name(value) if option == 'model' else value}")
-    return ", ".join(part for part in parts if part)
+    return ", ".join(filter(None, parts))
 
 
 def differing_options(runs: Sequence[Run]) -> list[str]:
     """Options that differ among the runs that use them, without seeds and those that do not affect training."""
-    texts: dict[str, set[str]] = {}
-    names = sorted(set().union(*(run.options for run in runs)))
-    for name in names:
-        if not _IGNORED_OPTIONS.fullmatch(name):
-            texts[name] = {effective_text(run, name) for run in runs} - {""}
-    return [name for name in texts if len(texts[name]) > 1]
+    differing = []
+    for name in sorted(set().union(*(run.options for run in runs))):
+        texts = {effective_text(run, name) for run in runs} - {""}
+        if len(texts) > 1 and not _IGNORED_OPTIONS.fullmatch(name):
+            differing.append(name)
+    return differing
 
 
 def short_names(paths: Sequence[str | Path], parts: int = 1) -> list[str]:
@@ -237,10 +252,9 @@ def short_names(paths: Sequence[str | Path], parts: int = 1) -> list[str]:
 def read_completions(run: Run, steps: int = 12, rows: int = 8) -> list[dict[str, Any]]:
     """Rows of TRL's tables of completions: the first `rows` of each of at most `steps` steps, evenly spaced."""
     paths = sorted((run.folder / COMPLETIONS).glob("completions_*.parquet"))
-    count = min(steps, len(paths))
-    chosen = [paths[round(i * (len(paths) - 1) / max(1, count - 1))] for i in range(count)]
     completions: list[dict[str, Any]] = []
-    for path in chosen:
+    for place in np.linspace(0, len(paths) - 1, min(steps, len(paths))):
+        path = paths[round(place)]
         try:
             completions += parquet.read_table(path).slice(0, rows).to_pylist()
         except (OSError, ValueError):  # not written completely
