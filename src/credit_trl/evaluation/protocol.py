@@ -80,7 +80,7 @@ def evaluate(model: Any, task: str | Task, k: int = 16, **options: Any) -> Evalu
         "template": getattr(engine, "chat_template_kwargs", {}),
     }
     folder = None if config.output_dir is None else Path(config.output_dir)
-    units = [(row, number) for row in rows for number in range(config.k)]
+    units = list(itertools.product(rows, range(config.k)))
     with ExitStack() as resources:
         if folder is not None:
             _on_main(engine, lambda: resources.enter_context(files.run_lock(folder)))
@@ -140,20 +140,23 @@ def task_rows(task: Task, config: EvaluationConfig) -> list[dict[str, Any]]:
         raise ValueError(f"Task {task.name!r} has no rows to evaluate.")
     check_column_names(f"The data of task {task.name!r}", set().union(*rows))
     check_rows(f"the data of task {task.name!r}", (row.get("prompt") for row in rows))
-    keys = [prompt_key(row_prompt(row)).encode() for row in rows]
-    ids = [str(row.get("id") or hashlib.sha256(key).hexdigest()[:16]) for row, key in zip(rows, keys, strict=True)]
+    ids = []
+    for row in rows:
+        key = prompt_key(row_prompt(row)).encode()
+        ids.append(str(row.get("id") or hashlib.sha256(key).hexdigest()[:16]))
     return [{**row, "id": name} for row, name in zip(rows, distinct_names(ids), strict=True)]
 
 
 def distinct_names(names: Sequence[str]) -> list[str]:
     """The names, with `#2`, `#3`, … after the second and later occurrences of one, skipping names that occur."""
     used = set(names)
-    counters = {name: itertools.count(2) for name in names}
+    numbers = dict.fromkeys(names, 1)
     distinct: dict[str, None] = {}
     for name in names:
-        numbered = (f"{name}#{number}" for number in counters[name])
-        unique = name if name not in distinct else next(candidate for candidate in numbered if candidate not in used)
-        used.add(unique)
+        unique = name
+        while unique in distinct or (unique != name and unique in used):
+            numbers[name] += 1
+            unique = f"{name}#{numbers[name]}"
         distinct[unique] = None
     return list(distinct)
 
@@ -204,16 +207,15 @@ def _open(folder: Path | None, settings: Mapping[str, Any], units: Sequence[Unit
     path = folder / files.SETTINGS_FILE
     if path.is_file() and stored:
         stored_settings = files.read_json(path)
-        now = json.loads(json.dumps(settings))
-        differing = sorted(
-            name for name in stored_settings.keys() | now.keys() if stored_settings.get(name) != now.get(name)
-        )
-        if differing:
-            changes = "; ".join(
-                f"{name}: {stored_settings.get(name)!r} there, {now.get(name)!r} now" for name in differing
-            )
+        current = json.loads(json.dumps(settings))
+        changes = []
+        for name in sorted(stored_settings.keys() | current.keys()):
+            values = (stored_settings.get(name), current.get(name))
+            if values[0] != values[1]:
+                changes.append(f"{name}: {values[0]!r} there, {values[1]!r} now")
+        if changes:
             raise EvaluationMismatchError(
-                f"{folder} holds another evaluation ({changes}). Use another `output_dir`, or remove it."
+                f"{folder} holds another evaluation ({'; '.join(changes)}). Use another `output_dir`, or remove it."
             )
     elif path.is_file() and "weights" not in files.read_json(path):
         raise FileExistsError(f"{path} was not written by an evaluation. Use another `output_dir`.")
@@ -256,8 +258,11 @@ def _sample(
 def _groups(rows: Sequence[Mapping[str, Any]], group_by: str | None) -> dict[str, str | None]:
     if group_by is not None and group_by not in rows[0]:
         raise ValueError(f"`group_by={group_by!r}` is not a column; the rows have {', '.join(rows[0])}.")
-    name = group_by or "task"
-    return {row["id"]: None if row.get(name) is None else str(row[name]) for row in rows}
+    groups: dict[str, str | None] = {}
+    for row in rows:
+        value = row.get(group_by or "task")
+        groups[row["id"]] = None if value is None else str(value)
+    return groups
 
 
 def _on_main(engine: Engine, function: Callable[..., Any], *args: Any) -> Any:

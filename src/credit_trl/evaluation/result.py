@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import numpy as np
+from pandas import DataFrame, Series
 
 from credit_trl.evaluation.statistics import Interval, bootstrap_ci, pass_at_k
 from credit_trl.evaluation.verdicts import Sample
@@ -51,25 +51,25 @@ class Evaluation:
     def log_metrics(self) -> dict[str, float]:
         """Metrics for a trainer's log, without those that are undefined, such as the interval of a single prompt."""
         logs = {
-            f"eval_avg@{self.k}": self.score,
-            "eval_greedy": 1.0 if self.greedy else math.nan,
-            f"eval_avg@{self.k}_low": self.low,
-            f"eval_avg@{self.k}_high": self.high,
-            f"eval_pass@{self.k}": self.pass_at[self.k],
-            "eval_mean_length": self.mean_length,
-            "eval_truncated": self.truncated,
-            **{f"eval_{name}": value for name, value in self.metrics.items()},
-            **{f"eval_{name}/avg@{self.k}": interval.mean for name, interval in self.groups.items()},
+            f"avg@{self.k}": self.score,
+            "greedy": 1.0 if self.greedy else math.nan,
+            f"avg@{self.k}_low": self.low,
+            f"avg@{self.k}_high": self.high,
+            f"pass@{self.k}": self.pass_at[self.k],
+            "mean_length": self.mean_length,
+            "truncated": self.truncated,
+            **self.metrics,
         }
-        return {name: value for name, value in logs.items() if not math.isnan(value)}
+        for name, interval in self.groups.items():
+            logs[f"{name}/avg@{self.k}"] = interval.mean
+        return Series(logs).add_prefix("eval_").dropna().to_dict()
 
     def __str__(self) -> str:
         sizes = f"{pluralized(len(self.prompts), 'prompt')} × {pluralized(self.k, 'sample')}"
-        lines = [
-            f"{self.task}: {self.model}, {sizes}",
-            f"  {score_text(vars(self))}",
-            *(f"  {f'pass@{k}':<10}{100 * value:5.1f} %" for k, value in self.pass_at.items() if k > 1),
-        ]
+        lines = [f"{self.task}: {self.model}, {sizes}", f"  {score_text(vars(self))}"]
+        for k, value in self.pass_at.items():
+            if k > 1:
+                lines.append(f"  {f'pass@{k}':<10}{100 * value:5.1f} %")
         for name, interval in self.groups.items():
             bounds = _bounds(interval.low, interval.high)
             lines.append(f"  {printable(name):<18}{100 * interval.mean:5.1f} %  {bounds}")
@@ -88,18 +88,24 @@ def summarize(
         groups: group by prompt id.
     """
     k = settings["k"]
+    table = DataFrame(list(map(vars, samples)))
+    table["success"] = is_successful(table["reward"], 1.0)
+    metrics = DataFrame(table["metrics"].tolist(), index=table["prompt"]).sort_index(axis=1)
+    by_prompt = table.groupby("prompt", sort=False).agg(score=("reward", "mean"), successes=("success", "sum"))
     prompts = []
-    for start in range(0, len(samples), k):
-        prompt_samples = samples[start : start + k]
-        rewards = [sample.reward for sample in prompt_samples]
-        successes = sum(is_successful(rewards, 1.0))
-        name = prompt_samples[0].prompt
-        prompts.append(
-            PromptScore(name, groups[name], float(np.mean(rewards)), successes, _metric_means(prompt_samples))
-        )
-    mean, low, high = bootstrap_ci([prompt.score for prompt in prompts])
-    names = sorted({group for group in groups.values() if group is not None})
-    scores = {name: [p.score for p in prompts if p.group == name] for name in names if len(names) > 1}
+    for name, score, successes in by_prompt.itertuples():
+        prompts.append(PromptScore(name, groups[name], score, successes, _means(metrics.loc[[name]])))
+    pass_at = {}
+    for power in range(k.bit_length() + 1):
+        j = min(2**power, k)
+        pass_at[j] = float(pass_at_k(by_prompt["successes"], k, j).mean())
+    intervals = {}
+    group_metrics = {}
+    by_group = by_prompt["score"].groupby(by_prompt.index.map(groups))
+    for name, scores in by_group if by_group.ngroups > 1 else ():
+        intervals[name] = bootstrap_ci(scores)
+        group_metrics[name] = _means(metrics.loc[scores.index])
+    mean, low, high = bootstrap_ci(by_prompt["score"])
     return Evaluation(
         task=settings["task"],
         model=model,
@@ -109,15 +115,12 @@ def summarize(
         score=mean,
         low=low,
         high=high,
-        pass_at={
-            j: float(pass_at_k([prompt.successes for prompt in prompts], k, j).mean())
-            for j in sorted({2**e for e in range(k.bit_length())} | {k})
-        },
-        mean_length=float(np.mean([s.length for s in samples])),
-        truncated=float(np.mean([s.truncated for s in samples])),
-        metrics=_metric_means(samples),
-        groups={name: bootstrap_ci(values) for name, values in scores.items()},
-        group_metrics={name: _metric_means([s for s in samples if groups[s.prompt] == name]) for name in scores},
+        pass_at=pass_at,
+        mean_length=float(table["length"].mean()),
+        truncated=float(table["truncated"].mean()),
+        metrics=_means(metrics),
+        groups=intervals,
+        group_metrics=group_metrics,
         greedy=settings["temperature"] == 0.0,
     )
 
@@ -136,6 +139,6 @@ def _bounds(low: float | None, high: float | None) -> str:
     return f"[{100 * low:.1f}, {100 * high:.1f}]" if is_known else "needs at least two prompts"
 
 
-def _metric_means(samples: Sequence[Sample]) -> dict[str, float]:
-    names = sorted({name for sample in samples for name in sample.metrics})
-    return {name: float(np.mean([s.metrics[name] for s in samples if name in s.metrics])) for name in names}
+def _means(metrics: DataFrame) -> dict[str, float]:
+    """Means over the samples that have a metric."""
+    return metrics.mean().dropna().to_dict()

@@ -5,6 +5,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 from transformers import TrainerState
@@ -57,16 +58,17 @@ def grade(
     verdicts = task_verdicts(task, rows, responses, policy)
     again = [i for i, verdict in enumerate(verdicts) if _is_undecided(verdict)]
     if again:
+        undecided = 0
         second = task_verdicts(task, [rows[i] for i in again], [responses[i] for i in again], policy)
         for i, verdict in zip(again, second, strict=True):
+            undecided += _is_undecided(verdict)
             verdicts[i] = replace(verdict, reward=0.0) if _is_undecided(verdict) else verdict
-        count = sum(map(_is_undecided, second))
-        if count > 0:
-            logger.warning(f"{task.name} could not decide {count} samples in two calls; they count as 0.")
-    return [
-        _sample(row["id"], number, response, verdict)
-        for (row, number), response, verdict in zip(batch, responses, verdicts, strict=True)
-    ]
+        if undecided:
+            logger.warning(f"{task.name} could not decide {undecided} samples in two calls; they count as 0.")
+    samples = []
+    for (row, number), response, verdict in zip(batch, responses, verdicts, strict=True):
+        samples.append(_sample(row["id"], number, response, verdict))
+    return samples
 
 
 def task_verdicts(
@@ -80,27 +82,33 @@ def task_verdicts(
     """
     check_column_names(f"The data of task {task.name!r}", rows[0])
     is_text = isinstance(rows[0]["prompt"], str)
-    messages = [response.message or {"role": "assistant", "content": response.text} for response in responses]
-    arguments = {
-        "completions": [response.text for response in responses] if is_text else [[message] for message in messages],
-        "prompts": [row_prompt(row) for row in rows],
-        **{name: [row.get(name) for row in rows] for name in rows[0] if name != "prompt"},
-        "truncated": [response.truncated for response in responses],
-    }
-    trainer_arguments: dict[str, Any] = {
-        "completion_ids": [sample.ids for sample in responses],
+    completions: list[Any] = []
+    for response in responses:
+        message = response.message or {"role": "assistant", "content": response.text}
+        completions.append(response.text if is_text else [message])
+    arguments = {"completions": completions, "prompts": list(map(row_prompt, rows))}
+    for name in rows[0].keys() - {"prompt"}:
+        arguments[name] = [row.get(name) for row in rows]
+    arguments["truncated"] = list(map(attrgetter("truncated"), responses))
+    trainer_arguments = {
+        "completion_ids": list(map(attrgetter("ids"), responses)),
         "trainer_state": TrainerState(),
+        "log_extra": _ignore,
+        "log_metric": _ignore,
     }
-    trainer_arguments |= dict.fromkeys(
-        ("log_extra", "log_metric"), lambda *args, **kwargs: None
-    )  # an evaluation has no such log
-    arguments |= {name: value for name, value in trainer_arguments.items() if takes(task.reward, name)}
+    for name, value in trainer_arguments.items():
+        if takes(task.reward, name):
+            arguments[name] = value
     with use_marks(responses[0].marks), undisturbed([0], logger.warning):
         reward = functools.partial(call_reward, task.reward)
         verdicts = (policy or VerifierPolicy()).call(task.name, reward, arguments)
     if verdicts is FAILED:
         raise VerifierFailed(f"The verifier of {task.name!r} failed, so its samples have no reward.")
     return as_verdicts(task.name, verdicts, arguments)
+
+
+def _ignore(*args: Any, **kwargs: Any) -> None:
+    """Log nothing: an evaluation has no log of the verifier."""
 
 
 def _is_undecided(verdict: Verdict) -> bool:
