@@ -5,7 +5,6 @@ import gc
 import inspect
 import os
 import shutil
-from collections.abc import Iterator
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read once, by the first of these imports that loads the hub's library
 
@@ -18,7 +17,6 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from datasets import Dataset
-from transformers import PreTrainedTokenizerFast
 from trl import GRPOTrainer
 from trl.chat_template_utils import add_response_schema
 from trl.generation import vllm_generation
@@ -60,7 +58,7 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(scope="session")
-def shared_data() -> Path:
+def shared_data():
     """The real data beside the project; tests that need it skip where it is absent."""
     folder = Path(__file__).parents[1] / ".." / "shared" / "data"
     if not folder.is_dir():
@@ -69,7 +67,7 @@ def shared_data() -> Path:
 
 
 @pytest.fixture(scope="session")
-def tokenizer() -> PreTrainedTokenizerFast:
+def tokenizer():
     return build_tokenizer()
 
 
@@ -92,7 +90,7 @@ def sums() -> Dataset:
 
 
 @pytest.fixture
-def dataset() -> Dataset:
+def dataset():
     return sums()
 
 
@@ -111,7 +109,7 @@ def make_config(tmp_path):
 
 
 @pytest.fixture(scope="session")
-def finished_run(tokenizer, tmp_path_factory) -> Path:
+def finished_run(tokenizer, tmp_path_factory):
     """Folder of a run of two steps on `sums()`, with checkpoints, final model, token maps and report."""
     folder = tmp_path_factory.mktemp("finished")
     config = small_config(output_dir=str(folder), save_strategy="steps", save_steps=1)
@@ -122,7 +120,7 @@ def finished_run(tokenizer, tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def earlier_run(finished_run, tmp_path) -> Path:
+def earlier_run(finished_run, tmp_path):
     """A copy of `finished_run` where `make_config` lets runs write."""
     return shutil.copytree(finished_run, tmp_path / "run")
 
@@ -136,7 +134,7 @@ def unharmed(earlier_run):
 
 
 @pytest.fixture
-def run_callbacks() -> None:
+def run_callbacks():
     """Trainers of this test have the callbacks that every run has: token maps and the report."""
 
 
@@ -163,7 +161,7 @@ def only_the_trainer(leaves_nothing_behind, request):
 def make_trainer(make_model, make_config, tokenizer, dataset):
     """A function that builds a trainer on `dataset`; other arguments are the trainer's, or those of `make_config`."""
 
-    def make(reward_funcs=length_verdicts, rows=None, eval_rows=None, **options) -> CreditTrainer:
+    def make(reward_funcs=length_verdicts, rows=None, eval_rows=None, **options):
         names = {*inspect.signature(GRPOTrainer).parameters, "token_weight"} & options.keys()
         defaults = {"processing_class": tokenizer} | {name: options.pop(name) for name in names}
         model = defaults.pop("model", None) or make_model()
@@ -173,7 +171,7 @@ def make_trainer(make_model, make_config, tokenizer, dataset):
 
 
 @pytest.fixture
-def no_engine(monkeypatch) -> Iterator[None]:
+def no_engine(monkeypatch):
     """Options of vLLM are accepted, and no engine is started: a `rollout_func` samples."""
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "0")  # TRL sets them; monkeypatch restores them
@@ -188,7 +186,7 @@ def no_engine(monkeypatch) -> Iterator[None]:
 
 
 @pytest.fixture
-def parsing() -> PreTrainedTokenizerFast:
+def parsing():
     """The tiny tokenizer with Qwen3's chat template, and the response parser that TRL adds in runs with tools."""
     tokenizer = build_tokenizer()
     tokenizer.chat_template = files("trl").joinpath("chat_templates", "qwen3.jinja").read_text("utf-8")

@@ -5,7 +5,6 @@ import json
 import pickle
 import re
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial, wraps
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -78,7 +77,7 @@ class Batch:
 def make_batch(make_config, tmp_path):
     """A function that runs one rollout; other options are those of `make_config`."""
 
-    def make(family="Qwen2_5_VL", image_rows=None, peft_config=None, environment_factory=None, **options) -> Batch:
+    def make(family="Qwen2_5_VL", image_rows=None, peft_config=None, environment_factory=None, **options):
         image_rows = rows() if image_rows is None else image_rows
         model, processor = build_vlm(family)
         common = {"num_generations": 2, "per_device_train_batch_size": 2 * len(image_rows), "loss_type": "grpo"}
@@ -306,7 +305,7 @@ def test_weight_0_is_grpo(make_config):
 def train(make_config, tmp_path):
     """A function that trains on images in fp64, in a folder, and returns the trainer."""
 
-    def run(name, resume=None, shows=False, **options) -> CreditTrainer:
+    def run(name, resume=None, shows=False, **options):
         model, processor = build_vlm(options.pop("family", "Qwen2_5_VL"))
         common = {"output_dir": str(tmp_path / name), "num_generations": 2, "per_device_train_batch_size": 4}
         common |= {"gradient_accumulation_steps": 2, "optim": "sgd", "learning_rate": 1e-2, "max_grad_norm": 0.0}
@@ -481,7 +480,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def web() -> Iterator[Web]:
+def web():
     with Web() as server:
         Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         yield server

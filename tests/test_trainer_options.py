@@ -85,7 +85,7 @@ def train(tokenizer, tmp_path_factory):
     gc.freeze()  # each run collects garbage, and most of the time would pass over the modules
     done: dict[tuple[Trained, str], dict[str, torch.Tensor] | Exception] = {}
 
-    def run(which: Trained, trl_options: dict[str, Any]) -> dict[str, torch.Tensor] | Exception:
+    def run(which, trl_options):
         key = (which, repr(sorted(trl_options.items())))
         if key not in done:
             try:
@@ -94,7 +94,7 @@ def train(tokenizer, tmp_path_factory):
                 done[key] = error
         return done[key]
 
-    def weights(which: Trained, trl_options: dict[str, Any]) -> dict[str, torch.Tensor]:
+    def weights(which, trl_options):
         trl_options = {**BASE, "output_dir": str(tmp_path_factory.mktemp("run")), **trl_options}
         model = build_model(tokenizer)
         if which is Trained.TRL:

@@ -174,7 +174,7 @@ CHANGES = TABLES["changes"]
 def next_trl(tmp_path):
     """A function that writes a copy of the installed TRL as 1.17.0 with changes, and returns its folder."""
 
-    def write(changes: list[list[str]]) -> Path:
+    def write(changes):
         package = Path(trl.__file__).parent
         shutil.copytree(
             package, tmp_path / "trl", ignore=shutil.ignore_patterns("__pycache__"), copy_function=os.symlink

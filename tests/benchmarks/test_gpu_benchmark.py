@@ -37,7 +37,7 @@ TINY = update_phase.SHAPES["Qwen3-0.6B"].with_(**tables_of(__file__)["tiny"])
 
 
 def test_out_of_memory_is_none_and_other_errors_are_raised():
-    def answer(tokens: int) -> Sample:
+    def answer(tokens):
         if tokens > 2:
             raise torch.OutOfMemoryError("CUDA out of memory")
         if tokens < 0:

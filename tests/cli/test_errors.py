@@ -3,7 +3,6 @@
 import json
 import re
 import sys
-from pathlib import Path
 
 import httpx
 import pytest
@@ -24,7 +23,7 @@ RUN = ["--model_name_or_path", "quickstart", "--output_dir", "run", *ON_CPU, *SM
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch) -> Path:
+def folder(tmp_path, monkeypatch):
     (tmp_path / "data").mkdir()
     rows = [{"prompt": [{"role": "user", "content": f"{n} + 1?"}], "solution": str(n + 1)} for n in range(8)]
     (tmp_path / "data" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

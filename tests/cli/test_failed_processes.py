@@ -25,7 +25,7 @@ RUN = TABLES["run"].split()
 def run(tmp_path):
     (tmp_path / "tasks.py").write_text(TABLES["tasks"])
 
-    def start(*arguments: str, timeout: float = 1000) -> subprocess.CompletedProcess[str]:
+    def start(*arguments, timeout=1000):
         command = [sys.executable, *arguments]
         return subprocess.run(
             command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=timeout, check=False

@@ -48,7 +48,7 @@ def test_credit_is_on_input_words_and_not_on_the_template(table):
 def test_readme_shows_the_printed_table(table):
     """Line by line, except for the numbers."""
 
-    def masked(text: str) -> list[str]:
+    def masked(text):
         return [re.sub(r"-?\d+\.\d+|(?<=avg@)\d+", "#", " ".join(line.split())) for line in text.strip().splitlines()]
 
     (readme_table,) = re.findall(r"```text\n(held-out avg.*?)```", README.read_text("utf-8"), flags=re.DOTALL)

@@ -23,14 +23,14 @@ PROGRAMS |= {"git", "gh"}  # of a release
 
 
 @pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory) -> str:
+def tiny_model(tmp_path_factory):
     from trl.chat_template_utils import qwen3_chat_template
 
     return save_model(tmp_path_factory.mktemp("model"), qwen3_chat_template)
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch) -> Path:
+def folder(tmp_path, monkeypatch):
     write_files(tmp_path)
     write_starter(tmp_path)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
@@ -111,7 +111,7 @@ def test_yaml_blocks_are_configurations(page, folder):
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda page: page.name)
-def test_relative_links_have_a_target(path: Path):
+def test_relative_links_have_a_target(path):
     text = re.sub(r"```.*?```", "", path.read_text("utf-8"), flags=re.DOTALL)
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
         if not target.startswith(("http", "#", "mailto")):

@@ -7,7 +7,6 @@ import runpy
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from dataclasses import fields
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -41,7 +40,7 @@ def read(path: Path) -> Page:
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory) -> Path:
+def site(tmp_path_factory):
     folder = tmp_path_factory.mktemp("site")
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "NO_MKDOCS_2_WARNING": "1"}
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-q", "-d", str(folder)]
@@ -50,7 +49,7 @@ def site(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def pages(site) -> dict[str, Page]:
+def pages(site):
     return {path.name: read(path) for path in site.glob("*.html") if path.name != "404.html"}
 
 
@@ -90,7 +89,7 @@ def test_formulae_are_mathml(site):
 
 
 @pytest.fixture(scope="module")
-def address(site) -> Iterator[str]:
+def address(site):
     """The site by HTTP, which its search needs."""
     handler = partial(SimpleHTTPRequestHandler, directory=str(site))
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:

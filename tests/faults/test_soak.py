@@ -5,12 +5,10 @@ import os
 import shutil
 import statistics
 import time
-from pathlib import Path
 
 import psutil
 import pytest
 import torch
-from datasets import Dataset
 from safetensors.torch import save_file
 from transformers import TrainerCallback
 
@@ -37,7 +35,7 @@ class Usage(TrainerCallback):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_thousand_steps_and_120_evaluations_do_not_grow(make_trainer, dataset: Dataset):
+def test_thousand_steps_and_120_evaluations_do_not_grow(make_trainer, dataset):
     """From step 300 on: before, caches of torch and of the tokenizer fill."""
     saving = {"save_strategy": "steps", "save_steps": 100, "save_total_limit": 1}
     trainer = make_trainer(max_steps=1000, logging_steps=10, **saving)
@@ -54,7 +52,7 @@ def test_thousand_steps_and_120_evaluations_do_not_grow(make_trainer, dataset: D
 
 
 @pytest.mark.slow
-def test_hashing_takes_three_percent_of_writing(tmp_path: Path, monkeypatch, capsys):
+def test_hashing_takes_three_percent_of_writing(tmp_path, monkeypatch, capsys):
     """A checkpoint waits for its hashes after it is on disk; median of five, of 200 MB."""
     if os.getloadavg()[0] > (os.cpu_count() or 1):
         pytest.skip("other programs use the processors")

@@ -27,7 +27,7 @@ nbformat = pytest.importorskip("nbformat", reason="needs nbclient: pip install '
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory) -> Path:
+def built(tmp_path_factory):
     folder = tmp_path_factory.mktemp("dist")
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder)]
     build = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=800, check=False)
@@ -36,19 +36,19 @@ def built(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def wheel(built) -> Path:
+def wheel(built):
     (path,) = built.glob("*.whl")
     return path
 
 
 @pytest.fixture(scope="module")
-def in_wheel(wheel) -> dict[str, bytes]:
+def in_wheel(wheel):
     with zipfile.ZipFile(wheel) as archive:
         return {name: archive.read(name) for name in archive.namelist()}
 
 
 @pytest.fixture(scope="module")
-def in_sdist(built) -> dict[str, bytes]:
+def in_sdist(built):
     (path,) = built.glob("*.tar.gz")
     with tarfile.open(path) as archive:
         files = [member for member in archive.getmembers() if member.isfile()]
@@ -96,7 +96,7 @@ def test_sdist_contains_sources_tests_and_docs(in_sdist):
 
 
 @pytest.fixture(scope="module")
-def clean(wheel, tmp_path_factory) -> Path:
+def clean(wheel, tmp_path_factory):
     folder = tmp_path_factory.mktemp("clean") / "venv"
     venv.create(folder, with_pip=False, symlinks=True)
     install = [sys.executable, "-m", "pip", "--python", str(folder / "bin" / "python"), "install", "-q"]

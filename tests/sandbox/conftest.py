@@ -2,7 +2,6 @@
 
 import os
 import sys
-from collections.abc import Iterator
 
 import pytest
 from observing import PROTECTED
@@ -57,13 +56,13 @@ def open_tier(name: str, workers: int = 2):
 
 
 @pytest.fixture(scope="module", params=PROTECTED)
-def sandbox(request: pytest.FixtureRequest) -> Iterator[object]:
+def sandbox(request):
     with open_tier(request.param) as opened:
         yield opened
 
 
 @pytest.fixture(scope="module", params=[*PROTECTED, "remote"])
-def any_sandbox(request: pytest.FixtureRequest) -> Iterator[object]:
+def any_sandbox(request):
     """A sandbox of each protecting tier that this machine has, and a remote one."""
     from service import running_service
 
@@ -78,7 +77,7 @@ def any_sandbox(request: pytest.FixtureRequest) -> Iterator[object]:
 
 
 @pytest.fixture(scope="module", params=TIERS)
-def opened_tier(request: pytest.FixtureRequest) -> Iterator[tuple[object, object]]:
+def opened_tier(request):
     """A sandbox of each tier, also as started by an ordinary user, and its bait."""
     from bait import Bait
 
@@ -88,7 +87,7 @@ def opened_tier(request: pytest.FixtureRequest) -> Iterator[tuple[object, object
 
 
 @pytest.fixture
-def system_python() -> str:
+def system_python():
     """Path of an interpreter that can be copied alone."""
     if not os.path.exists(_SYSTEM_PYTHON):
         pytest.skip("needs an interpreter that can be copied alone")

@@ -15,7 +15,7 @@ MIB = 1024 * 1024
 
 
 @pytest.fixture
-def twelve_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+def twelve_cores(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(12)), raising=False)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
 
@@ -33,20 +33,18 @@ def put(folder: Path, files: dict[str, str], own_group: str, monkeypatch: pytest
 
 
 @parametrize("own_group files expected", "quotas")
-def test_available_cores_respects_container_quota(
-    twelve_cores, tmp_path, monkeypatch, own_group, files, expected
-) -> None:
+def test_available_cores_respects_container_quota(twelve_cores, tmp_path, monkeypatch, own_group, files, expected):
     put(tmp_path, files, own_group, monkeypatch)
     assert cgroups.available_cores() == expected
 
 
-def test_available_cores_without_cgroups_is_the_affinity(twelve_cores, tmp_path, monkeypatch) -> None:
+def test_available_cores_without_cgroups_is_the_affinity(twelve_cores, tmp_path, monkeypatch):
     monkeypatch.setattr(cgroups, "OWN_CGROUP", tmp_path / "nowhere")
     assert cgroups.available_cores() == 12
     assert cgroups.delegated_group() is None
 
 
-def test_worker_count_divides_cores_by_local_world_size(twelve_cores, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_count_divides_cores_by_local_world_size(twelve_cores, monkeypatch):
     monkeypatch.setattr(cgroups, "available_cores", lambda: 12)
     assert cgroups.worker_count() == 12
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
@@ -62,7 +60,7 @@ def test_group_is_delegated_where_it_limits_memory_and_can_be_written(
 
 
 @pytest.fixture
-def delegated(tmp_path, monkeypatch) -> Path:
+def delegated(tmp_path, monkeypatch):
     files = {"cgroup.subtree_control": "memory", "cgroup.procs": ""}
     groups = put(tmp_path, files, "0::/", monkeypatch)
     pretend = f"cgroups.CGROUPS, cgroups.OWN_CGROUP = map(pathlib.Path, {(str(groups), str(tmp_path / 'own'))!r})"
@@ -72,7 +70,7 @@ def delegated(tmp_path, monkeypatch) -> Path:
     return groups
 
 
-def test_each_program_has_a_group_that_limits_its_memory(delegated: Path) -> None:
+def test_each_program_has_a_group_that_limits_its_memory(delegated):
     with PoolSandbox("unprotected", 1) as opened:
         [outcome] = opened.run([Program("print(42)", limits=Limits(memory_bytes=200 * MIB))])
         assert outcome.stdout == "42\n"
@@ -85,8 +83,8 @@ def test_each_program_has_a_group_that_limits_its_memory(delegated: Path) -> Non
         assert not group.exists()
 
 
-def test_program_that_the_kernel_ended_for_its_memory_has_that_status(delegated: Path) -> None:
-    def kill() -> None:
+def test_program_that_the_kernel_ended_for_its_memory_has_that_status(delegated):
+    def kill():
         while not (actual := list(delegated.glob("credit-trl-*/cgroup.procs"))):
             time.sleep(0.01)
         (actual[0].parent / "memory.events").write_text("low 0\nmax 9\noom 1\noom_kill 2\noom_group_kill 1\n")
@@ -99,14 +97,14 @@ def test_program_that_the_kernel_ended_for_its_memory_has_that_status(delegated:
     assert (outcome.status, outcome.error) == ("memory", f"more than {1024 * MIB} bytes of memory")
 
 
-def test_server_without_a_group_that_it_can_divide_limits_memory_by_samples(delegated: Path) -> None:
+def test_server_without_a_group_that_it_can_divide_limits_memory_by_samples(delegated):
     (delegated / "cgroup.subtree_control").write_text("cpu")
     with PoolSandbox("unprotected", 1) as opened:
         assert run_one(opened, "print(42)").stdout == "42\n"
     assert not list(delegated.glob("credit-trl-*"))
 
 
-def test_groups_of_a_server_are_removed_with_it(tmp_path: Path) -> None:
+def test_groups_of_a_server_are_removed_with_it(tmp_path):
     for name in ("credit-trl-7-a", "credit-trl-7-b", "credit-trl-77-a"):
         (tmp_path / name).mkdir()
     cgroups.remove_groups(tmp_path, 7)
@@ -114,7 +112,7 @@ def test_groups_of_a_server_are_removed_with_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(cgroups.delegated_group() is None, reason="no control group is delegated to this process")
-def test_real_group_holds_the_memory_of_all_processes() -> None:
+def test_real_group_holds_the_memory_of_all_processes():
     with PoolSandbox("unprotected", 1) as opened:
         assert run_one(opened, SOURCES["eight_processes"], limits=Limits(memory_bytes=192 * MIB)).status == "memory"
         assert not list(cgroups.delegated_group().glob(f"credit-trl-{opened.server_pid}-*"))

@@ -4,7 +4,7 @@ import platform
 
 import pytest
 from bait import GOOD, Bait, judge
-from escape import DATA, ESCAPES, Escape
+from escape import DATA, ESCAPES
 from observing import PROTECTED, SOURCES
 
 from conftest import open_tier
@@ -15,7 +15,7 @@ CHANNEL = {fields["name"] for fields in DATA["group"]["channel"]}
 
 
 @pytest.mark.parametrize("escape", ESCAPES, ids=lambda escape: escape.name.replace(" ", "_"))
-def test_escape_fails_and_later_outcomes_are_right(opened_tier, escape: Escape) -> None:
+def test_escape_fails_and_later_outcomes_are_right(opened_tier, escape):
     sandbox, bait = opened_tier
     if "syscall(" in escape.source and platform.machine() != "x86_64":
         pytest.skip("raw system call numbers of x86_64")
@@ -24,7 +24,7 @@ def test_escape_fails_and_later_outcomes_are_right(opened_tier, escape: Escape) 
 
 
 @pytest.mark.parametrize("name", USERS)
-def test_thieves_of_the_begin_mark_harm_nobody(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_thieves_of_the_begin_mark_harm_nobody(name, monkeypatch):
     """The server gets a processor only when a program has ended, or after a second: it reads what a thief leaves."""
     main = "from credit_trl.sandbox.server"
     monkeypatch.setattr(pool, "_BOOT", pool._BOOT.replace(main, f"{SOURCES['late_server']}\n{main}"))
@@ -42,11 +42,11 @@ def test_thieves_of_the_begin_mark_harm_nobody(name: str, monkeypatch: pytest.Mo
     assert {thief.name for thief in thieves if statuses[thief.name] not in thief.statuses} == set(), statuses
 
 
-def test_suite_has_distinct_programs() -> None:
+def test_suite_has_distinct_programs():
     assert len({escape.name for escape in ESCAPES}) == len(ESCAPES) >= 108
 
 
-def test_suite_detects_unprotected_escapes() -> None:
+def test_suite_detects_unprotected_escapes():
     by_name = {escape.name: escape for escape in ESCAPES}
     sandbox = open_sandbox("unprotected", workers=2)
     with sandbox, Bait() as bait:

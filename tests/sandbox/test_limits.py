@@ -23,7 +23,7 @@ def running_program() -> RunningProgram:
 
 
 @parametrize("total ran waited delayed", "waits")
-def test_waits_for_own_threads_are_no_delay(total: float, ran: dict, waited: dict, delayed: float) -> None:
+def test_waits_for_own_threads_are_no_delay(total, ran, waited, delayed):
     run = running_program()
     run.add_times(ProcessorTimes(5.0, dict.fromkeys(ran, 2.0)), now=0.0)
     run.add_times(ProcessorTimes(5.0 + total, {name: 2.0 + ran[name] + waited[name] for name in ran}), now=1.0)
@@ -31,14 +31,14 @@ def test_waits_for_own_threads_are_no_delay(total: float, ran: dict, waited: dic
     assert run.is_starved == (total < 0.2)
 
 
-def test_wait_longer_than_the_interval_of_samples_is_a_delay() -> None:
+def test_wait_longer_than_the_interval_of_samples_is_a_delay():
     run = running_program()
     for now, total, active in ((0.0, 0.0, 0.0), (0.05, 0.0, 0.0), (0.1, 0.0, 0.0), (0.2, 0.02, 0.2)):
         run.add_times(ProcessorTimes(total, {"a": active}), now)
     assert run.delayed == pytest.approx(0.18)
 
 
-def test_processor_seconds_keep_their_maximum() -> None:
+def test_processor_seconds_keep_their_maximum():
     """A process that nobody has waited for takes its processor time with it."""
     run = running_program()
     for total in (1.0, 4.0, 2.0, 3.0):
@@ -46,7 +46,7 @@ def test_processor_seconds_keep_their_maximum() -> None:
     assert run.cpu_seconds == 4.0
 
 
-def test_own_threads_do_not_lengthen_the_wall_limit(sandbox) -> None:
+def test_own_threads_do_not_lengthen_the_wall_limit(sandbox):
     """Fifteen threads that share the processors each wait for most of the time, for each other."""
     processor_limit = 2 + 2 * len(os.sched_getaffinity(0))  # more than it can use in a second
     limits = Limits(cpu_seconds=processor_limit, wall_seconds=1, processes=16)
@@ -65,7 +65,7 @@ def running(source: str) -> Iterator[int]:
             process.kill()
 
 
-def test_process_whose_first_thread_ended_is_counted() -> None:
+def test_process_whose_first_thread_ended_is_counted():
     with running(SOURCES["without_first_thread"]) as pid:
         give_up = time.monotonic() + 120
         while observe._held(pid, [str(pid)]) and time.monotonic() < give_up:

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -37,7 +36,7 @@ def pretend_missing(monkeypatch: pytest.MonkeyPatch, *missing: str) -> None:
 
 
 @pytest.fixture
-def no_tier(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_tier(monkeypatch):
     pretend_missing(monkeypatch, "bubblewrap", "landlock")
 
 
@@ -56,7 +55,7 @@ def require(tier: str) -> None:
         pytest.skip(f"{tier} does not work on this machine")
 
 
-def test_auto_opens_first_working_tier_and_runs_the_example_of_the_package() -> None:
+def test_auto_opens_first_working_tier_and_runs_the_example_of_the_package():
     expected = next(filter(works, ("bubblewrap", "landlock")), None)
     if expected is None:
         pytest.skip("neither bubblewrap nor Landlock works on this machine")
@@ -66,7 +65,7 @@ def test_auto_opens_first_working_tier_and_runs_the_example_of_the_package() -> 
     exec(package.__doc__.split("\n\n", 1)[1], {"open_sandbox": open_sandbox, "Program": Program})
 
 
-def test_auto_falls_back_to_landlock(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+def test_auto_falls_back_to_landlock(monkeypatch, caplog):
     pretend_missing(monkeypatch, "bubblewrap")
     with open_sandbox(workers=1) as opened:
         assert opened.tier == "landlock"
@@ -74,7 +73,7 @@ def test_auto_falls_back_to_landlock(monkeypatch: pytest.MonkeyPatch, caplog) ->
     assert "no bubblewrap on this machine. Using landlock instead." in record.getMessage()
 
 
-def test_no_tier_raises_with_reasons_and_remedies(no_tier: None) -> None:
+def test_no_tier_raises_with_reasons_and_remedies(no_tier):
     with pytest.raises(SandboxError) as caught:
         open_sandbox(workers=1)
     message = str(caught.value)
@@ -83,12 +82,12 @@ def test_no_tier_raises_with_reasons_and_remedies(no_tier: None) -> None:
 
 
 @pytest.fixture
-def choices(monkeypatch: pytest.MonkeyPatch) -> None:
+def choices(monkeypatch):
     for name in (package.CHOICE, package.UNPROTECTED):
         monkeypatch.setenv(name, "")
 
 
-def test_choose_sandbox_sets_the_default(choices: None) -> None:
+def test_choose_sandbox_sets_the_default(choices):
     choose_sandbox("landlock")
     with open_sandbox(workers=1) as opened:
         assert opened.tier == "landlock"
@@ -99,7 +98,7 @@ def test_choose_sandbox_sets_the_default(choices: None) -> None:
         assert opened.tier == "landlock"
 
 
-def test_unprotected_fallback_is_allowed_and_logged(no_tier: None, choices: None, caplog) -> None:
+def test_unprotected_fallback_is_allowed_and_logged(no_tier, choices, caplog):
     with pytest.raises(SandboxError, match="--allow_unsandboxed"):
         open_sandbox(workers=1)
     choose_sandbox(allow_unsandboxed=True)
@@ -115,14 +114,14 @@ def test_unprotected_fallback_is_allowed_and_logged(no_tier: None, choices: None
 
 
 @pytest.mark.parametrize("sandbox", ["docker", "remote", "unprotected", "file:///tmp/x"])
-def test_invalid_choice_raises_and_changes_nothing(sandbox: str, choices: None) -> None:
+def test_invalid_choice_raises_and_changes_nothing(sandbox, choices):
     with pytest.raises(ValueError, match="--sandbox"):
         choose_sandbox(sandbox)
     assert not os.environ[package.CHOICE]
 
 
 @pytest.mark.parametrize("tier", ["bubblewrap", "landlock"])
-def test_named_tier_is_never_replaced_by_unprotected(tier: str, no_tier: None, choices: None) -> None:
+def test_named_tier_is_never_replaced_by_unprotected(tier, no_tier, choices):
     choose_sandbox(allow_unsandboxed=True)
     with pytest.raises(SandboxError, match=f"no {tier} on this machine"):
         open_sandbox(tier, workers=1)
@@ -131,17 +130,17 @@ def test_named_tier_is_never_replaced_by_unprotected(tier: str, no_tier: None, c
         open_sandbox(workers=1)
 
 
-def test_allow_unsandboxed_prefers_a_working_tier(choices: None) -> None:
+def test_allow_unsandboxed_prefers_a_working_tier(choices):
     choose_sandbox(allow_unsandboxed=True)
     with open_sandbox(workers=1) as opened:
         assert opened.tier in ("bubblewrap", "landlock")
 
 
-def test_probe_opens_its_bait_to_others_when_it_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_probe_opens_its_bait_to_others_when_it_is_complete(monkeypatch):
     """Before that, another user could put a link in place of a file, which root would then write to."""
     chmod, opened = os.chmod, []
 
-    def observed(path: str, mode: int) -> None:
+    def observed(path, mode):
         opened.append({name: os.stat(os.path.join(path, name)).st_mode & 0o777 for name in os.listdir(path)})
         chmod(path, mode)
 
@@ -152,7 +151,7 @@ def test_probe_opens_its_bait_to_others_when_it_is_complete(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("row", UNISOLATED.values(), ids=UNISOLATED)
-def test_probe_rejects_missing_isolation(monkeypatch: pytest.MonkeyPatch, row: dict) -> None:
+def test_probe_rejects_missing_isolation(monkeypatch, row):
     require(row["tier"])
     main = "from credit_trl.sandbox.server"
     monkeypatch.setattr(pool, "_BOOT", pool._BOOT.replace(main, f"{row['change']}\n{main}"))
@@ -163,7 +162,7 @@ def test_probe_rejects_missing_isolation(monkeypatch: pytest.MonkeyPatch, row: d
 
 
 @pytest.mark.parametrize("descriptors", [10, 20, 60])
-def test_lack_of_descriptors_is_no_fault_of_a_tier(descriptors: int) -> None:
+def test_lack_of_descriptors_is_no_fault_of_a_tier(descriptors):
     """Nor does it lead to a run without protection, in the trainer or in the server."""
     environment = {**os.environ, package.CHOICE: "", package.UNPROTECTED: "1"}
     command = [sys.executable, "-c", SOURCES["few_descriptors"], str(descriptors)]
@@ -172,15 +171,15 @@ def test_lack_of_descriptors_is_no_fault_of_a_tier(descriptors: int) -> None:
     assert "does not isolate" not in ended.stdout
 
 
-def test_open_sandbox_rejects_leaky_isolation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_open_sandbox_rejects_leaky_isolation(monkeypatch):
     closed = []
 
     class Leaky(PoolSandbox):
-        def __init__(self, tier: str, workers: int) -> None:
+        def __init__(self, tier, workers):
             super().__init__("unprotected", workers)
             self.tier = tier
 
-        def close(self) -> None:
+        def close(self):
             closed.append(self.tier)
             super().close()
 
@@ -199,7 +198,7 @@ def test_open_sandbox_rejects_leaky_isolation(monkeypatch: pytest.MonkeyPatch) -
     ],
     ids=["no bubblewrap", "old bubblewrap", "no Landlock"],
 )
-def test_machine_without_what_a_tier_needs_raises(monkeypatch, isolation, place, replacement, message) -> None:
+def test_machine_without_what_a_tier_needs_raises(monkeypatch, isolation, place, replacement, message):
     own_interpreter = interpreter.find_interpreter()
     monkeypatch.setattr(bubblewrap.shutil, "which", lambda name, path: "/usr/bin/bwrap")
     monkeypatch.setattr(f"credit_trl.sandbox.{place}", lambda *arguments, **options: replacement)
@@ -208,7 +207,7 @@ def test_machine_without_what_a_tier_needs_raises(monkeypatch, isolation, place,
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives programs another user")
-def test_a_user_id_that_no_user_namespace_maps_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_id_that_no_user_namespace_maps_is_an_error(monkeypatch):
     main = "from credit_trl.sandbox.server"
     change = "from credit_trl.sandbox import launch; launch.USER = 1 << 33"
     monkeypatch.setattr(pool, "_BOOT", pool._BOOT.replace(main, f"{change}\n{main}"))
@@ -217,7 +216,7 @@ def test_a_user_id_that_no_user_namespace_maps_is_an_error(monkeypatch: pytest.M
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root needs a copy that others can read")
-def test_private_interpreter_is_copied(monkeypatch, tmp_path: Path, system_python: str) -> None:
+def test_private_interpreter_is_copied(monkeypatch, tmp_path, system_python):
     closed = tmp_path / "closed"
     closed.mkdir(mode=0o700)
     executable = shutil.copy(os.path.realpath(system_python), closed / "python")
@@ -237,7 +236,7 @@ def test_private_interpreter_is_copied(monkeypatch, tmp_path: Path, system_pytho
 
 
 @pytest.fixture
-def relocated(monkeypatch: pytest.MonkeyPatch, system_python: str) -> Iterator[Path]:
+def relocated(monkeypatch, system_python):
     """Home of an interpreter with packages inside its standard library, as in images and conda."""
     with tempfile.TemporaryDirectory() as directory:
         os.chmod(directory, 0o755)
@@ -255,7 +254,7 @@ def relocated(monkeypatch: pytest.MonkeyPatch, system_python: str) -> Iterator[P
 
 
 @pytest.mark.parametrize("tier", PROTECTED)
-def test_installed_packages_are_inaccessible(tier: str, relocated: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_installed_packages_are_inaccessible(tier, relocated, monkeypatch):
     require(tier)
     [executable] = (relocated / "bin").glob("python*")
     monkeypatch.setattr(sys, "executable", str(executable))
@@ -266,7 +265,7 @@ def test_installed_packages_are_inaccessible(tier: str, relocated: Path, monkeyp
     assert read_attempts == written == "['refused', 'refused']"
 
 
-def test_package_directories_resolves_links(tmp_path: Path) -> None:
+def test_package_directories_resolves_links(tmp_path):
     library, outside, link = tmp_path / "lib", tmp_path / "outside", tmp_path / "link"
     packages = library / "python3" / "dist-packages"
     (packages / "site-packages").mkdir(parents=True)  # inside a package directory

@@ -18,14 +18,14 @@ from credit_trl.sandbox.pool import PoolSandbox
 MIB = 1024 * 1024
 
 
-def test_deadline_ends_running_programs(sandbox) -> None:
+def test_deadline_ends_running_programs(sandbox):
     programs = [Program("print(1)"), *[Program("while True: pass", limits=Limits(wall_seconds=30))] * 20]
     outcomes = sandbox.run(programs, deadline=0.8)
     assert [outcome.status for outcome in outcomes] == ["ok"] + ["deadline"] * 20
     assert run_one(sandbox, "print(2)").stdout == "2\n"
 
 
-def test_deadline_holds_if_server_hangs(sandbox) -> None:
+def test_deadline_holds_if_server_hangs(sandbox):
     server = sandbox.server_pid
     os.kill(server, signal.SIGSTOP)
     outcomes = sandbox.run([Program("print(1)")] * 3, deadline=0.5)
@@ -34,7 +34,7 @@ def test_deadline_holds_if_server_hangs(sandbox) -> None:
     assert gone(server)
 
 
-def test_dead_server_is_replaced_and_programs_rerun(sandbox) -> None:
+def test_dead_server_is_replaced_and_programs_rerun(sandbox):
     server = sandbox.server_pid
     timer = threading.Timer(0.3, os.kill, (server, signal.SIGKILL))
     timer.start()
@@ -44,7 +44,7 @@ def test_dead_server_is_replaced_and_programs_rerun(sandbox) -> None:
     assert sandbox.server_pid != server
 
 
-def test_killed_server_leaves_no_process() -> None:
+def test_killed_server_leaves_no_process():
     """Nor one that the kernel does not end with its parent, as a child that bubblewrap is about to confine."""
     with PoolSandbox("unprotected", 1) as opened:
         batch = threading.Thread(target=lambda: opened.run([Program(SOURCES["orphans"])], deadline=3.0))
@@ -59,7 +59,7 @@ def test_killed_server_leaves_no_process() -> None:
         batch.join()
 
 
-def test_failure_to_start_programs_raises(sandbox, monkeypatch, system_python) -> None:
+def test_failure_to_start_programs_raises(sandbox, monkeypatch, system_python):
     with tempfile.TemporaryDirectory() as directory:
         os.chmod(directory, 0o755)
         interpreter = shutil.copy(os.path.realpath(system_python), os.path.join(directory, "python"))
@@ -71,7 +71,7 @@ def test_failure_to_start_programs_raises(sandbox, monkeypatch, system_python) -
                 short_lived.run([Program("print(1)")])
 
 
-def test_server_that_dies_twice_raises(sandbox, monkeypatch) -> None:
+def test_server_that_dies_twice_raises(sandbox, monkeypatch):
     monkeypatch.setattr("credit_trl.sandbox.pool.asdict", lambda program: {})
     with pytest.raises(SandboxError, match="server ended"):
         sandbox.run([Program("print(1)")])
@@ -79,20 +79,20 @@ def test_server_that_dies_twice_raises(sandbox, monkeypatch) -> None:
     assert run_one(sandbox, "print(1)").stdout == "1\n"
 
 
-def test_malformed_arguments_raise(any_sandbox) -> None:
+def test_malformed_arguments_raise(any_sandbox):
     with pytest.raises(ValueError, match="not JSON"):
         run_one(any_sandbox, "def f(a): return a", fn_name="f", arguments="[1,]")
     assert run_one(any_sandbox, "print(1)").stdout == "1\n"
 
 
-def test_long_integers_are_arguments(any_sandbox) -> None:
+def test_long_integers_are_arguments(any_sandbox):
     long = f"[{'9' * 5_000}]"  # more digits than Python converts by default
     assert run_one(any_sandbox, "def f(a): return a % 10", fn_name="f", arguments=long).value == "9"
     source = "import sys\ndef f(a): return sys.get_int_max_str_digits()"
     assert run_one(any_sandbox, source, fn_name="f", arguments=long).value == str(sys.get_int_max_str_digits())
 
 
-def test_waiting_for_another_batch_counts_toward_deadline(sandbox) -> None:
+def test_waiting_for_another_batch_counts_toward_deadline(sandbox):
     long = threading.Thread(target=sandbox.run, args=([Program("import time; time.sleep(2.5)")],))
     long.start()
     time.sleep(0.3)
@@ -102,11 +102,11 @@ def test_waiting_for_another_batch_counts_toward_deadline(sandbox) -> None:
     long.join()
 
 
-def test_close_ends_batch_of_another_thread(sandbox) -> None:
+def test_close_ends_batch_of_another_thread(sandbox):
     opened = PoolSandbox(sandbox.tier, 1)
     caught: list[BaseException] = []
 
-    def work() -> None:
+    def work():
         with pytest.raises(SandboxError, match="closed") as error:
             opened.run([Program("while True: pass", limits=Limits(cpu_seconds=20, wall_seconds=20))] * 2)
         caught.append(error.value)
@@ -134,7 +134,7 @@ def interruptible():
     signal.signal(signal.SIGINT, handler)
 
 
-def test_interrupt_kills_programs(sandbox, interruptible) -> None:
+def test_interrupt_kills_programs(sandbox, interruptible):
     server = sandbox.server_pid
     main = threading.main_thread().ident
     timer = threading.Timer(0.4, signal.pthread_kill, (main, signal.SIGINT))
@@ -146,7 +146,7 @@ def test_interrupt_kills_programs(sandbox, interruptible) -> None:
     assert run_one(sandbox, "print(3)").stdout == "3\n"
 
 
-def test_programs_and_server_end_with_the_trainer(sandbox) -> None:
+def test_programs_and_server_end_with_the_trainer(sandbox):
     command = [sys.executable, "-c", SOURCES["trainer"], sandbox.tier]
     trainer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     server = int(trainer.stdout.readline())
@@ -158,7 +158,7 @@ def test_programs_and_server_end_with_the_trainer(sandbox) -> None:
     assert all(gone(pid) for pid in family)
 
 
-def test_sandbox_is_refused_in_forked_child(sandbox) -> None:
+def test_sandbox_is_refused_in_forked_child(sandbox):
     child = os.fork()
     if child == 0:
         try:
@@ -170,7 +170,7 @@ def test_sandbox_is_refused_in_forked_child(sandbox) -> None:
     assert run_one(sandbox, "print(4)").stdout == "4\n"
 
 
-def test_server_imports_only_the_sandbox(sandbox) -> None:
+def test_server_imports_only_the_sandbox(sandbox):
     server = sandbox.server_pid
     with open(f"/proc/{server}/maps") as maps:
         mapped = maps.read()
@@ -181,7 +181,7 @@ def test_server_imports_only_the_sandbox(sandbox) -> None:
 
 
 @pytest.mark.slow
-def test_server_does_not_grow_over_750_programs(sandbox) -> None:
+def test_server_does_not_grow_over_750_programs(sandbox):
     """Nor does this process gain descriptors, whatever the ending of the programs."""
     kinds = [
         Program("print(input())", stdin="x" * 10_000),

@@ -15,33 +15,33 @@ from credit_trl.sandbox.protocol import Channel, excerpt
 from credit_trl.sandbox.running import _parse_report
 
 
-def test_program_has_no_field_for_expected_output() -> None:
+def test_program_has_no_field_for_expected_output():
     fields = {field.name for field in dataclasses.fields(Program)}
     assert fields == {"source", "stdin", "fn_name", "arguments", "prelude", "limits", "group"}
 
 
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(Limits)])
 @pytest.mark.parametrize("value", [0, -1, float("nan"), float("inf"), 2**63])
-def test_limits_out_of_range_raise(field: str, value: float) -> None:
+def test_limits_out_of_range_raise(field, value):
     with pytest.raises(ValueError, match=f"Limits.{field}"):
         Limits(**{field: value})
 
 
 @pytest.mark.parametrize(("fields", "message"), CASES["invalid_programs"])
-def test_invalid_programs_raise(fields: dict, message: str) -> None:
+def test_invalid_programs_raise(fields, message):
     with pytest.raises(ValueError, match=message):
         Program("pass", **fields)
 
 
 @pytest.mark.parametrize(("limits", "message"), CASES["small_limits"])
-def test_limits_too_small_for_interpreter_raise(limits: dict, message: str) -> None:
+def test_limits_too_small_for_interpreter_raise(limits, message):
     Limits(memory_bytes=64 << 20, processes=1)
     with pytest.raises(ValueError, match=message):
         Limits(**limits)
 
 
 @given(st.text(max_size=50), st.integers(0, 9000))
-def test_excerpt_keeps_both_ends(text: str, middle: int) -> None:
+def test_excerpt_keeps_both_ends(text, middle):
     text += "x" * middle + text
     short = excerpt(text)
     assert short == text if len(text) <= 8192 else len(short) < 8192 + 40
@@ -54,7 +54,7 @@ def test_excerpt_keeps_both_ends(text: str, middle: int) -> None:
     stop=st.sets(st.sampled_from(STATUSES[:4])),
     at_once=st.integers(1, 5),
 )
-def test_batch_runs_each_program_once_or_skips_it(groups, statuses, stop, at_once) -> None:
+def test_batch_runs_each_program_once_or_skips_it(groups, statuses, stop, at_once):
     batch = Batch([Program("pass", group=group) for group in groups], stop)
     running, ran = [], []
     stopped: set[object] = set()
@@ -92,10 +92,10 @@ def run_batch(batch: Batch, seconds: list[float], workers: int = 2) -> list[int]
     return ended
 
 
-def test_failed_group_has_a_budget_of_seconds() -> None:
+def test_failed_group_has_a_budget_of_seconds():
     programs = [Program("pass", group=n % 2) for n in range(40)]
 
-    def keep(index: int, outcome: Outcome) -> Outcome:
+    def keep(index, outcome):
         return replace(outcome, status="rejected") if index == 4 else outcome
 
     batch = Batch(programs, failed_group_seconds=3.5, keep=keep)
@@ -106,7 +106,7 @@ def test_failed_group_has_a_budget_of_seconds() -> None:
 
 
 @given(st.lists(st.dictionaries(st.text(), st.text() | st.integers() | st.none(), max_size=3), max_size=10))
-def test_messages_arrive_whole_and_in_order(messages: list[dict]) -> None:
+def test_messages_arrive_whole_and_in_order(messages):
     ours, theirs = (Channel(end) for end in socket.socketpair())
     for message in messages:
         ours.send(message)
@@ -123,6 +123,6 @@ def test_messages_arrive_whole_and_in_order(messages: list[dict]) -> None:
 
 
 @given(st.binary(max_size=40))
-def test_parse_report_accepts_any_bytes(report: bytes) -> None:
+def test_parse_report_accepts_any_bytes(report):
     kind, _ = _parse_report(report)
     assert kind == "" or report[1:9] == (len(report) - 9).to_bytes(8, "big")

@@ -4,11 +4,10 @@ import json
 import math
 import signal
 import time
-from collections.abc import Iterator
 
 import pytest
 from observing import CASES, PROGRAMS, check_outcome, parametrize
-from service import Handler, Service, run_code, running_service
+from service import Handler, run_code, running_service
 
 from credit_trl.sandbox import Limits, Program, SandboxError, choose_sandbox, open_sandbox, remote
 from credit_trl.sandbox.remote import RemoteSandbox, outcome_of
@@ -17,44 +16,44 @@ HANG_SECONDS = 60.0  # a handler that waits ends with its service
 
 
 @pytest.fixture
-def service() -> Iterator[Service]:
+def service():
     with running_service() as running:
         yield running
 
 
 @pytest.fixture
-def no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_wait(monkeypatch):
     monkeypatch.setattr(remote, "_RETRY_SECONDS", 0.01)
 
 
-def test_outcomes_of_the_table_are_those_of_a_service(service: Service) -> None:
+def test_outcomes_of_the_table_are_those_of_a_service(service):
     with RemoteSandbox(service.url, workers=1) as sandbox:
         for row in PROGRAMS:
             if row.get("remote"):
                 check_outcome(sandbox, row)
 
 
-def test_remote_errors_equal_local_ones(service: Service) -> None:
+def test_remote_errors_equal_local_ones(service):
     programs = [Program(**fields) for fields in CASES["failing_programs"]]
     with open_sandbox(service.url, workers=4) as sandbox, open_sandbox("unprotected", workers=2) as local:
         assert [o.error for o in sandbox.run(programs)] == [o.error for o in local.run(programs)]
 
 
-def test_remote_program_has_a_limit_of_processor_time(service: Service) -> None:
+def test_remote_program_has_a_limit_of_processor_time(service):
     show = Program("import resource; print(resource.getrlimit(resource.RLIMIT_CPU))", limits=Limits(cpu_seconds=6.5))
     with RemoteSandbox(service.url) as sandbox:
         assert sandbox.run([show])[0].stdout == "(7, 8)\n"
 
 
 @pytest.mark.parametrize("code", [-signal.SIGXCPU, 128 + signal.SIGXCPU, -signal.SIGKILL])
-def test_remote_end_by_processor_time_is_a_time_out(code: int) -> None:
+def test_remote_end_by_processor_time_is_a_time_out(code):
     run = {"status": "Finished", "return_code": code, "stdout": "", "stderr": "", "execution_time": 7.1}
     program = Program("while True: pass", limits=Limits(cpu_seconds=7))
     assert outcome_of(program, {"run_result": run}, "mark").status == "timeout"
     assert outcome_of(program, {"run_result": run | {"execution_time": 1.0}}, "mark").status == "runtime_error"
 
 
-def test_request_has_the_fields_of_the_interface(service: Service) -> None:
+def test_request_has_the_fields_of_the_interface(service):
     with RemoteSandbox(service.url) as sandbox:
         sandbox.run([Program("pass", stdin="in", limits=Limits(wall_seconds=7, memory_bytes=1 << 30))])
     request = service.requests[-1]
@@ -79,7 +78,7 @@ def refuse(handler: Handler, body: dict) -> None:
 
 
 @pytest.mark.parametrize("answer", [wait, drip, refuse])
-def test_deadline_holds_however_slowly_the_service_answers(service: Service, answer) -> None:
+def test_deadline_holds_however_slowly_the_service_answers(service, answer):
     service.misbehave = answer
     started = time.monotonic()
     with RemoteSandbox(service.url, workers=3) as sandbox:
@@ -89,7 +88,7 @@ def test_deadline_holds_however_slowly_the_service_answers(service: Service, ans
 
 
 @pytest.mark.parametrize("opening", [True, False])
-def test_silent_service_is_an_error_without_a_deadline(service: Service, no_wait: None, monkeypatch, opening) -> None:
+def test_silent_service_is_an_error_without_a_deadline(service, no_wait, monkeypatch, opening):
     monkeypatch.setattr(remote, "_ALLOWANCE_SECONDS", 0.3)
     if opening:
         monkeypatch.setattr(remote, "_OPENING_SECONDS", 0.5)
@@ -102,7 +101,7 @@ def test_silent_service_is_an_error_without_a_deadline(service: Service, no_wait
 
 
 @pytest.mark.parametrize("url", CASES["addresses"])
-def test_invalid_address_is_refused_without_quoting_it(url: str) -> None:
+def test_invalid_address_is_refused_without_quoting_it(url):
     for action in (RemoteSandbox, open_sandbox, choose_sandbox):
         with pytest.raises(ValueError, match="http://") as caught:
             action(url)
@@ -111,8 +110,8 @@ def test_invalid_address_is_refused_without_quoting_it(url: str) -> None:
 
 
 @pytest.mark.parametrize(("status", "text"), [(200, '{"status": "\x1b]0;\x07"}'), (400, "\x1b[31mred\nline\u202e")])
-def test_control_characters_of_a_service_are_spelled_out(service: Service, no_wait: None, status, text) -> None:
-    def answer(handler: Handler, body: dict) -> None:
+def test_control_characters_of_a_service_are_spelled_out(service, no_wait, status, text):
+    def answer(handler, body):
         handler.send_response(status)
         handler.end_headers()
         handler.wfile.write(text.encode())
@@ -123,8 +122,8 @@ def test_control_characters_of_a_service_are_spelled_out(service: Service, no_wa
     assert str(caught.value).isprintable()
 
 
-def test_endless_response_is_an_output_limit(service: Service) -> None:
-    def flood(handler: Handler, body: dict) -> None:
+def test_endless_response_is_an_output_limit(service):
+    def flood(handler, body):
         handler.send_response(200)
         handler.end_headers()
         for _ in range(1000):
@@ -137,7 +136,7 @@ def test_endless_response_is_an_output_limit(service: Service) -> None:
 
 
 @parametrize("status body", "failing_answers")
-def test_failing_service_is_asked_twice(service: Service, no_wait: None, status: int, body: str) -> None:
+def test_failing_service_is_asked_twice(service, no_wait, status, body):
     service.misbehave = lambda handler, _: handler.answer(status, json.loads(body))
     with RemoteSandbox(service.url) as sandbox, pytest.raises(SandboxError, match="could not run program 0, twice"):
         sandbox.run([Program("print(1)")])
@@ -145,10 +144,10 @@ def test_failing_service_is_asked_twice(service: Service, no_wait: None, status:
 
 
 @pytest.mark.parametrize("failure", [429, 503, "closed connection"])
-def test_failed_request_is_repeated_after_a_wait(service: Service, monkeypatch, failure: object) -> None:
+def test_failed_request_is_repeated_after_a_wait(service, monkeypatch, failure):
     asked: list[float] = []
 
-    def restarting(handler: Handler, body: dict) -> None:
+    def restarting(handler, body):
         asked.append(time.monotonic())
         if len(asked) > 1:
             handler.answer(200, run_code(body))
@@ -165,7 +164,7 @@ def test_failed_request_is_repeated_after_a_wait(service: Service, monkeypatch, 
     assert asked[1] - asked[0] >= 0.2
 
 
-def test_report_with_wrong_mark_is_ignored() -> None:
+def test_report_with_wrong_mark_is_ignored():
     run = {"status": "Finished", "return_code": 0, "stdout": "", "stderr": "\nguessedRtrue"}
     outcome = outcome_of(Program("", fn_name="f"), {"status": "Success", "run_result": run}, mark="secret")
     assert outcome.status == "runtime_error"
@@ -175,7 +174,7 @@ BAD_SECONDS = (math.nan, math.inf, -1.0, 10**400, "soon", [1])
 
 
 @pytest.mark.parametrize("change", [{"status": "Error"}, *({"execution_time": seconds} for seconds in BAD_SECONDS)])
-def test_malformed_response_is_an_error_of_the_service(change: dict) -> None:
+def test_malformed_response_is_an_error_of_the_service(change):
     run = {"status": "Finished", "return_code": 0, "stdout": "", "stderr": "", "execution_time": 0.1}
     assert outcome_of(Program(""), {"status": "Success", "run_result": run}, mark="secret").status == "ok"
     with pytest.raises(SandboxError, match="unknown response"):

@@ -51,7 +51,7 @@ def numbers(machine: str) -> dict[str, int]:
     return seccomp.syscall_numbers(machine)
 
 
-def test_numbers_match_kernel_headers(machine: str) -> None:
+def test_numbers_match_kernel_headers(machine):
     if not HEADERS[machine].exists():
         pytest.skip(f"{HEADERS[machine]} is not installed")
     defined = re.findall(r"#define __NR(3264)?_(\w+)\s+(\d+)", HEADERS[machine].read_text())
@@ -63,7 +63,7 @@ def test_numbers_match_kernel_headers(machine: str) -> None:
     assert len(set(numbers(machine)) - set(header)) < 8  # names that the header spells otherwise or lacks
 
 
-def test_filter_follows_the_table(machine: str) -> None:
+def test_filter_follows_the_table(machine):
     program = filter_of(machine)
     allowed = set(numbers(machine).values())
     checked = {numbers(machine).get(name) for name in seccomp._argument_checks()}
@@ -74,11 +74,11 @@ def test_filter_follows_the_table(machine: str) -> None:
         assert decide(program, machine, number) == expected, number
 
 
-def test_forbidden_calls_are_in_no_table(machine: str) -> None:
+def test_forbidden_calls_are_in_no_table(machine):
     assert not NEVER & set(numbers(machine))
 
 
-def test_filter_checks_arguments(machine: str) -> None:
+def test_filter_checks_arguments(machine):
     call = numbers(machine)
     values = {"PID": PID, "OTHER": PID + 1}
     answers = {"allowed": ALLOW, "refused": EPERM, "unknown": ENOSYS}
@@ -92,11 +92,11 @@ def test_filter_checks_arguments(machine: str) -> None:
 
 
 @pytest.mark.parametrize("mediated", [True, False])
-def test_filter_of_an_old_landlock_refuses_to_truncate(machine: str, mediated: bool) -> None:
+def test_filter_of_an_old_landlock_refuses_to_truncate(machine, mediated):
     program = filter_of(machine, truncation_mediated=mediated)
     for flags, answer in ((os.O_TRUNC, ALLOW if mediated else EPERM), (0, ALLOW)):
         assert decide(program, machine, numbers(machine)["openat"], 0, 0, flags) == answer
 
 
-def test_calls_of_another_architecture_kill(machine: str) -> None:
+def test_calls_of_another_architecture_kill(machine):
     assert decide(filter_of(machine), machine, numbers(machine)["read"], architecture=0x40000003) == KILL

@@ -1,12 +1,10 @@
 import json
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _own_datasets_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+def _own_datasets_cache(tmp_path_factory):
     """Keep what `datasets` writes out of the user's cache."""
     import datasets
 
@@ -14,8 +12,8 @@ def _own_datasets_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 @pytest.fixture
-def write_jsonl(tmp_path: Path) -> Callable[..., Path]:
-    def write(rows: list, name: str = "rows.jsonl") -> Path:
+def write_jsonl(tmp_path):
+    def write(rows, name="rows.jsonl"):
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

@@ -4,7 +4,6 @@ import pickle
 import sys
 import textwrap
 import zlib
-from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
 
@@ -14,7 +13,7 @@ from datasets import Dataset
 from credit_trl import Verdict
 from credit_trl.rollout.thinking import use_marks
 from credit_trl.rollout.verdict import FAILED, VerifierPolicy, deadline_in
-from credit_trl.sandbox import Outcome, Program, Sandbox, open_sandbox
+from credit_trl.sandbox import Outcome, Program, open_sandbox
 from credit_trl.tasks import livecodebench, load_task
 from credit_trl.tasks.lcb_cases import CUT_OFF, WRONG_FORMAT
 from tables import rows_of, tables_of
@@ -129,7 +128,7 @@ def test_oversized_row_is_named_by_its_question(write_jsonl, monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def sandbox() -> Iterator[Sandbox]:
+def sandbox():
     """A sandbox for the programs of this file, unprotected if necessary, as all are harmless."""
     if not sys.platform.startswith("linux"):
         pytest.skip("the local sandbox needs Linux")

@@ -7,12 +7,9 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")
 
-from pathlib import Path
-from typing import Any
 
 import pytest
 from cpu_engine import HEAD_DIM
-from datasets import Dataset
 
 from credit_trl import CreditTrainer, Verdict
 from faults.launching import free_port
@@ -20,12 +17,12 @@ from tiny import build_model
 
 
 @pytest.fixture(autouse=True)
-def leaves_nothing_behind() -> None:
+def leaves_nothing_behind():
     """An engine keeps its process group and its variables: the tests of a real one share them."""
 
 
 @pytest.fixture(scope="session")
-def model_path(tokenizer, tmp_path_factory) -> Path:
+def model_path(tokenizer, tmp_path_factory):
     path = tmp_path_factory.mktemp("model")
     # For colocated engines: TRL's default port 29500 may be in use.
     os.environ.setdefault("MASTER_PORT", str(free_port()))
@@ -42,7 +39,7 @@ def verdicts(completions, answer, **kwargs) -> list[Verdict]:
 
 @pytest.fixture
 def make_trainer(model_path, make_config, dataset):
-    def make(peft_config: Any = None, rows: Dataset = dataset, **options: Any) -> CreditTrainer:
+    def make(peft_config=None, rows=dataset, **options):
         engine = {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 512}
         settings = {"max_completion_length": 12, "learning_rate": 1e-2, "max_steps": 3}
         config = make_config(**{**engine, **settings, **options})

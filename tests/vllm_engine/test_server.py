@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,7 +63,7 @@ APPENDED = f"""
 
 
 @pytest.fixture(scope="module")
-def server(model_path, tmp_path_factory) -> Iterator[Server]:
+def server(model_path, tmp_path_factory):
     """The server started by the command in `docs/vllm.md`, for a tiny model."""
     folder, port = tmp_path_factory.mktemp("server"), free_port()
     page = (Path(__file__).parents[2] / "docs" / "vllm.md").read_text("utf-8").replace("\\\n", " ")

@@ -1,7 +1,5 @@
 """Models and responses whose maps are measured."""
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -19,7 +17,7 @@ def config():
 def respond(tokenizer):
     """Factory of a rollout with the given text."""
 
-    def make(text: str, **overrides: Any) -> Rollout:
+    def make(text, **overrides):
         defaults = {
             "identifier": "r0",
             "prompt": [{"role": "user", "content": "Name the capital of France."}],
@@ -34,7 +32,7 @@ def respond(tokenizer):
 
 
 @pytest.fixture
-def checkpoint(make_model, tokenizer) -> Checkpoint:
+def checkpoint(make_model, tokenizer):
     """A policy and a lagged teacher, in fp64."""
     models = [make_model(seed=seed, dtype=torch.float64) for seed in (0, 1)]
     return Checkpoint.from_model(models[0], tokenizer, teacher=models[1], name="step-1")

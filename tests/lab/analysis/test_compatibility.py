@@ -49,12 +49,12 @@ def test_letter_probabilities_equal_plain_forward_passes(make_model, tokenizer):
     question = compat.ChoiceQuestion(prompt, ("A", "B"), "B")
     [record] = compat.measure_compatibility(checkpoint, [question])
 
-    def letters_of(messages: list[dict[str, str]]) -> torch.Tensor:
+    def letters_of(messages):
         text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False) + "<answer>\n"
         logits = model(input_ids=torch.tensor([tokenizer(text)["input_ids"]])).logits[0, -1]
         return logits.softmax(-1)[[tokenizer.convert_tokens_to_ids(letter) for letter in "AB"]]
 
-    def with_feedback(letter: str) -> list[dict[str, str]]:
+    def with_feedback(letter):
         system, user = question.prompt
         z = f"\n\nPrevious assessment: The correct answer is \\boxed{{{letter}}}. Now solve this problem step by step."
         return [system, {**user, "content": user["content"] + z}]

@@ -22,7 +22,7 @@ def train(make_model, make_trainer, dataset):
     """Factory that trains a tiny model in fp64 and returns the trainer."""
     rows = dataset.add_column("task", ["sums"] * len(dataset))
 
-    def run(options: dict | None, resume: str | None = None, **overrides) -> CreditTrainer:
+    def run(options, resume=None, **overrides):
         """With `options` of `CreditMapCallback`, or without it."""
         defaults = {
             "max_steps": 3,

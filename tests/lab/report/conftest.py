@@ -1,8 +1,6 @@
 """A browser that shows pages."""
 
 import shutil
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +14,7 @@ BROWSER_ARGUMENTS = (
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
+def browser():
     """A headless browser; skips if none is installed. Playwright keeps an event loop running until it ends."""
     playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install credit-trl[dev]")
     names = ("chromium", "chromium-browser", "google-chrome", "chrome")
@@ -30,11 +28,11 @@ def browser() -> Iterator[Any]:
 
 
 @pytest.fixture
-def open_page(browser: Any) -> Iterator[Any]:
+def open_page(browser):
     """Factory of a page of the browser; afterwards no page may have had an error, a dialog or a request."""
     opened: list[Any] = []
 
-    def make(path: Path, width: int = 1400, **options: Any) -> Any:
+    def make(path, width=1400, **options):
         page = browser.new_page(viewport={"width": width, "height": 900}, **options)
         complaints: list[str] = []
         page.complaints = complaints
@@ -54,6 +52,6 @@ def open_page(browser: Any) -> Iterator[Any]:
 
 
 @pytest.fixture
-def scores() -> np.ndarray:
+def scores():
     """(runs, evaluations, prompts)."""
     return np.random.default_rng(0).integers(0, 5, size=(6, 3, 20)) / 4
