@@ -177,17 +177,21 @@ TURN = functional_answer("turn", ("[1,2]", "[2,1]"), ("[]", "[]"))
 POWER = functional_answer("power", ("5000", f"1{'0' * 5000}"))
 
 RIGHT = "print(2 * int(input()))"
-TESTS = {"double": DOUBLE, "turn": TURN, "rows": ROWS, "power": POWER}
-PROGRAMS = rows_of(__file__, "programs")
-ADVERSARIAL = {row["case"]: (row["response"], TESTS[row["tests"]], row["reward"]) for row in PROGRAMS} | {
-    "source nested too deeply": (fenced("-" * 50_000 + "1"), DOUBLE, 0),
-    "integers of 5,001 digits": (fenced("print(int(input()) + 1)"), stdin_answer(("9" * 5_000, f"1{'0' * 5_000}")), 1),
-}
+LONG = stdin_answer(("9" * 5_000, f"1{'0' * 5_000}"))
+TESTS = {"double": DOUBLE, "turn": TURN, "rows": ROWS, "power": POWER, "long": LONG}
+# `program` stands in a block of Python, and `response` is the whole text; by default the reward is 0.
+PROGRAMS = [
+    *rows_of(__file__, "programs"),
+    {"case": "source nested too deeply", "program": "-" * 50_000 + "1"},
+    {"case": "integers of 5,001 digits", "program": "print(int(input()) + 1)", "tests": "long", "reward": 1},
+]
 
 
-@pytest.mark.parametrize(("response", "answer", "reward"), ADVERSARIAL.values(), ids=ADVERSARIAL)
-def test_rewards_follow_the_benchmark_checker(sandbox, response, answer, reward):
-    verdict = livecodebench.verify(response, answer, sandbox=sandbox)
+@pytest.mark.parametrize("row", PROGRAMS, ids=lambda row: row["case"])
+def test_rewards_follow_the_benchmark_checker(sandbox, row):
+    reward = row.get("reward", 0)
+    response = fenced(row["program"]) if "program" in row else row["response"]
+    verdict = livecodebench.verify(response, TESTS[row.get("tests", "double")], sandbox=sandbox)
     assert verdict.reward == reward
     assert (verdict.feedback is None) == (reward == 1)
     assert (verdict.metrics["pass_fraction"] == 1.0) == (reward == 1)

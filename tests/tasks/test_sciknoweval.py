@@ -23,13 +23,14 @@ def hub_row(
     return row | changes
 
 
-# Rewards for the gold letter, B where none is given, and whether the feedback names a wrong form.
-RESPONSES = rows_of(__file__, "letters")
+# Rewards for the gold letter, and whether the feedback names a wrong form.
+DEFAULTS = {"gold": "B", "reward": 0, "answer_format": 0, "is_misspelt": False}
 
 
-@pytest.mark.parametrize("row", RESPONSES, ids=lambda row: row["case"])
+@pytest.mark.parametrize("row", rows_of(__file__, "letters"), ids=lambda row: row["case"])
 def test_response_is_graded_by_the_published_rule(row):
-    gold = row.get("gold", "B")
+    row = DEFAULTS | row
+    gold = row["gold"]
     verdict = sciknoweval.verify(row["response"], gold)
     assert (verdict.reward, verdict.metrics) == (row["reward"], {"answer_format": row["answer_format"]})
     assert verdict.feedback.endswith(f"Correct answer: {gold}")

@@ -10,11 +10,12 @@ GOLD = [{"Action": "get", "Action_Input": '{"city": "Rome", "days": 2}'}]
 RIGHT = 'Thought: t\nAction: get\nAction Input: {"city": "Rome", "days": 2}'
 
 # Rewards by SDPO's rule, and whether the feedback begins with the form of right calls in a wrong form.
-RESPONSES = rows_of(__file__, "tool_calls")
+DEFAULTS = {"golden": GOLD, "reward": 0, "is_misspelt": False, "answer_format": 1.0}
 
 
-@pytest.mark.parametrize("row", RESPONSES, ids=lambda row: row["case"])
+@pytest.mark.parametrize("row", rows_of(__file__, "tool_calls"), ids=lambda row: row["case"])
 def test_calls_are_compared_by_the_published_rule(row):
+    row = DEFAULTS | row
     verdict = toolalpaca.verify(row["response"], json.dumps(row["golden"]))
     assert verdict.reward == row["reward"]
     assert (verdict.feedback is None) == bool(row["reward"])
