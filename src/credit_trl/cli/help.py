@@ -7,6 +7,8 @@ import sys
 import textwrap
 from collections.abc import Iterable
 from dataclasses import fields
+from itertools import chain
+from operator import attrgetter
 from pathlib import Path
 
 from trl import TrlParser
@@ -29,7 +31,7 @@ def print_help(parser: TrlParser, topic: str | None, recipes: Iterable[str]) -> 
         return
     lines = []
     for section, actions in _named(parser, topic.lower()).items():
-        lines += ["", bold(section), *(row for action in actions for row in _rows(action))]
+        lines += ["", bold(section), *chain.from_iterable(map(_rows, actions))]
     if not lines:
         raise ValueError(f"--help {topic}: no option has this word. All options: trl credit --help-all")
     print("\n".join(lines[1:]))
@@ -40,18 +42,20 @@ def _named(parser: TrlParser, word: str) -> dict[str, list[argparse.Action]]:
     from credit_trl.config import CreditConfig
 
     script, config, model, mixture = parser.dataclass_types
-    credit_names = set(CreditConfig.__annotations__)
-    classes = {
-        "data, verifier and evaluation": {field.name for action in (script, mixture) for field in fields(action)},
-        "model": {field.name for field in fields(model)},
-        "credit, teacher and feedback": credit_names,
-        "training, of TRL and transformers": {field.name for field in fields(config)} - credit_names,
+    titles = {
+        "data, verifier and evaluation": (*fields(script), *fields(mixture)),
+        "model": fields(model),
+        "training, of TRL and transformers": fields(config),
     }
-    matching = [
-        action for action in parser._actions if word == "all" or word in f"{action.dest} {action.help}".lower()
-    ]
-    titled = {title: [action for action in matching if action.dest in names] for title, names in classes.items()}
-    return {title: actions for title, actions in titled.items() if actions}
+    section_of: dict[str, str] = {}
+    for title, options in titles.items():
+        section_of |= dict.fromkeys(map(attrgetter("name"), options), title)
+    section_of |= dict.fromkeys(CreditConfig.__annotations__, "credit, teacher and feedback")
+    sections: dict[str, list[argparse.Action]] = {}
+    for action in sorted(parser._actions, key=lambda action: section_of.get(action.dest, "")):
+        if action.dest in section_of and (word == "all" or word in f"{action.dest} {action.help}".lower()):
+            sections.setdefault(section_of[action.dest], []).append(action)
+    return sections
 
 
 def _rows(action: argparse.Action) -> list[str]:
@@ -60,9 +64,11 @@ def _rows(action: argparse.Action) -> list[str]:
         "" if action.default in (None, argparse.SUPPRESS) else f" (default {action.default})".replace("\n", "\\n")
     )
     values = "|".join(map(str, action.choices)) if action.choices else getattr(action.type, "__name__", "")
-    texts = (" ".join((action.help or "").split()), f"{values}{default}".strip())
-    wrapped = (textwrap.wrap(text, WIDTH - 6, break_on_hyphens=False) for text in texts)
-    return [f"  {bold(f'--{action.dest}')}", *(f"      {row}" for rows in wrapped for row in rows)]
+    rows = [f"  {bold(f'--{action.dest}')}"]
+    for text in (" ".join((action.help or "").split()), f"{values}{default}".strip()):
+        for row in textwrap.wrap(text, WIDTH - 6, break_on_hyphens=False):
+            rows.append(f"      {row}")
+    return rows
 
 
 def bold(text: str) -> str:

@@ -17,8 +17,11 @@ def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]], left_a
     Cells are not escaped: untrusted text passes through `table_cell` first.
     """
     alignment = ["---"] * left_aligned + ["---:"] * (len(columns) - left_aligned)
-    lines = (columns, alignment, *rows)
-    return "\n".join("|" + "".join(f" {cell} |" if cell else " |" for cell in line) for line in lines)
+    lines = []
+    for cells in (columns, alignment, *rows):
+        padded = [f" {cell} " if cell else " " for cell in cells]
+        lines.append(f"|{'|'.join(padded)}|")
+    return "\n".join(lines)
 
 
 def pluralized(count: float, noun: str, ending: str = "s") -> str:

@@ -72,12 +72,13 @@ def parse_answer(answer: Answer) -> Cases:
     except (ValueError, RecursionError, TypeError, KeyError) as error:
         expected_form = f"{', '.join(FIELDS)}, or its JSON text, got {answer!r:.100}"
         raise ValueError(f"A code answer is an object with {expected_form}.") from error
-    lists = [cases.inputs, cases.outputs]
-    are_texts = all(isinstance(texts, list) and all(isinstance(text, str) for text in texts) for texts in lists)
+    are_lists = isinstance(cases.inputs, list) and isinstance(cases.outputs, list)
+    are_texts = are_lists and {str}.issuperset(map(type, cases.inputs + cases.outputs))
     is_number = isinstance(cases.time_limit, int | float)
     rules = {
         "`inputs` and `outputs` are lists of texts": are_texts,
-        "`inputs` and `outputs` have the same length, 1 or more": are_texts and len(lists[0]) == len(lists[1]) > 0,
+        "`inputs` and `outputs` have the same length, 1 or more": are_texts
+        and 0 < len(cases.inputs) == len(cases.outputs),
         "`time_limit` is a number of seconds": is_number and 0 < cases.time_limit < 3600,
         "`testtype` is 'stdin' or 'functional'": cases.testtype in ("stdin", "functional"),
         "`fn_name` is the name of a function": not cases.is_functional or str(cases.fn_name).isidentifier(),
@@ -152,7 +153,8 @@ def same_output(printed: str, expected: str) -> bool:
     Both are stripped and split into lines at line feeds, and the lines are stripped. There are as many lines, and each
     pair is equal as text or token by token as decimal numbers.
     """
-    ours, theirs = ([line.strip() for line in text.strip().split("\n")] for text in (printed, expected))
+    ours = printed.strip().split("\n")
+    theirs = expected.strip().split("\n")
     return len(ours) == len(theirs) and all(map(_same_line, ours, theirs))
 
 
@@ -171,11 +173,10 @@ def same_return_value(returned: str, expected: str) -> bool:
 
 
 def _same_line(printed: str, expected: str) -> bool:
-    if printed == expected:
+    if printed.strip() == expected.strip():
         return True
     try:
-        pairs = zip(printed.split(), expected.split(), strict=True)
-        return all(Decimal(token) == Decimal(expected_token) for token, expected_token in pairs)
+        return list(map(Decimal, printed.split())) == list(map(Decimal, expected.split()))
     except (InvalidOperation, ValueError):  # not a number, a signalling NaN, or another number of tokens
         return False
 

@@ -15,7 +15,7 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from datetime import date, datetime
-from itertools import islice
+from itertools import islice, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -117,20 +117,27 @@ def reward(
             "time_limit": seconds}`, as JSON text or as an object. Outputs stay in this process.
         sandbox: runs the programs; by default one that is opened at the first call and kept (`choose_sandbox`).
     """
-    parsed = {text: parse_answer(text) for text in {text for text in answer if isinstance(text, str)}}
-    graded_by = [parsed[gold] if isinstance(gold, str) else parse_answer(gold) for gold in answer]
-    sources = [find_program(split_thinking(response_text(completion))[1] or "") for completion in completions]
+    parsed: dict[str, Cases] = {}  # of answers as text, which the rollouts of a prompt share
     programs: list[Program] = []
     tests: list[tuple[Cases, int]] = []
-    for group, (source, cases) in enumerate(zip(sources, graded_by, strict=True)):
-        if source is not None:
-            programs += _programs(source, cases, group)
-            tests += [(cases, place) for place in range(len(cases.inputs))]
+    counts: list[int | None] = []  # of a response's tests; None without a program
+    for group, (completion, gold) in enumerate(zip(completions, answer, strict=True)):
+        source = find_program(split_thinking(response_text(completion))[1] or "")
+        cases = parsed.get(gold) if isinstance(gold, str) else None
+        cases = cases or parse_answer(gold)
+        if isinstance(gold, str):
+            parsed[gold] = cases
+        if source is None:
+            counts.append(None)
+            continue
+        programs += _programs(source, cases, group)
+        tests += zip(repeat(cases), range(len(cases.inputs)), strict=False)
+        counts.append(len(cases.inputs))
     results = iter(_run(sandbox or _sandbox(os.getpid()), programs, tests) if programs else ())
-    return [
-        _verdict(None if source is None else list(islice(results, len(cases.inputs))), bool(flag))
-        for source, cases, flag in zip(sources, graded_by, truncated or [False] * len(sources), strict=True)
-    ]
+    verdicts = []
+    for count, flag in zip(counts, truncated or repeat(False, len(counts)), strict=True):
+        verdicts.append(_verdict(None if count is None else list(islice(results, count)), bool(flag)))
+    return verdicts
 
 
 def _run(box: Sandbox, programs: list[Program], tests: list[tuple[Cases, int]]) -> list[Result]:
@@ -169,10 +176,14 @@ def _programs(source: str, cases: Cases, group: int) -> list[Program]:
         output_bytes=DEBUG_BYTES + longest,
     )
     common = {"source": source, "prelude": prelude_for(source), "limits": limits, "group": group}
-    if not cases.is_functional:
-        return [Program(stdin=text, **common) for text in cases.inputs]
-    arguments = [f"[{text.replace(chr(10), ', ')}]" for text in cases.inputs]
-    return [Program(fn_name=cases.fn_name, arguments=text, **common) for text in arguments]
+    programs = []
+    for text in cases.inputs:
+        if cases.is_functional:
+            arguments = ", ".join(text.split("\n"))
+            programs.append(Program(fn_name=cases.fn_name, arguments=f"[{arguments}]", **common))
+        else:
+            programs.append(Program(stdin=text, **common))
+    return programs
 
 
 def _result(cases: Cases, place: int, outcome: Outcome) -> Result:
@@ -219,13 +230,13 @@ def _problem(row: Row, split: str, seed: int) -> dict[str, Any]:
     try:
         tests = lcb_cases.decode_cases(row.text("private_test_cases"))
         if split == "train":
-            count = len(tests)
-            draws = {index: hashlib.sha256(f"{seed}:{identity}:{index}".encode()).digest() for index in range(count)}
-            half = sorted(draws, key=draws.get)[: max(1, count // 2)]
+            draws = [hashlib.sha256(f"{seed}:{identity}:{index}".encode()).digest() for index in range(len(tests))]
+            half = sorted(range(len(tests)), key=draws.__getitem__)[: max(1, len(tests) // 2)]
             tests = [tests[index] for index in sorted(half)]
         metadata = json.loads(row.get("metadata") or "{}")
         [kind] = {test["testtype"] for test in tests}
-        inputs, outputs = ([test[key] for test in tests] for key in ("input", "output"))
+        inputs = [test["input"] for test in tests]
+        outputs = [test["output"] for test in tests]
         values = (inputs, outputs, kind, metadata.get("func_name") or "", TIME_LIMIT)
         answer = json.dumps(dict(zip(FIELDS, values, strict=True)))
         parse_answer(answer)

@@ -104,7 +104,10 @@ def tool(topic: str) -> str:
 
 def group_of(cue: str) -> str:
     """Group of a cue: "known", "unknown" or "holdout"; raises `KeyError` for any other word."""
-    return {cue: group for group, cues in GROUPS.items() for cue in cues}[cue]
+    for group, cues in GROUPS.items():
+        if cue in cues:
+            return group
+    raise KeyError(cue)
 
 
 def draw_question(rng: random.Random, cue: str, cities: Sequence[str] = CITIES) -> Question:
@@ -146,17 +149,13 @@ def build(
     rng = random.Random(f"{TASK}/{split}/{seed}")
     cues = [cue for group in groups for cue in GROUPS[group]] * count
     rng.shuffle(cues)
-    questions = [draw_question(rng, cue, cities_of(cue, split)) for cue in cues]
-    columns = {
-        "prompt": [question.prompt for question in questions],
-        "answer": [question.answer for question in questions],
-        "task": [TASK] * len(questions),
-        "id": [f"{TASK}-{split}-{seed}-{index}" for index in range(len(questions))],
-        "group": [group_of(cue) for cue in cues],
-        "cue": cues,
-        "city": [question.city for question in questions],
-    }
-    return Dataset.from_dict(columns)
+    rows = []
+    for index, cue in enumerate(cues):
+        question = draw_question(rng, cue, cities_of(cue, split))
+        row = {"prompt": question.prompt, "answer": question.answer, "task": TASK}
+        row |= {"id": f"{TASK}-{split}-{seed}-{index}", "group": group_of(cue), "cue": cue, "city": question.city}
+        rows.append(row)
+    return Dataset.from_list(rows)
 
 
 def cities_of(cue: str, split: str) -> tuple[str, ...]:
@@ -197,6 +196,10 @@ def token_classes(response_ids: Sequence[int], tokenizer: PreTrainedTokenizerFas
         word = tokenizer.decode([token]).strip()
         if word == "Action":
             class_of_topics = "tool"
-        by_words = {class_of_topics: TOPICS, "cue": TOPIC_OF, "city": CITIES}
-        classes.append(next((name for name, words in by_words.items() if word in words), "generic"))
+        if word in TOPICS:
+            classes.append(class_of_topics)
+        elif word in TOPIC_OF:
+            classes.append("cue")
+        else:
+            classes.append("city" if word in CITIES else "generic")
     return classes

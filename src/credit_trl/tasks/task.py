@@ -115,10 +115,14 @@ def batch_of(verify: Callable[..., Verdict], name: str = "reward") -> Callable[.
         for name in names & columns.keys():
             for row_options, value in zip(options, columns[name], strict=True):
                 row_options[name] = value
-        graded = zip(completions, answer, options, strict=True)
-        verdicts = [verify(response_text(completion), gold, **row_options) for completion, gold, row_options in graded]
-        if wrong := [verdict for verdict in verdicts if not isinstance(verdict, Verdict | float | int)]:
-            raise TypeError(f"`verify` of the task returned {wrong[0]!r:.60}. Return a `Verdict(reward, feedback)`.")
+        verdicts = []
+        for completion, gold, row_options in zip(completions, answer, options, strict=True):
+            verdict = verify(response_text(completion), gold, **row_options)
+            if not isinstance(verdict, Verdict | float | int):
+                raise TypeError(
+                    f"`verify` of the task returned {verdict!r:.60}. Return a `Verdict(reward, feedback)`."
+                )
+            verdicts.append(verdict)
         return verdicts
 
     return renamed(reward, name)
@@ -153,8 +157,9 @@ def _graded(function: Callable[..., Any], arguments: Mapping[str, Any]) -> list[
 
 def _total(verdicts: Sequence[Verdict], weights: Sequence[float]) -> Verdict:
     total = None
+    metrics: dict[str, float] = {}
     for verdict, weight in zip(verdicts, weights, strict=True):
+        metrics |= verdict.metrics
         if verdict.reward is not None:
             total = (total or 0.0) + verdict.reward * weight
-    metrics = {name: value for verdict in verdicts for name, value in verdict.metrics.items()}
     return Verdict(total, join_feedback([verdict.feedback for verdict in verdicts]), metrics)

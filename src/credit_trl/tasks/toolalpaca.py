@@ -11,6 +11,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,7 +54,7 @@ def build(split: str, path: str | Path | None = None) -> Dataset:
             f"ToolAlpaca is not loaded from the hub: pass `path=` ({PATH_OPTIONS}), data/eval_simulated.json of "
             "github.com/tangqiaoyu/ToolAlpaca, or of SDPO's datasets/tooluse folder."
         )
-    stems = [stem for part in _STEMS if split in (part, "all") for stem in _STEMS[part]]
+    stems = [*_STEMS["train"], *_STEMS["test"]] if split == "all" else _STEMS[split]
     records: list[tuple[int, dict[str, Any]]] = []  # with their numbers
     for row in read_rows("toolalpaca", split, path, "", stems):
         records += _raw(row, split, len(records)) if "Instructions" in row else _published(row, len(records))
@@ -138,17 +139,18 @@ def golden_calls(answer: str | list[dict[str, Any]]) -> list[Call]:
     """Names and inputs of the calls of a row's `answer`. An input that is no JSON object is {}, as in SDPO's code."""
     try:
         calls = json.loads(answer) if isinstance(answer, str) else answer
-        golden = [(call["Action"], call["Action_Input"]) for call in calls]
-        if not all(isinstance(name, str) and isinstance(arguments, str | dict) for name, arguments in golden):
-            raise TypeError("a name is no text, or an input neither an object nor its text")
+        golden = []
+        for call in calls:
+            name, arguments = call["Action"], call["Action_Input"]
+            if not (isinstance(name, str) and isinstance(arguments, str | dict)):
+                raise TypeError("a name is no text, or an input neither an object nor its text")
+            if isinstance(arguments, str):
+                arguments = _json_or_none(arguments)
+            golden.append((name, arguments if isinstance(arguments, dict) else {}))
+        return golden
     except (ValueError, RecursionError, TypeError, KeyError) as error:
         form = "a list of calls with `Action` and `Action_Input`, or its JSON text"
         raise ValueError(f"A ToolAlpaca answer must be {form}, got {answer!r:.100}: {error!r}") from error
-    inputs = [arguments if isinstance(arguments, dict) else _json_or_none(arguments) for _, arguments in golden]
-    return [
-        (name, input_value if isinstance(input_value, dict) else {})
-        for (name, _), input_value in zip(golden, inputs, strict=True)
-    ]
 
 
 def _is_right_in_another_form(response: str, golden: Sequence[Call]) -> bool:
@@ -156,11 +158,12 @@ def _is_right_in_another_form(response: str, golden: Sequence[Call]) -> bool:
     if len(response) > 20_000 or not golden:
         return False
     calls = re.findall(r'"name"\s*:\s*"([^"]*)",\s*"(?:arguments|parameters)"|\b(\w+)\((?=\s*\w+\s*=)', response)
-    if any((name_before or second) not in [name for name, _ in golden] for name_before, second in calls):
+    if not set(chain.from_iterable(calls)) <= {"", *(name for name, _ in golden)}:
         return False
-    any_name = "|".join(rf"\b{re.escape(name)}\b" for name, _ in golden)
+    names = [name for name, _ in golden]
+    any_name = "|".join(rf"\b{re.escape(name)}\b" for name in names)
     written_names = iter(re.findall(any_name, response))
-    if not all(name in written_names for name, _ in golden):  # each is searched behind the one before
+    if not all(name in written_names for name in names):  # each is searched behind the one before
         return False
     inputs = []
     for match in re.finditer(rf"(?P<object>\{{[^{{}}]*\}})|(?:{any_name})\((?P<keywords>[^(){{}}]*)\)", response):
@@ -171,7 +174,10 @@ def _is_right_in_another_form(response: str, golden: Sequence[Call]) -> bool:
 
 
 def _merged(inputs: Iterable[Any]) -> dict[str, Any]:
-    return {name: value for call_inputs in inputs for name, value in (call_inputs or {}).items()}
+    merged: dict[str, Any] = {}
+    for call_inputs in inputs:
+        merged |= call_inputs or {}
+    return merged
 
 
 def _json_or_none(text: str) -> Any:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from credit_trl import objective
 from credit_trl.contexts.tokens import PrivilegedContext
-from credit_trl.lab.analysis.responses import Rollout, rollout_contexts, with_teacher
+from credit_trl.lab.analysis.responses import Rollout, rollout_contexts, teacher_contexts
 from credit_trl.lab.analysis.token_classes import default_classes
 from credit_trl.lab.analysis.tokenmap import format_summary, map_response, read_maps, summarize_maps, write_maps
 from credit_trl.lab.analysis.tokentext import token_texts
@@ -86,9 +86,11 @@ def test_responses_with_a_teacher_are_those_whose_feedback_fits_beside_the_promp
     long = [{"role": "user", "content": "Name the capital of France. " * 20}]
     remaining = [{"prompt": long}, {"privileged": PrivilegedContext()}, {"token_ids": ()}]
     responses = [respond("Paris", **changed) for changed in (*remaining, {})]
-    assert with_teacher(responses, config, checkpoint) == responses[-1:]
+    *without, contexts = teacher_contexts(responses, config, checkpoint)
+    assert without == [None] * 3
+    assert contexts == rollout_contexts(responses[-1], config, checkpoint)
     with pytest.raises(ValueError, match=r"no contrast prompt that fits.*more prompts, or raise `max_reprompt_len`"):
-        with_teacher([respond("Paris", contrasts=())], config, checkpoint)
+        teacher_contexts([respond("Paris", contrasts=())], config, checkpoint)
 
 
 @quick

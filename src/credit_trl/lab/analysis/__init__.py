@@ -8,7 +8,7 @@ No module of this package imports the trainer.
 from credit_trl.lab.analysis.callback import CreditMapCallback
 from credit_trl.lab.analysis.checkpoints import Checkpoint
 from credit_trl.lab.analysis.probing import ProbeSettings, probe
-from credit_trl.lab.analysis.responses import Rollout, analysis_config, sample_rollouts, with_teacher
+from credit_trl.lab.analysis.responses import Rollout, analysis_config, sample_rollouts
 from credit_trl.lab.analysis.targets import Arm
 from credit_trl.lab.analysis.tokenmap import (
     TokenMap,
@@ -33,6 +33,5 @@ __all__ = [
     "read_maps",
     "sample_rollouts",
     "summarize_maps",
-    "with_teacher",
     "write_maps",
 ]

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from pandas import DataFrame
+from pandas import DataFrame, Series, concat
 from scipy.special import expit
 from torch import Tensor
 
@@ -132,11 +132,13 @@ def branch_table(maps: Sequence[TokenMap], rate: float, batches: int) -> str:
         rate: ρ of the teacher.
         batches: T, generation batches of the predicted drift.
     """
-    branches = [find_branches(token_map) for token_map in maps]
-    labels = [m.classes[t] for m, table in zip(maps, branches, strict=True) for t in table["positions"].tolist()]
-    if not labels:
+    tables = []
+    for token_map in maps:
+        table = DataFrame(find_branches(token_map))
+        tables.append(table.assign(label=Series(token_map.classes, dtype=str)[table["positions"]].to_numpy()))
+    frame = concat(tables, ignore_index=True)
+    if frame.empty:
         return "No branch between a generic and an input-specific token was found.\n"
-    frame = DataFrame({name: torch.cat([table[name] for table in branches]).numpy() for name in branches[0]})
     formula = maps[0].scores.formula
     measured = list(frame[["log_odds", "delta", "s"]].itertuples(index=False, name=None))
     lead = (frame["delta"] + (frame["log_odds"] if rate == 0.0 else 0.0)).clip(lower=0.0)
@@ -147,7 +149,7 @@ def branch_table(maps: Sequence[TokenMap], rate: float, batches: int) -> str:
     frame["rate_sdpo"] = expit([BranchDrift(*branch, 0.0, rate).after(batches) for branch in measured])
     run = [BranchDrift(*branch, formula.contrastive_coef, rate, formula.form) for branch in measured]
     frame["rate_run"] = expit([branch.after(batches) for branch in run])
-    classes = sorted(frame.groupby(labels, sort=False), key=lambda item: -len(item[1]))
+    classes = sorted(frame.groupby("label", sort=False), key=lambda item: -len(item[1]))
     title = (
         "Branches of a generic token A and an input-specific token B: medians, and median [quartiles] of λ where "
         "δ > 0. Above λ_c A ends rarer than B, above λ_hold it does not rise; λ of guide is its λ_hold. Rates are "
@@ -162,11 +164,11 @@ def branch_table(maps: Sequence[TokenMap], rate: float, batches: int) -> str:
 
 def _cells(name: str, branches: DataFrame) -> list[str]:
     rising = branches[branches["delta"] > 0.0]
-    medians = [f"{branches[column].median():.2f}" for column in ("log_odds", "delta", "s")]
+    medians = branches[["log_odds", "delta", "s"]].median().map("{:.2f}".format)
     lambdas = []
     for column in ("lambda_c", "lambda_hold", "lambda_guide"):
         # "nearest" does not interpolate with the infinite λ_hold of a branch that no λ holds.
         low, median, high = rising[column].quantile([0.25, 0.5, 0.75], interpolation="nearest")
         lambdas.append(f"{median:.2f} [{low:.2f}, {high:.2f}]".replace("inf", "∞") if len(rising) else "–")
-    rates = [f"{100 * branches[column].mean():.1f}" for column in ("rate", "rate_sdpo", "rate_run")]
+    rates = (100 * branches[["rate", "rate_sdpo", "rate_run"]].mean()).map("{:.1f}".format)
     return [table_cell(name), str(len(branches)), str(len(rising)), *medians, *lambdas, *rates]

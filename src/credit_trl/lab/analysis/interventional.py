@@ -71,10 +71,10 @@ def run_branchings(
     prefixes: list[tuple[int, ...]] = []
     questions: list[int] = []
     for branching in branchings:
-        rollouts = [(*branching.prefix, candidate) for candidate in branching.candidates for _ in range(samples)]
-        rollouts += [branching.prefix] * baseline_samples
-        prefixes += rollouts
-        questions += [branching.question] * len(rollouts)
+        for candidate in branching.candidates:
+            prefixes += [(*branching.prefix, candidate)] * samples
+        prefixes += [branching.prefix] * baseline_samples
+        questions += [branching.question] * (len(prefixes) - len(questions))
     succeeded = iter(outcomes(questions, prefixes))
     credits = []
     for branching in branchings:
@@ -99,10 +99,13 @@ def policy_outcomes(
 
     def outcomes(questions: Sequence[int], prefixes: Sequence[Sequence[int]]) -> list[bool]:
         ends = checkpoint.end_ids()
-        responses = [list(prefix) for prefix in prefixes]
-        unfinished = [i for i, ids in enumerate(responses) if not ids or ids[-1] not in ends]
-        prompts = [[*contexts[questions[i]], *responses[i]] for i in unfinished]
-        for i, continuation in zip(unfinished, checkpoint.generate(prompts, sampling, batch_size=256), strict=True):
+        responses = list(map(list, prefixes))
+        prompts = {}  # of those that have not ended
+        for i, (question, prefix) in enumerate(zip(questions, responses, strict=True)):
+            if not prefix or prefix[-1] not in ends:
+                prompts[i] = contexts[question] + prefix
+        continuations = checkpoint.generate(list(prompts.values()), sampling, batch_size=256)
+        for i, continuation in zip(prompts, continuations, strict=True):
             responses[i] += continuation
         verdicts = grade_rollouts(checkpoint, task, [rows[question] for question in questions], responses)
         return is_successful([float(verdict) for verdict in verdicts], 1.0)

@@ -18,7 +18,7 @@ from credit_trl.config import CreditConfig
 from credit_trl.contexts.tokens import TokenContexts
 from credit_trl.lab.analysis.checkpoints import Checkpoint
 from credit_trl.lab.analysis.responses import Rollout, rollout_contexts
-from credit_trl.lab.analysis.tokenmap import ScoredTokens, gather_scores
+from credit_trl.lab.analysis.tokenmap import ScoredTokens, gather_scores, joined_scores
 from credit_trl.lab.analysis.vocabulary_logps import CreditFormula, CreditLogps, RolloutContexts, vocabulary_logps
 from credit_trl.objective import Form
 
@@ -129,7 +129,7 @@ def response_pmi(
         scores = gather_scores(CreditLogps(student, teacher_logps[0], teacher_logps[1:prior]), y, formula)
         scores["without_z"] = teacher_logps[prior:].gather(-1, y.expand(len(teacher_logps) - prior, -1, -1)).cpu()
         parts.append({name: values.squeeze(-1) for name, values in scores.items()})
-    joined = {name: torch.cat([part[name] for part in parts], dim=-1) for name in parts[0]}
+    joined = joined_scores(parts, dim=-1)
     without_z = joined.pop("without_z")
     scored = ScoredTokens(**joined, formula=formula)
     passes = (scored.teacher_logps, without_z[0], scored.contrast_logps, without_z[1:])

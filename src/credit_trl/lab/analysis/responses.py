@@ -79,7 +79,8 @@ def feedback_text(response: Rollout) -> str | None:
     """Feedback of a response with that on single turns, control characters spelled out; None without feedback."""
     z = response.privileged
     parts = [] if z.feedback is None else [z.feedback]
-    parts += [f"turn {turn}: {text}" for turn, text in sorted((z.turns or {}).items())]
+    for turn, text in sorted((z.turns or {}).items()):
+        parts.append(f"turn {turn}: {text}")
     return "\n".join(map(visible, parts)) if parts else None
 
 
@@ -98,16 +99,6 @@ def analysis_config(**overrides: Any) -> CreditConfig:
 
 class NoTeacherError(ValueError):
     """A response has no privileged context that the teacher could read."""
-
-
-def with_teacher(responses: Sequence[Rollout], config: CreditConfig, checkpoint: Checkpoint) -> list[Rollout]:
-    """Responses that have tokens and a teacher's prompt, as those of a run that are trained on.
-
-    Raises:
-        ValueError: no response has a contrast prompt that fits `max_reprompt_len`.
-    """
-    contexts = teacher_contexts(responses, config, checkpoint)
-    return [response for response, built in zip(responses, contexts, strict=True) if built is not None]
 
 
 def teacher_contexts(
@@ -230,10 +221,14 @@ def graded_rollouts(
     )
     gathered = gather_contrast_batch(batch, checkpoint.context_builder(with_contrasts(config)))
     contrasts = _draw(gathered, config)
-    ids = [n if row.get("id") is None else row["id"] for n, row in enumerate(rows)]
-    names = distinct_names([visible(str(identifier)) for identifier in ids])
-    return [
-        Rollout(
+    ids = []
+    for number, row in enumerate(rows):
+        identifier = row.get("id")
+        ids.append(visible(str(number if identifier is None else identifier)))
+    names = distinct_names(ids)
+    rollouts = []
+    for i, row in enumerate(repeated):
+        rollout = Rollout(
             identifier=f"{names[i // samples]}/{i % samples}",
             prompt=row["prompt"],
             token_ids=tuple(token_ids[i]),
@@ -241,8 +236,8 @@ def graded_rollouts(
             contrasts=tuple(contrasts[i]),
             reward=verdicts[i].reward,
         )
-        for i, row in enumerate(repeated)
-    ]
+        rollouts.append(rollout)
+    return rollouts
 
 
 def draw(prompts: Sequence[Prompt], population: Sequence[Prompt], config: CreditConfig) -> list[list[Prompt]]:
@@ -260,8 +255,11 @@ def draw(prompts: Sequence[Prompt], population: Sequence[Prompt], config: Credit
 
 def _draw(batch: ContrastBatch, config: CreditConfig) -> list[list[Prompt]]:
     source = find_source(config.contrastive_source)
-    draws = (draw_contrasts(source, batch, sample, config.seed) for sample in range(len(batch.prompts)))
-    return [[contrast.prompt for contrast in islice(contrasts, config.contrastive_count)] for contrasts in draws]
+    prompts = []
+    for sample in range(len(batch.prompts)):
+        contrasts = islice(draw_contrasts(source, batch, sample, config.seed), config.contrastive_count)
+        prompts.append([contrast.prompt for contrast in contrasts])
+    return prompts
 
 
 def with_contrasts(config: CreditConfig) -> CreditConfig:

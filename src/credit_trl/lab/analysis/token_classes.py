@@ -32,14 +32,17 @@ def default_classes(response: Rollout, tokens: Sequence[TokenText]) -> list[str]
     """
     prompt_words = {word.lower() for word in _WORD.findall(user_text(response.prompt))}
     text = _SPELLED_OUT.sub(lambda m: "\ufffd" * len(m[0]), "".join(token.text for token in tokens))
-    words = {place: m[0].lower() for m in _WORD.finditer(text) for place in range(m.start(), m.end())}
+    words: dict[int, str] = {}  # at each place of the text
+    for match in _WORD.finditer(text):
+        words |= dict.fromkeys(range(*match.span()), match[0].lower())
     classes = []
     start = 0
     for token in tokens:
-        token_words = [words[place] for place in range(start, start + len(token.text)) if place in words]
-        start += len(token.text)
-        if token_words and not token.special:
-            classes.append("prompt word" if max(token_words, key=len) in prompt_words else "other word")
+        places = range(start, start + len(token.text))
+        start = places.stop
+        longest = max((words.get(place, "") for place in places), key=len, default="")
+        if longest and not token.special:
+            classes.append("prompt word" if longest in prompt_words else "other word")
         else:
             classes.append(_class_of(token))
     return classes

@@ -115,10 +115,18 @@ def score_response(
         top = likeliest.topk(min(alternatives, likeliest.shape[-1]), dim=-1).indices
         ids = torch.cat([sampled, top], dim=-1)
         parts.append(gather_scores(logps, ids, formula))
-    joined = {name: torch.cat([part[name] for part in parts], dim=-2) for name in parts[0]}
+    joined = joined_scores(parts, dim=-2)
     candidates = ScoredTokens(**{name: values[..., 1:] for name, values in joined.items()}, formula=formula)
     sampled_scores = {name: values[..., 0] for name, values in joined.items()}
     return ScoredTokens(**sampled_scores, formula=formula, alternatives=candidates)
+
+
+def joined_scores(parts: Sequence[dict[str, Tensor]], dim: int) -> dict[str, Tensor]:
+    """The tensors of parts of a response, joined along the dimension of its tokens."""
+    joined = {}
+    for name in parts[0]:
+        joined[name] = torch.cat([part[name] for part in parts], dim=dim)
+    return joined
 
 
 def gather_scores(logps: CreditLogps, ids: Int[Tensor, "n A"], formula: CreditFormula) -> dict[str, Tensor]:
@@ -162,8 +170,8 @@ def map_response(
     formula = CreditFormula.from_config(config)
     scores = score_response(checkpoint, contexts, response.token_ids, formula, alternatives=alternatives)
     tokens = token_texts(checkpoint.tokenizer, response.token_ids)
-    distinct = sorted(set(scores.alternatives.ids.flatten().tolist()))
-    text_of = {i: token_texts(checkpoint.tokenizer, [i])[0].text for i in distinct}
+    distinct, places = scores.alternatives.ids.unique(return_inverse=True)
+    texts = [token_texts(checkpoint.tokenizer, [i])[0].text for i in distinct.tolist()]
     if contexts.images:  # their tensors are not stored
         response = replace(response, contexts=replace(contexts, images=()))
     return TokenMap(
@@ -172,7 +180,7 @@ def map_response(
         tokens,
         (classify or default_classes)(response, tokens),
         scores,
-        [[text_of[i] for i in row] for row in scores.alternatives.ids.tolist()],
+        np.array(texts, dtype=object)[places].tolist(),
     )
 
 
@@ -231,16 +239,17 @@ def _token_map(record: dict[str, Any]) -> TokenMap:
     count = len(stored["texts"][0])
     alternatives = ScoredTokens(**_tensors(stored["scores"], (length, count), dtype), formula=formula)
     scores = ScoredTokens(**_tensors(record["scores"], (length,), dtype), formula=formula, alternatives=alternatives)
+    tokens = []
+    for token in record["tokens"]:
+        character = token["character"] and visible(token["character"])
+        tokens.append(TokenText(visible(token["text"]), character, token["special"]))
     return TokenMap(
         Rollout.from_json(record["response"]),
         visible(record["checkpoint"]),
-        [
-            TokenText(visible(t["text"]), t["character"] and visible(t["character"]), t["special"])
-            for t in record["tokens"]
-        ],
-        [visible(name) for name in record["classes"]],
+        tokens,
+        list(map(visible, record["classes"])),
         scores,
-        [[visible(text) for text in row] for row in stored["texts"]],
+        np.vectorize(visible, otypes=[object])(stored["texts"]).tolist(),
     )
 
 
@@ -282,7 +291,7 @@ def format_summary(summary: DataFrame) -> str:
     columns = ("token class", "tokens", "share of tokens", "of \\|ΔV\\|", "of \\|S\\|", "mean ΔV", "mean S")
     rows = []
     for name, row in summary.iterrows():
-        shares = [f"{row[share]:.3f}" for share in ("of_tokens", "of_delta_v", "of_specific")]
-        means = [f"{row[mean]:+.3f}" for mean in ("delta_v", "specific")]
+        shares = row[["of_tokens", "of_delta_v", "of_specific"]].map("{:.3f}".format)
+        means = row[["delta_v", "specific"]].map("{:+.3f}".format)
         rows.append([table_cell(str(name)), f"{row['tokens']:.0f}", *shares, *means])
     return f"{pluralized(int(summary['tokens'].sum()), 'token')}\n\n{markdown_table(columns, rows)}\n"

@@ -41,21 +41,24 @@ def visible(text: str) -> str:
     zero-width characters, fillers, variation selectors, line and paragraph separators, lone surrogates, and unassigned
     code points.
     """
-    has_body = any(c not in _JOINERS and not _is_hidden(c) for c in text)
-    characters = (f"⟨U+{ord(c):04X}⟩" if _is_hidden(c) and not (has_body and c in _JOINERS) else c for c in text)
-    return "".join(characters).replace("\t", TAB)
+    hidden = set(filter(_is_hidden, text))
+    if not hidden.union(_JOINERS).issuperset(text):  # joiners have something to shape
+        hidden.difference_update(_JOINERS)
+    spelled_out = {ord(character): f"⟨U+{ord(character):04X}⟩" for character in hidden}
+    return text.translate(spelled_out).replace("\t", TAB)
 
 
 def token_texts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[TokenText]:
     """Each token's text, and which character it is a part of where a character spans tokens."""
     control = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     control.update(tokenizer.all_special_ids)
-    raw = [str(tokenizer.convert_ids_to_tokens(i)).encode() if i in control else _bytes(tokenizer, i) for i in ids]
-    pieces = _split_characters(raw)
-    return [
-        TokenText(text.replace("\n", f"{NEWLINE}\n"), character, special=i in control)
-        for i, (text, character) in zip(ids, pieces, strict=True)
-    ]
+    raw = []
+    for i in ids:
+        raw.append(str(tokenizer.convert_ids_to_tokens(i)).encode() if i in control else _bytes(tokenizer, i))
+    texts = []
+    for i, (text, character) in zip(ids, _split_characters(raw), strict=True):
+        texts.append(TokenText(text.replace("\n", f"{NEWLINE}\n"), character, special=i in control))
+    return texts
 
 
 def _is_hidden(character: str) -> bool:
@@ -68,8 +71,8 @@ def _is_hidden(character: str) -> bool:
 def _split_characters(tokens: Sequence[bytes]) -> list[tuple[str, str | None]]:
     """(visible text, character that the token contains a part of) of each token, from the bytes of all tokens."""
     owner = [index for index, token in enumerate(tokens) for _ in token]
-    texts = ["" for _ in tokens]
-    parts: list[str | None] = [None for _ in tokens]
+    texts = [""] * len(tokens)
+    parts: list[str | None] = [None] * len(tokens)
     start = 0
     for character in b"".join(tokens).decode("utf-8", "surrogateescape"):
         encoded = character.encode("utf-8", "surrogateescape")
@@ -82,7 +85,7 @@ def _split_characters(tokens: Sequence[bytes]) -> list[tuple[str, str | None]]:
                 texts[index] += f"⟨{byte:02X}⟩"
                 parts[index] = visible(character) if is_character else parts[index]
         start += len(encoded)
-    return [(visible(text), part) for text, part in zip(texts, parts, strict=True)]
+    return list(zip(map(visible, texts), parts, strict=True))
 
 
 def _bytes(tokenizer: PreTrainedTokenizerBase, token_id: int) -> bytes:

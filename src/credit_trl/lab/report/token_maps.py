@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,19 +49,19 @@ def maps_section(maps: Sequence[TokenMap]) -> dict[str, Any]:
     for response_maps in by_response.values():
         if len(response_maps) == len(checkpoints):
             shared += response_maps
-        by_checkpoint = {m.checkpoint: _values(m) for m in response_maps}
+        by_checkpoint = dict.fromkeys(checkpoints) | {m.checkpoint: _values(m) for m in response_maps}
         headline = headline_token(response_maps)
         entry = _described(response_maps[0]) | {
             "scales": scales[response_maps[0].response.group],
-            "maps": [by_checkpoint.get(checkpoint) for checkpoint in checkpoints],
+            "maps": list(by_checkpoint.values()),
             "headline": {"index": headline.index, "pair": headline.pair},
         }
         entries.append((-len(response_maps), -headline.size, entry))
     entries.sort(key=lambda item: item[:2])
     return {
         "quantities": [{"key": key, "symbol": symbol} for key, symbol in QUANTITIES.items()],
-        "checkpoints": [visible(name) for name in checkpoints],
-        "responses": [entry for _, _, entry in entries],
+        "checkpoints": list(map(visible, checkpoints)),
+        "responses": list(map(itemgetter(2), entries)),
         "summaries": [_summary(shared or maps, checkpoint) for checkpoint in checkpoints],
     }
 

@@ -85,8 +85,8 @@ def write_report(runs: Sequence[str | Path], output: str | Path | None = None) -
     """
     if not runs:
         raise ValueError("`runs` is empty: pass at least one run directory.")
-    folders = [Path(run) for run in runs]
-    loaded = [load_run(folder) for folder in folders]
+    folders = list(map(Path, runs))
+    loaded = list(map(load_run, folders))
     if output is None:
         output = folders[0] / REPORT_FILE if len(folders) == 1 else REPORT_FILE
     output = Path(output) / REPORT_FILE if Path(output).is_dir() else Path(output)
@@ -137,8 +137,8 @@ def report_document(runs: Sequence[Run]) -> dict[str, Any]:
     return {
         "title": f"Run {visible(names[0])}" if len(runs) == 1 else f"{len(runs)} runs",
         "answer": answer(runs, names, arms, comparison),
-        "runs": [visible(name) for name in names],
-        "arms": [visible(name) for name in arms],
+        "runs": list(map(visible, names)),
+        "arms": list(map(visible, arms)),
         "options": _options(runs, names),
         "curves": curves(arms),
         "changes": change_steps(runs),
@@ -201,7 +201,7 @@ def report_markdown(document: Mapping[str, Any]) -> str:
     rows = []
     for row in options:
         rows.append([table_cell(str(value)) for value in row.values()])
-    parts.append(markdown_table([table_cell(name) for name in options[0]], rows))
+    parts.append(markdown_table(list(map(table_cell, options[0])), rows))
     return "\n\n".join(parts) + "\n"
 
 
@@ -210,7 +210,7 @@ def _answer_lines(answered: Mapping[str, Any]) -> list[str]:
     parts = [f"**{table_cell(answered['title'])}**"]
     for problem in answered["problems"]:
         parts.append(table_cell(f"{problem['title']} {problem['remedy']}"))
-    parts += [table_cell(line) for line in answered["lines"]]
+    parts += map(table_cell, answered["lines"])
     if answered["groups"]:
         parts.append(markdown_table(_GROUP_COLUMNS, map(_group_cells, answered["groups"])))
     for warning in answered["warnings"]:
@@ -248,8 +248,8 @@ def _score_cells(row: Mapping[str, Any]) -> list[str]:
 
 def _training_cells(row: Mapping[str, Any]) -> list[str]:
     contrasts = "–" if row["contrasts"] is None else str(row["contrasts"])
-    numbers = (_number(row[name]) for name in ("train_score", "seconds", "ratio", "s_mean", "s_std"))
-    return [table_cell(row["arm"]), contrasts, _percent(row["score"]), *numbers]
+    numbers = map(row.get, ("train_score", "seconds", "ratio", "s_mean", "s_std"))
+    return [table_cell(row["arm"]), contrasts, _percent(row["score"]), *map(_number, numbers)]
 
 
 def _p_value(value: float | None) -> str:
