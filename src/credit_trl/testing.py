@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, repeat
 from threading import Barrier
 from typing import Any
 
@@ -57,13 +57,15 @@ def check_source(source: Source, columns: Mapping[str, Sequence[Any]] | None = N
     batch unchanged, are never the sample's own prompt with its own z, and some sample has one. `columns` are dataset
     columns that it takes, of 12 entries each.
     """
-    prompts = [prompt for prompt in (*_PROMPTS, *_SHOWN) for _ in range(2)]
-    rollouts = [PrivilegedContext(f"Answer {i}.", f"Feedback on rollout {i}.") for i in range(12)]
-    answers = [rollouts[i // 2 * 2].demonstration if i % 2 else None for i in range(12)]
-    privileged = [
-        PrivilegedContext(answer, rollout.feedback) for answer, rollout in zip(answers, rollouts, strict=True)
-    ]
-    successes = [i % 2 == 0 for i in range(12)]
+    prompts = []
+    rollouts = []
+    privileged = []
+    for i in range(12):
+        prompts.append([*_PROMPTS, *_SHOWN][i // 2])
+        rollouts.append(PrivilegedContext(f"Answer {i}.", f"Feedback on rollout {i}."))
+        demonstration = f"Answer {i - 1}." if i % 2 else None
+        privileged.append(PrivilegedContext(demonstration, f"Feedback on rollout {i}."))
+    successes = [True, False] * 6
     batch = ContrastBatch(5, 2, prompts, prompts, privileged, rollouts, successes, _PROMPTS, dict(columns or {}))
     original = deepcopy(batch)
 
@@ -89,7 +91,7 @@ def check_weight(weight: TokenWeight) -> None:
     answers = step.context_builder.tokenizer(texts)["input_ids"]
     questions = [_PROMPTS[0], _PROMPTS[0], _PROMPTS[2], _PROMPTS[2]]
     feedback = [f"Rollout {i} is not right." for i in range(4)]
-    samples = [LoopSample(*pair, Verdict(0.0)) for pair in zip(questions, answers, strict=True)]
+    samples = list(map(LoopSample, questions, answers, repeat(Verdict(0.0))))
     batch = GenerationBatch([{}] * 4, questions, answers, [1.0, 0.0, 1.0, 0.0], feedback, first=0, group_size=2)
     tensors = sample_tensors(step, samples)
     tensors["advantages"] = torch.tensor([1.0, -1.0, 1.0, -1.0], dtype=torch.float64)

@@ -84,21 +84,21 @@ def _run_companion(name: str, argv: list[str]) -> int:
     one_row_an_option = partial(HelpFormatter, max_help_position=34)
     parser = ArgumentParser(prog=f"trl {name}", allow_abbrev=False, formatter_class=one_row_an_option)
     module.add_arguments(parser)
-    places = [action for action in parser._actions if not action.option_strings]
-    texts = [
-        (" {0} [{0} ...]" if action.nargs == "+" else " [{0}]").format(action.metavar or action.dest)
-        for action in places
-    ]
-    parser.usage = f"{parser.prog}{''.join(texts)} [options]"
+    parser.usage = parser.prog
+    for action in parser._actions:
+        if not action.option_strings:
+            name = action.metavar or action.dest
+            parser.usage += f" {name} [{name} ...]" if action.nargs == "+" else f" [{name}]"
+    parser.usage += " [options]"
     options, unknown = parser.parse_known_args(argv)
     if unknown:
         option_names = parser._option_string_actions
-        misspelt = [word for word in unknown if word.startswith("-")] or unknown
         from credit_trl.mistakes import OTHER_NAMES
 
-        parser.error(
-            " ".join(f"unknown argument {word}.{remedy_of(word, option_names, OTHER_NAMES)}" for word in misspelt)
-        )
+        problems = []
+        for word in [word for word in unknown if word.startswith("-")] or unknown:
+            problems.append(f"unknown argument {word}.{remedy_of(word, option_names, OTHER_NAMES)}")
+        parser.error(" ".join(problems))
     sys.path.insert(0, os.getcwd())  # tasks of the user's own
     try:
         status = module.run(options)

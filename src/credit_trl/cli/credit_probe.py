@@ -92,9 +92,9 @@ def _of_config(args: argparse.Namespace, folder: Path, changes: dict[str, Any]) 
     words = ["--config", args.config, "--output_dir", str(folder / "run")]
     for name, value in changes.items():
         words += [f"--{name}", str(value)]
-    script_args, *trainer_configs = make_parser().parse_args_and_config(words, fail_with_unknown_args=False)
-    trainer = make_trainer(script_args, *trainer_configs[:3])
-    return trainer, task_of_data(describe(script_args, trainer.args.reward_weights))
+    parsed = make_parser().parse_args_and_config(words, fail_with_unknown_args=False)
+    trainer = make_trainer(*parsed[:4])
+    return trainer, task_of_data(describe(parsed[0], trainer.args.reward_weights))
 
 
 def _of_names(args: argparse.Namespace, folder: Path, changes: dict[str, Any]) -> tuple[Any, Any]:

@@ -53,16 +53,24 @@ class CreditScriptArguments(ScriptArguments):
             sys.path.insert(0, os.getcwd())
 
 
-def load_data(
-    script_args: CreditScriptArguments, dataset_args: DatasetMixtureConfig, wants_eval: bool
-) -> tuple[Any, Any, list[Any]]:
-    """(training rows, evaluation rows or None, reward functions) of a task, or of TRL's dataset options."""
-    _check_one_source(script_args, dataset_args)
-    reward_funcs = [import_function(name, "--reward_funcs") for name in script_args.reward_funcs or []]
+def load_reward_funcs(script_args: CreditScriptArguments) -> list[Any]:
+    """The verifier of a task, and the reward functions."""
+    reward_funcs = _named_functions(script_args)
     if script_args.task is not None:
         reward_funcs.insert(0, load_task(script_args.task).reward)
     elif not reward_funcs:
         raise ValueError("Nothing grades the answers: give `--task NAME`, or `--reward_funcs my_module.my_reward`.")
+    return reward_funcs
+
+
+def _named_functions(script_args: CreditScriptArguments) -> list[Any]:
+    return [import_function(name, "--reward_funcs") for name in script_args.reward_funcs or ()]
+
+
+def load_data(
+    script_args: CreditScriptArguments, dataset_args: DatasetMixtureConfig, wants_eval: bool
+) -> tuple[Any, Any]:
+    """(training rows, evaluation rows or None) of a task, or of TRL's dataset options."""
     if dataset_args.datasets:
         build = get_dataset(dataset_args).__getitem__
     else:
@@ -71,7 +79,7 @@ def load_data(
         raise FileNotFoundError(f"`--eval_dataset_path {script_args.eval_dataset_path}` does not exist.")
     rows = build(script_args.dataset_train_split)
     held_out = build(script_args.dataset_test_split) if wants_eval else None
-    return first_rows(rows, script_args.max_train_rows), first_rows(held_out, script_args.max_eval_rows), reward_funcs
+    return first_rows(rows, script_args.max_train_rows), first_rows(held_out, script_args.max_eval_rows)
 
 
 def import_function(name: str, option: str) -> Any:
@@ -86,7 +94,7 @@ def import_function(name: str, option: str) -> Any:
     return getattr(imported, function)
 
 
-def _check_one_source(script_args: CreditScriptArguments, dataset_args: DatasetMixtureConfig) -> None:
+def check_one_source(script_args: CreditScriptArguments, dataset_args: DatasetMixtureConfig) -> None:
     """Raise where no data is given, or two sources, of which one would be ignored."""
     value_of = {
         "--task": script_args.task,
@@ -94,7 +102,10 @@ def _check_one_source(script_args: CreditScriptArguments, dataset_args: DatasetM
         "datasets": dataset_args.datasets or None,
         "--dataset_path": None if script_args.task else script_args.dataset_path,  # the local copy of a task's data
     }
-    sources = [f"`{option} {value}`" for option, value in value_of.items() if value is not None]
+    sources = []
+    for option, value in value_of.items():
+        if value is not None:
+            sources.append(f"`{option} {value}`")
     if not sources:
         raise ValueError(
             "No training data: give `--task NAME`, `--dataset_path questions.jsonl`, `--dataset_name NAME`, or "
@@ -115,9 +126,8 @@ def describe(script_args: CreditScriptArguments, weights: list[float] | None = N
         hub = {"name": script_args.dataset_name, "config": script_args.dataset_config}
         train = describe_rows(**hub, split=script_args.dataset_train_split, streaming=script_args.dataset_streaming)
         test = describe_rows(**hub, split=script_args.dataset_test_split)
-    functions = [import_function(name, "--reward_funcs") for name in script_args.reward_funcs or []]
     places = {"task": script_args.task, "train": train, "test": test, "train_split": script_args.dataset_train_split}
-    return describe_data(functions, weights, **places)
+    return describe_data(_named_functions(script_args), weights, **places)
 
 
 def first_rows(dataset: Any, rows: int | None) -> Any:

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import signal
 import sys
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from trl import DatasetMixtureConfig, ModelConfig, TrlParser
 
-from credit_trl.cli.data import CreditScriptArguments, describe, drop_long_prompts, import_function, load_data
+from credit_trl.cli.data import (
+    CreditScriptArguments,
+    check_one_source,
+    describe,
+    drop_long_prompts,
+    import_function,
+    load_data,
+    load_reward_funcs,
+)
 from credit_trl.cli.errors import USER_ERRORS, is_user_error, report_user_error, spell_unencodable
 from credit_trl.cli.options_file import config_file
 from credit_trl.tasks.registry import task_of_data
@@ -53,8 +62,9 @@ def run(argv: list[str] | None = None) -> int:
     trainer = None
     try:
         config_file(sys.argv[1:] if argv is None else argv)  # within the limits of the reader; TRL's has none
-        script_args, *trl_arguments = make_parser().parse_args_and_config(argv, fail_with_unknown_args=False)
-        trainer = make_trainer(script_args, *trl_arguments)
+        parsed = make_parser().parse_args_and_config(argv, fail_with_unknown_args=False)
+        script_args = parsed[0]
+        trainer = make_trainer(*parsed)
         machine = f"{trainer.accelerator.num_processes} x {trainer.accelerator.device.type}"
         data = trainer.run_log.facts["task"]
         wrapped = wrapping(trainer.accelerator.state)
@@ -95,16 +105,23 @@ def make_trainer(
     teacher = training_args.teacher_model_name_or_path
     training_args.teacher_model_name_or_path = teacher and model_path(teacher)
     wants_eval = training_args.eval_strategy != "no"
-    train_dataset, eval_dataset, reward_funcs = load_data(script_args, dataset_args, wants_eval)
+    check_one_source(script_args, dataset_args)
+    reward_funcs = load_reward_funcs(script_args)
+    train_dataset, eval_dataset = load_data(script_args, dataset_args, wants_eval)
     training_args.model_init_kwargs = model_init_kwargs(model_args, training_args)
     weight = script_args.token_weight
     with naming_model(model):
         if script_args.max_prompt_tokens is not None:
             place = {"revision": model_args.model_revision, "trust_remote_code": training_args.trust_remote_code}
             processor = AutoProcessor.from_pretrained(model, **place)  # the tokenizer of a model without images
-            limits = (processor, script_args.max_prompt_tokens, training_args.chat_template_kwargs or {})
-            train_dataset = drop_long_prompts("training", train_dataset, *limits)
-            eval_dataset = eval_dataset and drop_long_prompts("evaluation", eval_dataset, *limits)
+            drop = partial(
+                drop_long_prompts,
+                processor=processor,
+                limit=script_args.max_prompt_tokens,
+                options=training_args.chat_template_kwargs or {},
+            )
+            train_dataset = drop("training", train_dataset)
+            eval_dataset = eval_dataset and drop("evaluation", eval_dataset)
         trainer = CreditTrainer(
             model=model,
             reward_funcs=reward_funcs,

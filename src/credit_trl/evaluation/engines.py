@@ -145,8 +145,10 @@ class VLLMEngine(Engine):
 
     def identity(self) -> str:
         """The model's name, with sizes and times of the weight files of a folder."""
-        stats = [path.stat() for path in sorted(Path(model_path(self.name)).glob("*.safetensors"))]
-        return f"vllm:{self.name}" + "".join(f" {status.st_size}:{status.st_mtime_ns}" for status in stats)
+        identity = f"vllm:{self.name}"
+        for path in sorted(Path(model_path(self.name)).glob("*.safetensors")):
+            identity += f" {path.stat().st_size}:{path.stat().st_mtime_ns}"
+        return identity
 
     def generate(self, prompts: Sequence[Prompt], seeds: Sequence[int], sampling: SamplingConfig) -> list[Response]:
         self._ended: list[bool] = []
@@ -207,8 +209,10 @@ class TrainerEngine(TransformersEngine):
         """All responses, on every process. The last sample is repeated so that all shares have the same size."""
         share = -(-len(prompts) // self.processes)
         start = self.trainer.accelerator.process_index * share
-        local = [min(i, len(prompts) - 1) for i in range(start, start + share)]
-        responses = super().generate([prompts[i] for i in local], [seeds[i] for i in local], sampling)
+        local = slice(start, start + share)
+        padded_prompts = [*prompts, *[prompts[-1]] * self.processes]
+        padded_seeds = [*seeds, *[seeds[-1]] * self.processes]
+        responses = super().generate(padded_prompts[local], padded_seeds[local], sampling)
         return gather_object(responses)[: len(prompts)]
 
     def sample(self, prompt_ids: Ids, seeds: list[int], sampling: SamplingConfig, images: Images = ()) -> Ids:

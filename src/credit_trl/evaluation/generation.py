@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     GenerationConfig,
     LogitsProcessor,
@@ -106,12 +107,11 @@ def generate_ids(
             holder.generation_config = config
         for start in range(0, len(prompts), size):
             batch = prompts[start : start + size]
-            width = max(map(len, batch))
-            padded = torch.tensor([[padding] * (width - len(ids)) + list(ids) for ids in batch])
-            mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in batch])
-            image_inputs = [
-                inputs_of_prompt for inputs_of_prompt in images[start : start + size] if inputs_of_prompt is not None
-            ]
+            ids = [torch.tensor(prompt, dtype=torch.long) for prompt in batch]
+            padded = pad_sequence(ids, batch_first=True, padding_value=padding, padding_side="left")
+            mask = pad_sequence(list(map(torch.ones_like, ids)), batch_first=True, padding_side="left")
+            width = padded.shape[1]
+            image_inputs = list(filter(None, images[start : start + size]))
             inputs = joined_images(image_inputs, padded) if image_inputs else {}
             sequences = model.generate(
                 input_ids=padded.to(model.device),

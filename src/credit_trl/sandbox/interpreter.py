@@ -60,9 +60,9 @@ class Interpreter:
     environment: dict[str, str]
 
     @property
-    def paths(self) -> tuple[str, ...]:
+    def paths(self) -> list[str]:
         """Files and directories that it reads."""
-        return (*self.stdlib, self.executable, *self.libraries)
+        return [*self.stdlib, self.executable, *self.libraries]
 
 
 def find_interpreter() -> Interpreter:
@@ -93,11 +93,11 @@ def package_directories(directories: Iterable[str]) -> list[str]:
                     real = os.path.realpath(path)
                     if os.path.isdir(real) and real.startswith(root + "/"):
                         real_directories.add(directory + real[len(root) :])
-    return [
-        path
-        for path in sorted(real_directories)
-        if not any(path.startswith(parent + "/") for parent in real_directories)
-    ]
+    outermost: list[str] = []
+    for path in sorted(real_directories):
+        if not path.startswith(tuple(f"{parent}/" for parent in outermost)):
+            outermost.append(path)
+    return outermost
 
 
 def loaders() -> list[str]:

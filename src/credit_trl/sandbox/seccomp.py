@@ -24,6 +24,7 @@ import platform
 import socket
 import struct
 import termios
+from collections.abc import Collection
 
 from credit_trl.sandbox.protocol import SandboxError
 
@@ -121,20 +122,20 @@ def _argument_checks() -> dict[str, list[Instruction]]:
         "clone": _require(0, thread | _CLONE_NAMESPACES, thread),
         "kill": _require(0, _WHOLE, _PROCESS_ID),
         "tgkill": _require(0, _WHOLE, _PROCESS_ID),
-        "ioctl": _require(1, _WHOLE, *_IOCTL_REQUESTS),
-        "fcntl": _require(1, _WHOLE, *_FCNTL_COMMANDS),
-        "prctl": _require(0, _WHOLE, *_PRCTL_OPTIONS),
+        "ioctl": _require_any(1, _WHOLE, _IOCTL_REQUESTS),
+        "fcntl": _require_any(1, _WHOLE, _FCNTL_COMMANDS),
+        "prctl": _require_any(0, _WHOLE, _PRCTL_OPTIONS),
         "prlimit64": _require(0, _WHOLE, 0),  # this process's own limits only
         # SOCK_STREAM only: a datagram pair could send to any socket file it can name.
         "socketpair": [*_require(0, _WHOLE, socket.AF_UNIX), *_require(1, 0xF, socket.SOCK_STREAM)],
         # Not shared and anonymous at once.
         "mmap": [
             *_require(3, _MAP_HUGETLB, 0),
-            *_require(3, _MAP_SHARED | _MAP_ANONYMOUS, 0, _MAP_SHARED, _MAP_ANONYMOUS),
+            *_require_any(3, _MAP_SHARED | _MAP_ANONYMOUS, (0, _MAP_SHARED, _MAP_ANONYMOUS)),
         ],
         **{name: _require(3, socket.MSG_OOB, 0) for name in ("sendto", "recvfrom", "recvmmsg")},
         "recvmsg": _require(2, socket.MSG_OOB, 0),
-        "getsockopt": [*_require(1, _WHOLE, socket.SOL_SOCKET), *_require(2, _WHOLE, *_SOCKET_OPTIONS)],
+        "getsockopt": [*_require(1, _WHOLE, socket.SOL_SOCKET), *_require_any(2, _WHOLE, _SOCKET_OPTIONS)],
         "close_range": _require(2, _CLOSE_RANGE_UNSHARE, 0),
         "madvise": [_load(2), (_JUMP_EQUAL, 0, 1, _MADV_PAGEOUT), _REFUSE],
         # Its flags are in memory, which a filter cannot read. The C library then uses clone.
@@ -147,7 +148,12 @@ def _load(index: int) -> Instruction:
     return (_LOAD, 0, 0, 16 + 8 * index)
 
 
-def _require(index: int, mask: int, *values: int) -> list[Instruction]:
+def _require(index: int, mask: int, value: int) -> list[Instruction]:
+    """Refuse the call unless the masked bits of an argument's low word are this value."""
+    return _require_any(index, mask, [value])
+
+
+def _require_any(index: int, mask: int, values: Collection[int]) -> list[Instruction]:
     """Refuse the call unless the masked bits of an argument's low word are one of these values."""
     jumps = [(_JUMP_EQUAL, len(values) - position, 0, value) for position, value in enumerate(values)]
     return [_load(index), (_AND, 0, 0, mask), *jumps, _REFUSE]

@@ -140,15 +140,17 @@ def branch_table(maps: Sequence[TokenMap], rate: float, batches: int) -> str:
     if frame.empty:
         return "No branch between a generic and an input-specific token was found.\n"
     formula = maps[0].scores.formula
-    measured = list(frame[["log_odds", "delta", "s"]].itertuples(index=False, name=None))
     lead = (frame["delta"] + (frame["log_odds"] if rate == 0.0 else 0.0)).clip(lower=0.0)
     frame["lambda_c"] = lead / (lead + frame["s"])
-    frame["lambda_hold"] = [holding_coef(*branch) for branch in measured]
+    frame["lambda_hold"] = list(map(holding_coef, frame["log_odds"], frame["delta"], frame["s"]))
     frame["lambda_guide"] = frame["delta"] / frame["s"]
     frame["rate"] = expit(frame["log_odds"])
-    frame["rate_sdpo"] = expit([BranchDrift(*branch, 0.0, rate).after(batches) for branch in measured])
-    run = [BranchDrift(*branch, formula.contrastive_coef, rate, formula.form) for branch in measured]
-    frame["rate_run"] = expit([branch.after(batches) for branch in run])
+    for column, coef in (("rate_sdpo", 0.0), ("rate_run", formula.contrastive_coef)):
+        log_odds = []
+        for branch in frame.itertuples():
+            drift = BranchDrift(branch.log_odds, branch.delta, branch.s, coef, rate, formula.form)
+            log_odds.append(drift.after(batches))
+        frame[column] = expit(log_odds)
     classes = sorted(frame.groupby("label", sort=False), key=lambda item: -len(item[1]))
     title = (
         "Branches of a generic token A and an input-specific token B: medians, and median [quartiles] of λ where "

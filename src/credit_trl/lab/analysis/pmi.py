@@ -132,8 +132,14 @@ def response_pmi(
     joined = joined_scores(parts, dim=-1)
     without_z = joined.pop("without_z")
     scored = ScoredTokens(**joined, formula=formula)
-    passes = (scored.teacher_logps, without_z[0], scored.contrast_logps, without_z[1:])
-    split = contrastive_pmi(*passes, formula.contrastive_coef, form=formula.form)
+    split = contrastive_pmi(
+        scored.teacher_logps,
+        without_z[0],
+        scored.contrast_logps,
+        without_z[1:],
+        formula.contrastive_coef,
+        form=formula.form,
+    )
     credit = scored.advantage.sum()
     gap = (without_z[0] - scored.student_logps).sum()
     total = split["contrastive_pmi"] + split["anti_genericity"]

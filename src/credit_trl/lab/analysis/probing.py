@@ -201,7 +201,7 @@ class Probe:
             return is_successful([rollout.reward], self.config.success_reward_threshold)[0]
 
         group = sorted(filter(_has_teacher, self.groups[i]), key=is_right)
-        elsewhere = list(filter(_has_teacher, chain(*self.groups[i + 1 :], *self.groups[:i])))
+        elsewhere = list(filter(_has_teacher, chain.from_iterable(self.groups[i + 1 :] + self.groups[:i])))
         if not group or not elsewhere:
             return None
         chosen = group[-1:]
@@ -365,7 +365,7 @@ def summarize_probe(
         raise ValueError("No answer has feedback or a successful sibling, so there is no z to probe.")
     taught = list(weights_of_prompt)
     answers = [target["answers"] for target in targets]
-    frame = DataFrame(list(chain(*records, *answers)))
+    frame = DataFrame(list(chain.from_iterable(records + answers)))
     frame["lead"] = frame["text"].str.split().str[:3].str.join(" ")
     facts = summarize_facts(frame)
     leads = _risen_leads(frame)

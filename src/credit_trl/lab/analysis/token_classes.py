@@ -34,7 +34,7 @@ def default_classes(response: Rollout, tokens: Sequence[TokenText]) -> list[str]
     text = _SPELLED_OUT.sub(lambda m: "\ufffd" * len(m[0]), "".join(token.text for token in tokens))
     words: dict[int, str] = {}  # at each place of the text
     for match in _WORD.finditer(text):
-        words |= dict.fromkeys(range(*match.span()), match[0].lower())
+        words |= dict.fromkeys(range(match.start(), match.end()), match[0].lower())
     classes = []
     start = 0
     for token in tokens:
