@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from credit_trl import CreditConfig
 from credit_trl.contexts.builder import ContextBuilder
+from credit_trl.quickstart_model import model_path
 from credit_trl.tasks import quickstart
-from credit_trl.tasks.quickstart_model import model_path
 from credit_trl.teacher.models import make_teacher
 from credit_trl.training.loop import CreditLoop, LoopSample
 from credit_trl.training.step import CreditStep

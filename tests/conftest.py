@@ -24,7 +24,7 @@ from trl.generation import vllm_generation
 from credit_trl import CreditConfig, CreditTrainer
 from families import build_family
 from isolation import ProcessState
-from tiny import QUIET, build_model, build_tokenizer, declared_entry_points, file_hashes, length_verdicts
+from tiny import QUIET, build_model, build_tokenizer, file_hashes, length_verdicts
 
 with contextlib.suppress(ImportError):  # the environment of the vLLM engine has no hypothesis
     from hypothesis import settings
@@ -151,9 +151,9 @@ def leaves_nothing_behind():
 @pytest.fixture(autouse=True)
 def only_the_trainer(leaves_nothing_behind, request):
     """Trainers of a test write no page, which takes as long as two steps of a tiny model, unless it asks for it."""
-    entry_points_of = declared_entry_points if "run_callbacks" in request.fixturenames else lambda group: []
     with pytest.MonkeyPatch.context() as patch:  # which the test's own `monkeypatch.undo` leaves
-        patch.setattr("credit_trl.trainer.entry_points", entry_points_of)
+        if "run_callbacks" not in request.fixturenames:
+            patch.setattr("credit_trl.trainer.run_callbacks", lambda trainer: [])
         yield
 
 

@@ -11,8 +11,8 @@ from credit_trl.run_directory import append_lines, keep_up_to, read_lines, write
 
 def test_read_lines_skips_unfinished_and_names_broken_lines(tmp_path):
     path = tmp_path / "log.jsonl"
-    append_lines(path, {"step": 1, "loss": float("nan")})
-    append_lines(path, {"step": 2, "text": "line\u2028separator"})
+    append_lines(path, [{"step": 1, "loss": float("nan")}])
+    append_lines(path, [{"step": 2, "text": "line\u2028separator"}])
     with path.open("a") as file:
         file.write('{"step": 3, "lo')
     assert read_lines(path) == [{"step": 1, "loss": None}, {"step": 2, "text": "line\u2028separator"}]
@@ -42,7 +42,7 @@ def test_failed_write_keeps_the_old_file(tmp_path, monkeypatch):
 def test_failed_append_leaves_no_part_of_a_line(tmp_path, monkeypatch, exists):
     path = tmp_path / "log.jsonl"
     if exists:
-        append_lines(path, {"step": 1})
+        append_lines(path, [{"step": 1}])
     content = path.read_text() if exists else ""
 
     def fail(written):
@@ -51,5 +51,5 @@ def test_failed_append_leaves_no_part_of_a_line(tmp_path, monkeypatch, exists):
 
     monkeypatch.setattr(run_directory, "sync", fail)
     with pytest.raises(OSError, match="No space"):
-        append_lines(path, {"step": 2}, {"step": 3})
+        append_lines(path, [{"step": 2}, {"step": 3}])
     assert path.read_text() == content

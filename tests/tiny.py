@@ -2,13 +2,11 @@
 
 import hashlib
 import os
-import tomllib
 
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from collections.abc import Sequence
-from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import torch
@@ -28,12 +26,6 @@ CHAT_TEMPLATE = (
 TABLES = tables_of(__file__)
 # Options of a run on a CPU that writes nothing, and of one short step, for scripts and blocks of the documentation.
 QUIET, SMALL = TABLES["quiet"], TABLES["quiet"] | TABLES["small"]
-
-
-def declared_entry_points(group: str) -> list[EntryPoint]:
-    """Entry points of this checkout's pyproject.toml; the installation's may be older."""
-    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text("utf-8"))["project"]
-    return [EntryPoint(name, value, group) for name, value in project["entry-points"][group].items()]
 
 
 def build_tokenizer(

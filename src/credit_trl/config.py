@@ -351,11 +351,15 @@ def fit_batch(config: CreditConfig, rows: int | None) -> None:
     _fit_eval_batch(config, distills=True)
     if config.is_sized:
         return
-    rows = _DEFAULT_PROMPTS if rows is None else rows
+    if rows is None:
+        rows = _DEFAULT_PROMPTS
     prompts = min(rows, _DEFAULT_PROMPTS)
     largest = GRPOConfig.per_device_train_batch_size
-    sizes = (n for n in range(largest, 0, -1) if prompts * config.num_generations % (n * config.world_size) == 0)
-    config.per_device_train_batch_size = next(sizes, largest) if rows < _DEFAULT_PROMPTS else largest
+    config.per_device_train_batch_size = largest
+    if rows < _DEFAULT_PROMPTS:
+        rollouts = prompts * config.num_generations
+        sizes = [size for size in range(1, largest + 1) if rollouts % (size * config.world_size) == 0]
+        config.per_device_train_batch_size = max(sizes, default=largest)
     config.gradient_accumulation_steps = config.steps_per_generation = _accumulation(config, prompts)
     rollouts = config.per_device_train_batch_size * config.world_size
     config.generation_batch_size = rollouts * config.steps_per_generation

@@ -96,7 +96,7 @@ def json_line(value: Any) -> str:
     return json.dumps(without_nan(value), ensure_ascii=False, separators=(",", ":")) + "\n"
 
 
-def append_lines(path: str | Path, *rows: Mapping[str, Any]) -> None:
+def append_lines(path: str | Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """Append objects to a JSON Lines file. The lines are on disk when this returns; on an `OSError` none is there."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)

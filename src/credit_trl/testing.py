@@ -23,9 +23,9 @@ from credit_trl.contexts.contrast import Contrast, ContrastBatch, Source, draw_c
 from credit_trl.contexts.prompts import is_prompt
 from credit_trl.contexts.tokens import PrivilegedContext
 from credit_trl.loss.token_weight import TokenCredit, TokenWeight, weigh_tokens
+from credit_trl.quickstart_model import model_path
 from credit_trl.rollout.batch import GenerationBatch
 from credit_trl.rollout.verdict import Verdict, as_verdicts
-from credit_trl.tasks.quickstart_model import model_path
 from credit_trl.tasks.registry import as_task, load_task
 from credit_trl.tasks.task import Task
 from credit_trl.teacher.models import make_teacher

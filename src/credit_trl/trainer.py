@@ -1,14 +1,13 @@
 """`CreditTrainer`: TRL's GRPO trainer with credit for each token. It wires the stages and computes nothing itself."""
 
 import inspect
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from functools import cached_property
-from importlib.metadata import entry_points
-from importlib.resources import files
 from os import PathLike
 from typing import Any, ClassVar
 
+import numpy as np
 from accelerate.utils import gather_object
 from datasets import Dataset, IterableDataset
 from torch import Tensor, nn
@@ -26,10 +25,12 @@ from credit_trl.contexts.prompts import (
     with_images_in_prompts,
 )
 from credit_trl.contexts.tokens import TokenContexts
+from credit_trl.lab.report.callback import run_callbacks
 from credit_trl.loss.projection import TokenPolicy
 from credit_trl.loss.sampling import SamplingDistribution
 from credit_trl.loss.token_weight import TokenWeight
 from credit_trl.mistakes import check_arguments, check_model_of, refuse_unknown
+from credit_trl.quickstart_model import model_path
 from credit_trl.rollout.batch import (
     EVALUATION_INDEX,
     GenerationBatch,
@@ -58,8 +59,17 @@ from credit_trl.training.step import CreditStep
 from credit_trl.training.weights import WeightChange, reduce_gradients_in_fp32
 from credit_trl.trl_compat import check_behaviour, check_returned, get_config_model_id
 
-# Model of the alias `quickstart`, as on the command line; `credit_trl.tasks` is not part of the core.
-_SHIPPED = str(files("credit_trl.tasks.quickstart_model") / "plain")
+
+@dataclass
+class RolloutState:
+    """What the stages of one generation batch leave for later ones."""
+
+    dataset_prompts: list[dict[str, Any]] = field(default_factory=list)  # prompts and images of the dataset's rows
+    prompt_images: list[PromptImages | None] = field(default_factory=list)  # of each prompt
+    turn: int = 0  # of a rollout with tools
+    batch: GenerationBatch | None = None
+    # (B, T) what moves log-probabilities of sampled tokens from the engine's distribution to the policy's.
+    outside_logps: Tensor | None = None
 
 
 class CreditTrainer(ResumableTrainer):
@@ -95,13 +105,9 @@ class CreditTrainer(ResumableTrainer):
     """
 
     credit_step: CreditStep | None = None
-    # Of the sampled tokens of a rollout, what moves log-probabilities from the engine's distribution to the policy's.
-    _outside_logps: Tensor | None = None
-    _turn = 0  # of a rollout with tools
+    _rollout = RolloutState()
     _picks_successful = False  # whether the rewards decide on what is a success, without a threshold
     _generation_batch: GenerationBatch | None = None  # the last; None where a run resumed inside it
-    _given_prompts: Sequence[dict[str, Any]] = ()  # prompts and images of a rollout's rows, as in the dataset
-    _prompt_images: Sequence[PromptImages | None] = ()  # of a rollout
     policy_step: CreditStep | None = None
     _policy_tokens: TokenPolicy | None = None  # of the micro-batch, for GRPO's loss
     _nonfinite: Tensor | None = None  # samples of the micro-batch whose distillation loss is not finite
@@ -121,14 +127,17 @@ class CreditTrainer(ResumableTrainer):
         **kwargs: Any,
     ) -> None:
         refuse_unknown("CreditTrainer", "argument", kwargs, inspect.signature(GRPOTrainer).parameters)
-        model = str(model) if isinstance(model, PathLike) else model
-        reward_funcs = list(reward_funcs) if isinstance(reward_funcs, tuple) else reward_funcs
+        if isinstance(model, PathLike):
+            model = str(model)
+        if isinstance(reward_funcs, tuple):
+            reward_funcs = list(reward_funcs)
         datasets = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
         check_arguments(model, reward_funcs, args, token_weight, kwargs | datasets)
         if args is None:
             name = model if isinstance(model, str) else get_config_model_id(model.config)
             args = CreditConfig(f"{name.split('/')[-1]}-CREDIT")
-        model = _SHIPPED if model == "quickstart" else model
+        if isinstance(model, str):
+            model = model_path(model)
         check_behaviour()
         self._verdicts = VerdictLog(VerifierPolicy(args.on_verifier_error, args.verifier_timeout))
         distills = args.distillation_weight > 0.0 or token_weight is not None
@@ -142,21 +151,12 @@ class CreditTrainer(ResumableTrainer):
             check_combinations(args)  # which the configuration has not
         super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, **kwargs)
         self._set_signature_columns_if_needed()
-        self._signature_columns = list(dict.fromkeys([*self._signature_columns, "privileged_context", "task"]))
-        causal_lm.keep_quantized_differentiable(self.model)
-        if args.cast_lm_head_to_fp32:
-            causal_lm.use_fp32_lm_head(self.model)
-        if self.use_vllm:
-            self.vllm_generation = PolicyGeneration.adopt(self.vllm_generation, args.seed)
-            checks.check_server(self)
-        self.reward_funcs = [
-            func if isinstance(func, nn.Module) else self._verdicts.wrap(func, position)
-            for position, func in enumerate(self.reward_funcs)
-        ]
-        options = {"chat_template": self.chat_template} | self.chat_template_kwargs
-        render = chat_renderer(self.processing_class, self._is_vlm, **options)
-        reader = ImageReader(self.processing_class) if self._is_vlm and distills else None
-        self.context_builder = ContextBuilder(self._tokenizer, args, self.eos_token_ids, render, reader)
+        self._signature_columns += ["privileged_context", "task"]
+        self._init_model()
+        for position, func in enumerate(self.reward_funcs):
+            if not isinstance(func, nn.Module):
+                self.reward_funcs[position] = self._verdicts.wrap(func, position)
+        self.context_builder = self._make_builder(distills)
         self._init_reports(distills)
         self.run_log.facts["data"] = describe_data(reward_funcs or [], args.reward_weights)
         self.run_log.rows = {"train": train_dataset, "test": eval_dataset}
@@ -165,9 +165,23 @@ class CreditTrainer(ResumableTrainer):
         if distills:
             self._init_credit(token_weight)
         self._init_policy_step()
-        for entry in entry_points(group="credit_trl.callbacks"):  # of this package, token maps and the report
-            for callback in entry.load()(self):
-                self.add_callback(callback)
+        for callback in run_callbacks(self):
+            self.add_callback(callback)
+
+    def _init_model(self) -> None:
+        """Prepare the model and the engine that TRL has loaded."""
+        causal_lm.keep_quantized_differentiable(self.model)
+        if self.args.cast_lm_head_to_fp32:
+            causal_lm.use_fp32_lm_head(self.model)
+        if self.use_vllm:
+            self.vllm_generation = PolicyGeneration.adopt(self.vllm_generation, self.args.seed)
+            checks.check_server(self)
+
+    def _make_builder(self, distills: bool) -> ContextBuilder:
+        options = {"chat_template": self.chat_template} | self.chat_template_kwargs
+        render = chat_renderer(self.processing_class, self._is_vlm, **options)
+        reader = ImageReader(self.processing_class) if self._is_vlm and distills else None
+        return ContextBuilder(self._tokenizer, self.args, self.eos_token_ids, render, reader)
 
     @cached_property
     def clock(self) -> reporting.StageClock:
@@ -182,7 +196,7 @@ class CreditTrainer(ResumableTrainer):
     def _init_reports(self, distills: bool) -> None:
         args = self.args
         self._eval_batches = 0
-        self.create_model_card = card_writer(self.create_model_card, self.args.output_dir)
+        self.create_model_card = card_writer(self.create_model_card, args.output_dir)
         self.run_log = reporting.RunLog(self)
         is_main = self.accelerator.is_main_process
         self.alarms = Alarms(is_main, self.run_log.note_warning)
@@ -268,61 +282,43 @@ class CreditTrainer(ResumableTrainer):
             checks.check_image_options(self)
         if builder.reader is not None:
             builder.reader.clear()
-            self._prompt_images = list(map(builder.read_images, prompts))
+            self._rollout.prompt_images = list(map(builder.read_images, prompts))
         tools = self._sample_tools(len(prompts))
         if self.use_vllm and builder.reader is not None:
             self.vllm_generation.unexpanded = builder.unexpanded(prompts, tools)
-        *generated, _, tool_images = check_returned("GRPOTrainer._generate", super()._generate(prompts))
-        checks.check_rollout_images(self, prompts, generated[0], tools, tool_images)
-        return *generated, None, tool_images
+        *outputs, _, tool_images = check_returned("GRPOTrainer._generate", super()._generate(prompts))
+        checks.check_rollout_images(self, prompts, outputs[0], tools, tool_images)
+        return *outputs, None, tool_images
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         """Set `current_turn` of environments that have it, before their tools run."""
-        generated = check_returned("GRPOTrainer._generate_single_turn", super()._generate_single_turn(*args, **kwargs))
+        outputs = check_returned("GRPOTrainer._generate_single_turn", super()._generate_single_turn(*args, **kwargs))
         for environment in self.environments or ():
             if hasattr(environment, "current_turn"):
-                environment.current_turn = self._turn
-        self._turn += 1
-        return generated
+                environment.current_turn = self._rollout.turn
+        self._rollout.turn += 1
+        return outputs
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list) -> Tensor:
-        """Run the reward functions. Sets `_rollouts` for `_generate_and_score_completions`."""
+        """Run the reward functions. Sets the generation batch of `_rollout`."""
         ends = {*self.eos_token_ids, self._tokenizer.pad_token_id}
-        truncated = [ids[-1] not in ends for ids in completion_ids_list]  # TRL refuses empty ones
-        dataset_columns = self._given_prompts or [{}] * len(inputs)
-        inputs = [
-            {**row, **columns, "truncated": cut}
-            for row, columns, cut in zip(inputs, dataset_columns, truncated, strict=False)
-        ]
+        rows = []
+        columns_of_rows = self._rollout.dataset_prompts or [{}] * len(inputs)
+        for row, columns, ids in zip(inputs, columns_of_rows, completion_ids_list, strict=False):
+            rows.append({**row, **columns, "truncated": ids[-1] not in ends})  # TRL refuses empty completions
         self._verdicts.clear()
-        if self.model.training:
-            index = self._step // (self.args.steps_per_generation * self.num_iterations)
-        else:
-            self._eval_batches += 1
-            index = EVALUATION_INDEX + self._eval_batches
+        index = self._next_batch_index()
         with self.clock.stage("verdict"):
-            graded = completions
-            parsers = (getattr(self._tokenizer, f"response_{name}", None) for name in ("template", "schema"))
-            template = self.chat_template or self.processing_class.chat_template
-            renders_itself = isinstance(prompts[0], list) and not template  # a `rollout_func` at weight 0
-            # TRL parses the completions of the others.
-            if not (self.tools or self.environment_factories or any(parsers) or renders_itself):
-                graded = mark_thinking(
-                    completions,
-                    completion_ids_list,
-                    self._tokenizer,
-                    lambda sample: self.context_builder.student_text(prompts[sample]),
-                    self.context_builder.marks,
-                )
+            graded = self._marked_completions(prompts, completions, completion_ids_list)
             with use_marks(self.context_builder.marks), self._undisturbed(index):
-                rewards_per_func = super()._calculate_rewards(inputs, prompts, graded, completion_ids_list)
+                rewards_per_func = super()._calculate_rewards(rows, prompts, graded, completion_ids_list)
             check_returned("GRPOTrainer._calculate_rewards", rewards_per_func)
         if self.args.on_verifier_error == "skip":
             share = mask_skipped_rewards(rewards_per_func, self._verdicts.has_failed, self.accelerator)
             self._log_values({"credit/frac_verifier_skipped": share})
-        evaluated = None if self.model.training else self.callback_handler.eval_dataloader.dataset
-        self._rollouts = GenerationBatch(
-            rows=inputs,
+        dataset = self._current_dataset()
+        self._rollout.batch = GenerationBatch(
+            rows=rows,
             prompts=prompts,
             completion_ids=completion_ids_list,
             rewards=total_rewards(rewards_per_func, self.reward_weights),
@@ -331,10 +327,35 @@ class CreditTrainer(ResumableTrainer):
             first=self.accelerator.process_index * len(prompts),
             group_size=self.num_generations if self.model.training else self.num_generations_eval,
             index=index,
-            dataset=evaluated if isinstance(evaluated, Dataset) else self.train_dataset,
+            dataset=dataset if isinstance(dataset, Dataset) else self.train_dataset,
             tools=self._sample_tools(len(prompts)),
         )
         return rewards_per_func
+
+    def _current_dataset(self) -> Any:
+        """The data of training, or of the evaluation that runs."""
+        return self.train_dataset if self.model.training else self.callback_handler.eval_dataloader.dataset
+
+    def _next_batch_index(self) -> int:
+        """`GenerationBatch.index` of the batch that is graded."""
+        if self.model.training:
+            return self._step // (self.args.steps_per_generation * self.num_iterations)
+        self._eval_batches += 1
+        return EVALUATION_INDEX + self._eval_batches
+
+    def _marked_completions(self, prompts: list, completions: list, completion_ids: list[list[int]]) -> list:
+        """Completions whose text tells thinking from answer, where TRL does not parse them."""
+        has_parser = getattr(self._tokenizer, "response_template", None) or getattr(
+            self._tokenizer, "response_schema", None
+        )
+        template = self.chat_template or self.processing_class.chat_template
+        renders_itself = isinstance(prompts[0], list) and not template  # a `rollout_func` at weight 0
+        if self.tools or self.environment_factories or has_parser or renders_itself:
+            return completions
+        builder = self.context_builder
+        return mark_thinking(
+            completions, completion_ids, self._tokenizer, lambda i: builder.student_text(prompts[i]), builder.marks
+        )
 
     def _undisturbed(self, index: int) -> AbstractContextManager[None]:
         """Block in which functions of the user run for the generation batch of an index."""
@@ -348,24 +369,23 @@ class CreditTrainer(ResumableTrainer):
         return [self.tools] * count if self.tools else []
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        dataset = self.train_dataset if self.model.training else self.callback_handler.eval_dataloader.dataset
         is_changed = self.environment_factories is not None or self.rollout_func is not None
-        if isinstance(dataset, IterableDataset) and not is_changed:
+        if isinstance(self._current_dataset(), IterableDataset) and not is_changed:
             checks.check_stream_rows("The stream", inputs, needs_user=self.credit_step is not None)
+        rollout = RolloutState()
+        self._rollout = rollout
         if self.credit_step is not None:
-            self._given_prompts = list(map(prompt_columns, inputs))
+            rollout.dataset_prompts = list(map(prompt_columns, inputs))
             inputs = with_images_in_prompts(inputs, self._is_vlm)
-        self._turn = 0
-        self._outside_logps = None
         with self.clock.stage("rollout"):
             output = super()._generate_and_score_completions(inputs)
             check_returned("GRPOTrainer._generate_and_score_completions", output)
-        if self._outside_logps is not None:  # from the distribution of the engine to the whole vocabulary
+        if rollout.outside_logps is not None:  # from the distribution of the engine to the whole vocabulary
             for name in ("old_per_token_logps", "sampling_per_token_logps"):
-                output[name] = output[name] + self._outside_logps
+                output[name] = output[name] + rollout.outside_logps
         if self.args.on_verifier_error == "skip":
             mask_skipped_tokens(output, self._verdicts.has_failed, self.accelerator)
-        batch = self._rollouts.with_turns(loss_mask(output))
+        batch = rollout.batch.with_turns(loss_mask(output))
         self._generation_batch = batch
         metrics = self._metrics[self._mode]
         if self.model.training:
@@ -377,8 +397,8 @@ class CreditTrainer(ResumableTrainer):
             self._log_values({"sampling/importance_sampling_ratio/median": median.nanmean().item()})
         contexts = None
         if self.credit_step is not None:
-            if any(gather_object([any(self._prompt_images)])):
-                output["prompt_images"] = self._prompt_images
+            if any(gather_object([any(rollout.prompt_images)])):
+                output["prompt_images"] = rollout.prompt_images
             with self.clock.stage("contexts"), self._undisturbed(batch.index):
                 contexts = self._build_contexts(batch)
                 output["success_weights"] = self._weigh_successes(batch, contexts, loss_mask(output))
@@ -391,17 +411,17 @@ class CreditTrainer(ResumableTrainer):
         """Teacher and contrast contexts of the local samples."""
         if self._picks_successful:
             names = ", ".join(self.reward_func_names)
-            highest = max((reward for reward in batch.rewards if reward == reward), default=0.0)
+            highest = np.nanmax([0.0, *batch.rewards])
             self.alarms.raise_if(is_graded(batch.rewards), "graded_reward", names=names, highest=highest)
         contexts = self.credit_step.build_contexts(batch)
         shares = context_metrics(contexts, self.args.contrasts, self._sum_over_processes)
         self._log_values(shares)
         alarms = self.alarms if self.model.training else self._eval_alarms
         alarms.check_contexts(shares, self._metrics[self._mode].get("credit/frac_verifier_skipped", [0.0])[-1])
-        pairs = zip(contexts, batch.completion_ids, strict=True)
-        longest = max(
-            (len(ids) + len(y) for sample_contexts, y in pairs for ids, _ in sample_contexts.sequences()), default=0
-        )
+        longest = 0
+        for sample_contexts, completion_ids in zip(contexts, batch.completion_ids, strict=True):
+            for ids, _ in sample_contexts.sequences():
+                longest = max(longest, len(ids) + len(completion_ids))
         positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or longest
         self.alarms.raise_if(longest > positions, "positions", longest=longest, positions=positions)
         is_ignored, missing_turns = ignored_feedback(batch, self.args)
@@ -447,7 +467,8 @@ class CreditTrainer(ResumableTrainer):
         is_plain = all(value is None or isinstance(value, bool) for value in kwargs.values())
         is_policy = compute_entropy or model is self.model
         step = self.policy_step if is_policy else None
-        if not compute_entropy and (any(self._prompt_images) or (is_policy and self._distillation_weight > 0.0)):
+        prompt_images = self._rollout.prompt_images
+        if not compute_entropy and (any(prompt_images) or (is_policy and self._distillation_weight > 0.0)):
             step = self.credit_step
         if step is None or not is_plain:
             returned = super()._get_per_token_logps_and_entropies(
@@ -463,16 +484,16 @@ class CreditTrainer(ResumableTrainer):
         corrects = self.use_vllm and self.vllm_importance_sampling_correction
         role = step.engine_role
         # Of the two passes of the policy in a rollout, the second is that of the KL term's reference.
-        moves = (corrects or role == "old") and not step.sampling.is_policy and self._outside_logps is None
+        moves = (corrects or role == "old") and not step.sampling.is_policy and self._rollout.outside_logps is None
         has_ratio = self.args.distillation_is_clip is not None and role != "old"
         if self.args.distillation_weight == 1.0 and not has_ratio and not corrects and not moves:
             return None, None, None  # nothing reads them
-        if any(self._prompt_images):
-            parts["prompt_images"] = self._prompt_images
+        if any(prompt_images):
+            parts["prompt_images"] = prompt_images
         with self.clock.stage("old_logps"):
             logps = step.policy_and_sampling_logps(model, parts, batch_size)
         if moves and model is self.model:
-            self._outside_logps = logps.full - logps.sampled
+            self._rollout.outside_logps = logps.full - logps.sampled
             return logps.sampled, None, None  # which TRL compares with the engine's
         return logps.full, None, None
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from credit_trl.cli import quickstart
+from credit_trl.quickstart_model import read_base
 from credit_trl.run_directory import EVALUATIONS_FILE, LOG_FILE, read_lines
-from credit_trl.tasks.quickstart_model import read_base
 
 README = Path(__file__).parents[2] / "README.md"
 

@@ -14,9 +14,9 @@ from credit_trl.cli import training
 from credit_trl.cli.data import CreditScriptArguments, describe
 from credit_trl.cli.run_folder import model_of_run, read_run, task_of_run
 from credit_trl.lab.analysis import responses, tokenmap
+from credit_trl.lab.report import run_callbacks
 from credit_trl.run_directory import describe_data, describe_function, describe_rows
 from credit_trl.tasks.registry import task_of_data
-from tiny import declared_entry_points
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,7 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("own") / "first"
     with pytest.MonkeyPatch.context() as patch:
         assert cli.main(["credit-init", str(folder)]) == 0
-        patch.setattr("credit_trl.trainer.entry_points", declared_entry_points)
+        patch.setattr("credit_trl.trainer.run_callbacks", run_callbacks)
         patch.chdir(folder)
         patch.setattr(sys, "path", [str(folder), *sys.path])
         assert training.run(["--config", "run.yaml", "--max_steps", "2"]) == 0

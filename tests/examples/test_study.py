@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from credit_trl.tasks.quickstart_model import SHIPPED
+from credit_trl.quickstart_model import SHIPPED
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 RESULTS = EXAMPLES / "study" / "results"

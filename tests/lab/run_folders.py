@@ -33,7 +33,7 @@ def make_run(
     write_json(folder / "run.json", run | {"segments": [{"step": 0, "options": options}]})
     for step in range(1, 5):
         row = {"step": step, "reward": 0.1 * step + seed, "completions/mean_length": 20.0, "credit/s_mean": 0.5}
-        append_lines(folder / "log.jsonl", row | dict(metrics or {}))
+        append_lines(folder / "log.jsonl", [row | dict(metrics or {})])
         message = [{"role": "user", "content": f"{text} {step}"}]
         rollout = {"step": step, "prompt": message, "completion": message, "reward": 1.0, "feedback": text}
         (folder / "completions").mkdir(exist_ok=True)
@@ -42,7 +42,7 @@ def make_run(
     for i, row in enumerate(np.atleast_2d(scores)):
         mean = float(row.mean())
         result = {"task": "sums", "k": 4, "score": mean, "low": mean - 0.1, "high": mean + 0.1}
-        append_lines(folder / "evaluations.jsonl", {"step": 2 * i, **result})
+        append_lines(folder / "evaluations.jsonl", [{"step": 2 * i, **result}])
         prompts = []
         for n, value in enumerate(row):
             group = None if groups is None else groups[n % len(groups)]

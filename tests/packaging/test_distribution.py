@@ -80,7 +80,6 @@ def test_wheel_metadata_has_commands_license_requirements(in_wheel):
     (entry_points,) = (text.decode() for name, text in in_wheel.items() if name.endswith("entry_points.txt"))
     assert "trl = credit_trl.cli:main" in entry_points
     assert "credit-trl = credit_trl.cli:main" in entry_points
-    assert "[credit_trl.callbacks]\nreport = credit_trl.lab.report:run_callbacks" in entry_points
     (metadata,) = (text.decode() for name, text in in_wheel.items() if name.endswith("/METADATA"))
     needed = re.findall(r"^Requires-Dist: ([\w-]+)(?!.*extra ==)", metadata, re.MULTILINE)
     assert {"torch", "trl", "transformers", "accelerate", "datasets", "peft"} <= set(needed)

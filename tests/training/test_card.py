@@ -16,7 +16,7 @@ def test_model_card_says_method_teacher_data_and_score(make_trainer):
     trainer.train()
     folder = Path(trainer.args.output_dir)
     rows = [{"step": 0, "score": 0.25}, {"step": 1, "score": 0.75, "low": 0.5, "high": 1.0}]
-    append_lines(folder / "evaluations.jsonl", *(row | {"task": "sums", "k": 4} for row in rows))
+    append_lines(folder / "evaluations.jsonl", (row | {"task": "sums", "k": 4} for row in rows))
     for _ in range(2):  # a later checkpoint writes it again
         trainer.create_model_card()
     text = (folder / "README.md").read_text("utf-8")

@@ -38,7 +38,7 @@ def test_second_run_in_a_directory_moves_the_first_aside(train, tmp_path, caplog
     (tmp_path / "notes.md").write_text("mine")
     train(max_steps=4, saves=True, contrastive_coef=0.1, log_completions=True)
     assert "The earlier run" not in caplog.text
-    append_lines(tmp_path / "evaluations.jsonl", {"step": 0, "score": 0.5}, {"step": 4, "score": 0.5})
+    append_lines(tmp_path / "evaluations.jsonl", [{"step": 0, "score": 0.5}, {"step": 4, "score": 0.5}])
     expected = {name: value for name, value in file_hashes(tmp_path).items() if name != "notes.md"}
     train(max_steps=2, saves=True, contrastive_coef=0.5, log_completions=True)
     assert f"The earlier run in {tmp_path} is in {tmp_path / '_earlier_1'} now." in caplog.text

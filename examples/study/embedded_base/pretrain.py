@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
-from credit_trl.tasks.quickstart_model import read_base
+from credit_trl.quickstart_model import read_base
 
 # A conversation and the response to it, or the response's beginning, which is not trained on, and the rest of it.
 Example = tuple[list[dict[str, str]], str | tuple[str, str]]

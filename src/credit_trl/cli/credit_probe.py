@@ -103,7 +103,7 @@ def _of_names(args: argparse.Namespace, folder: Path, changes: dict[str, Any]) -
     from trl import GRPOConfig
 
     from credit_trl.config import CreditConfig
-    from credit_trl.tasks.quickstart_model import model_path
+    from credit_trl.quickstart_model import model_path
     from credit_trl.trainer import CreditTrainer
 
     if args.run is None and (args.model is None or args.task is None):

@@ -95,7 +95,7 @@ def make_trainer(
     from trl import get_peft_config, get_quantization_config
 
     from credit_trl.cli.preemption import SaveOnSigterm
-    from credit_trl.tasks.quickstart_model import model_path, naming_model
+    from credit_trl.quickstart_model import model_path, naming_model
     from credit_trl.trainer import CreditTrainer
 
     # Names are checked before the model loads, so that a wrong one fails at once.

@@ -159,7 +159,7 @@ class EvaluationCallback(TrainerCallback):
         if saves and self.keep_best and all(latest["score"] > row["score"] for row in earlier):
             self._save_best(step)
         if self.engine.is_main:
-            files.append_lines(self.folder / files.EVALUATIONS_FILE, latest)
+            files.append_lines(self.folder / files.EVALUATIONS_FILE, [latest])
         self.trainer.accelerator.wait_for_everyone()
 
     def _measure(self, folder: Path) -> Evaluation:

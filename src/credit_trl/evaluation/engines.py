@@ -20,8 +20,8 @@ from credit_trl.contexts.images import ImageReader
 from credit_trl.contexts.prompts import chat_renderer, images_of
 from credit_trl.evaluation.config import SamplingConfig
 from credit_trl.evaluation.generation import Response, end_of_turn_ids, generate_ids, read_responses
+from credit_trl.quickstart_model import model_path, naming_model
 from credit_trl.rollout.batch import Prompt
-from credit_trl.tasks.quickstart_model import model_path, naming_model
 from credit_trl.teacher.models import eval_mode
 from credit_trl.teacher.sharding import local_part, reshard
 from credit_trl.trl_compat import VLLMGeneration, unwrap_model_for_generation

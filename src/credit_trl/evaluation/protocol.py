@@ -242,7 +242,7 @@ def _sample(
     def write(batch: Sequence[Unit], responses: Sequence[Any]) -> None:
         graded = grade(task, batch, responses, config.policy)
         if config.output_dir is not None:
-            files.append_lines(Path(config.output_dir) / SAMPLES_FILE, *map(asdict, graded))
+            files.append_lines(Path(config.output_dir) / SAMPLES_FILE, map(asdict, graded))
         samples.extend(graded)
         bar.set_postfix_str(f"avg {sum(s.reward for s in samples) / len(samples):.3f}")
 

@@ -7,7 +7,7 @@ replayed on the policy's logits, in vLLM's order: bias, temperature, `min_p`, `t
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from jaxtyping import Float, Int
@@ -93,16 +93,23 @@ def unknown_option(config: CreditConfig) -> str | None:
     return None
 
 
+class PolicyLogps(NamedTuple):
+    """Log-probabilities of sampled tokens under the policy; 0 on padding, where there is any."""
+
+    full: Float[Tensor, "..."]  # over the whole vocabulary
+    sampled: Float[Tensor, "..."]  # under the distribution that the engine samples from
+
+
 def sampling_logps(
     head: LMHead, hidden: Float[Tensor, "N H"], tokens: Int[Tensor, "N 1"], sampling: SamplingDistribution
-) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
-    """Log-probabilities of sampled tokens under the policy and under its sampling distribution, without gradient.
+) -> PolicyLogps:
+    """Log-probabilities (N,) of sampled tokens, without gradient.
 
     `head` is not sharded.
     """
     if sampling.is_policy:
         logps = token_logps(head, hidden, tokens)
-        return logps, logps
+        return PolicyLogps(logps, logps)
     size = max(head.chunk_size(hidden) // _SORTED_COPIES, 1)
     count = min(size, len(hidden))
     buffer = hidden.new_empty((count, head.vocabulary_size), dtype=accumulation_dtype(hidden.dtype))
@@ -113,4 +120,4 @@ def sampling_logps(
         projection = project(head, hidden[rows], out=logits, tokens=tokens[rows], wants_entropy=False)
         policy.append(projection.token_logps)
         sampled.append(sampling.token_logps(logits, tokens[rows]))
-    return torch.cat(policy), torch.cat(sampled)
+    return PolicyLogps(torch.cat(policy), torch.cat(sampled))

@@ -30,8 +30,8 @@ from pathlib import Path
 from datasets import Dataset
 from transformers import PreTrainedTokenizerFast
 
+from credit_trl.quickstart_model import load_model as load_model
 from credit_trl.rollout.verdict import Verdict
-from credit_trl.tasks.quickstart_model import load_model as load_model
 from credit_trl.tasks.task import batch_of
 
 TASK = "quickstart"

@@ -256,7 +256,7 @@ def success_with_feedback(trainer: Any, batch: GenerationBatch, contexts: Sequen
             completions = [[{"role": "assistant", "content": text}] for text in completions]
         trainer._calculate_rewards(batch.rows, batch.prompts, completions, completion_ids)
         is_read = gather_object([ids is not None for ids in prompt_ids])
-        facts[name] = _share(trainer._rollouts.rewards, trainer.args, is_read)
+        facts[name] = _share(trainer._rollout.batch.rewards, trainer.args, is_read)
     return facts
 
 

@@ -2,7 +2,7 @@
 
 import inspect
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -85,9 +85,13 @@ def check_server(trainer: Any) -> None:
 
 def named_datasets(train_dataset: Any, eval_dataset: Any) -> dict[str, Any]:
     """The datasets by the name that errors give them; None where there is none."""
+    datasets = {"train_dataset": train_dataset}
     if isinstance(eval_dataset, dict):
-        return {"train_dataset": train_dataset} | {f"eval_dataset[{k!r}]": v for k, v in eval_dataset.items()}
-    return {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
+        for name, dataset in eval_dataset.items():
+            datasets[f"eval_dataset[{name!r}]"] = dataset
+    else:
+        datasets["eval_dataset"] = eval_dataset
+    return datasets
 
 
 def _columns(dataset: Any) -> list[str] | None:
@@ -101,8 +105,9 @@ def _columns(dataset: Any) -> list[str] | None:
 @lru_cache(maxsize=4)
 def _row_without_columns(dataset: Any) -> dict[str, Any] | None:
     """First row of a stream that does not tell its columns; None of other data."""
-    is_silent = isinstance(dataset, IterableDataset) and dataset.column_names is None
-    return next(iter(dataset), None) if is_silent else None
+    if isinstance(dataset, IterableDataset) and dataset.column_names is None:
+        return next(iter(dataset), None)
+    return None
 
 
 def check_stream_rows(name: str, rows: Sequence[dict[str, Any]], *, needs_user: bool) -> None:
@@ -137,10 +142,12 @@ def check_datasets(
     """
     draws = distills and args.contrasts
     columns_of_source = source_columns(find_source(args.contrastive_source)) if draws else []
-    funcs = reward_funcs if isinstance(reward_funcs, Sequence) else [reward_funcs]
     has_environments = options.get("environment_factory") is not None
-    has_rollouts = options.get("rollout_func") is not None
-    funcs = [f for f in funcs if callable(f) and not (has_rollouts or isinstance(f, nn.Module))]
+    funcs = []
+    if options.get("rollout_func") is None:
+        for func in reward_funcs if isinstance(reward_funcs, Sequence) else [reward_funcs]:
+            if callable(func) and not isinstance(func, nn.Module):
+                funcs.append(func)
     for name, dataset in datasets.items():
         if isinstance(dataset, dict):
             raise ValueError(f"`{name}` is a dictionary of splits: give one, dataset[{next(iter(dataset))!r}].")
@@ -153,22 +160,32 @@ def check_datasets(
         check_column_names(f"`{name}`", columns)
         if isinstance(dataset, Dataset) and len(dataset) == 0:
             raise ValueError(f"`{name}` has no rows.")
-        passed = set(columns) & _KEPT if args.remove_unused_columns else set(columns)
-        if missing := [column for column in columns_of_source if column not in passed]:
-            raise refusal("no_column", c=args, missing=missing[0], name=name, passed=", ".join(sorted(passed)))
+        passed = set(columns)
+        if args.remove_unused_columns:
+            passed &= _KEPT
+        for column in columns_of_source:
+            if column not in passed:
+                raise refusal("no_column", c=args, missing=column, name=name, passed=", ".join(sorted(passed)))
         passed -= {"prompt", "completion"}  # which TRL calls `prompts` and `completions`
         passed |= RESERVED_COLUMNS if has_environments else _PASSED
         for func in funcs:
-            if extra := sorted(one for one in passed - {"truncated"} if not takes(func, one)):
-                raise refusal("extra_argument", func=get_callable_name(func), extra=extra[0])
-            needed = [p.name for p in parameters_of(func).values() if p.kind in _NAMED and p.default is p.empty]
-            if missing := [name for name in needed if name not in passed]:
-                called = {"func": get_callable_name(func), "passed": ", ".join(sorted(passed))}
-                raise refusal("missing_argument", c=args, missing=missing[0], name=name, **called)
+            _check_arguments_of(func, passed, name, args)
     rows = datasets["train_dataset"]
     has_rows = isinstance(rows, Dataset) and "prompt" in _columns(rows)
     if draws and args.contrastive_source == "dataset" and not has_rows:
         raise refusal("no_rows_to_draw")
+
+
+def _check_arguments_of(func: Any, passed: Set[str], dataset_name: str, args: CreditConfig) -> None:
+    """Check that a reward function takes the arguments that are passed, and needs no other one."""
+    for argument in sorted(passed - {"truncated"}):
+        if not takes(func, argument):
+            raise refusal("extra_argument", func=get_callable_name(func), extra=argument)
+    for parameter in parameters_of(func).values():
+        is_needed = parameter.kind in _NAMED and parameter.default is parameter.empty
+        if is_needed and parameter.name not in passed:
+            values = {"func": get_callable_name(func), "passed": ", ".join(sorted(passed))}
+            raise refusal("missing_argument", c=args, missing=parameter.name, name=dataset_name, **values)
 
 
 def check_truncated(trainer: Any, share: float) -> None:
@@ -224,52 +241,75 @@ def check_prompts(trainer: Any, datasets: dict[str, Any], *, distills: bool) -> 
     if None in trainer.eos_token_ids:
         raise ValueError("The tokenizer has no EOS token, which ends a completion: set `tokenizer.eos_token`.")
     added = trainer._tokenizer.added_tokens_decoder
-    ordinary = [trainer._tokenizer.decode([i]) for i in trainer.eos_token_ids if added and i not in added]
-    trainer.alarms.raise_if(bool(ordinary), "ordinary_end", text=next(iter(ordinary), None))
-    builder = trainer.context_builder
+    for token_id in trainer.eos_token_ids:
+        is_ordinary = bool(added) and token_id not in added
+        trainer.alarms.raise_if(is_ordinary, "ordinary_end", text=trainer._tokenizer.decode([token_id]))
     is_changed = trainer.environment_factories is not None or trainer.rollout_func is not None
     for name, dataset in datasets.items():
-        columns = _columns(dataset) or ()
-        is_formed = isinstance(dataset, Dataset) and dataset.format["type"] == "custom"  # by a function
-        features = {} if is_formed else getattr(dataset, "features", None) or {}
-        feature = features.get("privileged_context")
-        dtype = getattr(feature, "dtype", type(feature).__name__)  # a list or a struct has none
-        if dtype not in ("string", "large_string", "null", "NoneType"):
-            raise ValueError(f"`{name}` has the column `privileged_context` of {dtype}. Write it as text.")
-        has_prompts = isinstance(dataset, Dataset) and len(dataset) > 0 and "prompt" in columns
+        _check_feedback_column(name, dataset)
         streamed = _row_without_columns(dataset)
-        row = dataset[0] if has_prompts else streamed or {"prompt": ""}
         if streamed is not None and not is_changed:
             check_stream_rows(f"`{name}`", [streamed], needs_user=distills)
+        has_prompts = isinstance(dataset, Dataset) and len(dataset) > 0 and "prompt" in (_columns(dataset) or ())
         if has_prompts and not is_changed:
-            is_lazy = is_formed or "Image(" in str(features["prompt"])  # not to decode all
-            batches = [{"prompt": [row["prompt"]]}] if is_lazy else dataset.select_columns("prompt").iter(1000)
-            check_rows(f"`{name}`", (prompt for rows in batches for prompt in rows["prompt"]), needs_user=distills)
+            check_rows(f"`{name}`", _all_prompts(dataset), needs_user=distills)
+        row = dataset[0] if has_prompts else streamed or {"prompt": ""}
         prompt = row_prompt(row) if distills else row.get("prompt", "")
-        has_images = bool(images_of(prompt)) or any(row.get(name) for name in ("image", "images"))
+        has_images = bool(images_of(prompt) or row.get("image") or row.get("images"))
         if distills and has_images:
             check_image_options(trainer)
         if has_prompts:
-            builder.read_images(prompt)
-        if is_changed or not has_prompts or (has_images and not distills):
-            continue
-        if distills:
-            user_text(prompt)
-        [ids] = trainer._tokenize_prompts([prompt])[0]
-        if images_of(prompt):
-            _check_prompt(f"The first prompt of `{name}`", prompt, ids, builder, trainer.tools or None, True)
-        elif not trainer._is_vlm:
-            _check_parts(f"The first prompt of `{name}`", prompt, builder.student_text(prompt))
-        check_vocabulary(trainer, ids)
-        last_id = ids[-1] if ids else None
-        trainer.alarms.raise_if(last_id in trainer.eos_token_ids, "prompt_ends", name=name, last=last_id)
+            trainer.context_builder.read_images(prompt)
+        if not is_changed and has_prompts and (distills or not has_images):
+            if distills:
+                user_text(prompt)
+            _check_first_prompt(trainer, name, prompt)
+
+
+def _is_made_by_function(dataset: Any) -> bool:
+    """Whether a function forms the rows of a data set as they are read."""
+    return isinstance(dataset, Dataset) and dataset.format["type"] == "custom"
+
+
+def _check_feedback_column(name: str, dataset: Any) -> None:
+    """Check by the features of a data set that its static feedback is text."""
+    if _is_made_by_function(dataset):
+        return
+    features = getattr(dataset, "features", None) or {}
+    feature = features.get("privileged_context")
+    dtype = getattr(feature, "dtype", type(feature).__name__)  # a list or a struct has none
+    if dtype not in ("string", "large_string", "null", "NoneType"):
+        raise ValueError(f"`{name}` has the column `privileged_context` of {dtype}. Write it as text.")
+
+
+def _all_prompts(dataset: Dataset) -> Iterator[Prompt]:
+    """The prompts of a data set; the first alone where reading all would form rows or decode images."""
+    if _is_made_by_function(dataset) or "Image(" in str(dataset.features["prompt"]):
+        yield dataset[0]["prompt"]
+        return
+    for batch in dataset.select_columns("prompt").iter(1000):
+        yield from batch["prompt"]
+
+
+def _check_first_prompt(trainer: Any, name: str, prompt: Prompt) -> None:
+    """Check that a prompt is encoded as the teacher reads it, within the vocabulary, and does not end in an EOS id."""
+    builder = trainer.context_builder
+    [ids] = trainer._tokenize_prompts([prompt])[0]
+    if images_of(prompt):
+        _check_prompt(f"The first prompt of `{name}`", prompt, ids, builder, trainer.tools or None, True)
+    elif not trainer._is_vlm:
+        _check_parts(f"The first prompt of `{name}`", prompt, builder.student_text(prompt))
+    check_vocabulary(trainer, ids)
+    last_id = ids[-1] if ids else None
+    trainer.alarms.raise_if(last_id in trainer.eos_token_ids, "prompt_ends", name=name, last=last_id)
 
 
 def _check_parts(name: str, prompt: Prompt, text: str) -> None:
     """Check that the rendered text of a prompt has its content parts as text."""
-    parts = [] if isinstance(prompt, str) else [m["content"] for m in prompt if isinstance(m.get("content"), list)]
-    if any(str(part) in text or user_text(prompt).strip() not in text for part in parts):
-        raise refusal("parts_as_text", name=name, part=parts[0], text=text[-80:])
+    for message in () if isinstance(prompt, str) else prompt:
+        part = message.get("content")
+        if isinstance(part, list) and (str(part) in text or user_text(prompt).strip() not in text):
+            raise refusal("parts_as_text", name=name, part=part, text=text[-80:])
 
 
 def check_rollout_images(

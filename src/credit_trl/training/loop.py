@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+from accelerate.utils import send_to_device
 from torch import Tensor, nn
 
 from credit_trl.config import CreditConfig
@@ -38,18 +39,34 @@ def prompt_ids(step: CreditStep, prompt: Any) -> list[int]:
 
 def sample_tensors(step: CreditStep, samples: Sequence[LoopSample]) -> dict[str, Any]:
     """TRL's tensors of the samples: prompts padded on the left, completions on the right."""
-    prompts = [torch.tensor(prompt_ids(step, sample.prompt)) for sample in samples]
-    completions = [torch.tensor(sample.completion_ids) for sample in samples]
-    tensors = {
-        "prompt_ids": pad(prompts, padding_side="left"),
-        "prompt_mask": pad([torch.ones_like(ids) for ids in prompts], padding_side="left"),
-        "completion_ids": pad(completions),
-        "completion_mask": pad([torch.ones_like(ids) for ids in completions]),
-    }
-    if samples[0].logps is not None:
-        tensors["old_per_token_logps"] = pad([sample.logps for sample in samples])
+    prompts = []
+    completions = []
+    logps = []
+    for sample in samples:
+        prompts.append(torch.tensor(prompt_ids(step, sample.prompt)))
+        completions.append(torch.tensor(sample.completion_ids))
+        logps.append(sample.logps)
+    tensors = {}
+    tensors["prompt_ids"] = pad(prompts, padding_side="left")
+    tensors["prompt_mask"] = pad(list(map(torch.ones_like, prompts)), padding_side="left")
+    tensors["completion_ids"] = pad(completions)
+    tensors["completion_mask"] = pad(list(map(torch.ones_like, completions)))
+    if logps[0] is not None:
+        tensors["old_per_token_logps"] = pad(logps)
     tensors["num_items_in_batch"] = tensors["completion_mask"].sum()
-    return {name: tensor.to(step.teacher.device) for name, tensor in tensors.items()}
+    return send_to_device(tensors, step.teacher.device)
+
+
+def generation_batch(samples: Sequence[LoopSample], group_size: int, index: int) -> GenerationBatch:
+    """The samples as the `index`-th generation batch of a process that has all of them."""
+    batch = GenerationBatch([], [], [], [], [], first=0, group_size=group_size, index=index)
+    for sample in samples:
+        batch.rows.append({})
+        batch.prompts.append(sample.prompt)
+        batch.completion_ids.append(sample.completion_ids)
+        batch.rewards.append(float(sample.verdict))
+        batch.verdict_feedback.append(sample.verdict.feedback)
+    return batch
 
 
 class CreditLoop:
@@ -72,21 +89,14 @@ class CreditLoop:
 
     def micro_batches(self, samples: Sequence[LoopSample]) -> list[dict[str, Any]]:
         """Score a generation batch, and split it into micro-batches of `per_device_train_batch_size` samples."""
-        batch = GenerationBatch(
-            rows=[{}] * len(samples),
-            prompts=[sample.prompt for sample in samples],
-            completion_ids=[sample.completion_ids for sample in samples],
-            rewards=[float(sample.verdict) for sample in samples],
-            verdict_feedback=[sample.verdict.feedback for sample in samples],
-            first=0,
-            group_size=self.config.num_generations,
-            index=self.batch_count,
-        )
+        batch = generation_batch(samples, self.config.num_generations, self.batch_count)
         self.batch_count += 1
         tensors = sample_tensors(self.step, samples)
         tensors |= self.step.prepare(batch, tensors)
-        rows = torch.arange(len(samples)).split(self.config.per_device_train_batch_size)
-        return [without_padding(take_rows(tensors, part.tolist())) for part in rows]
+        batches = []
+        for rows in torch.arange(len(samples)).split(self.config.per_device_train_batch_size):
+            batches.append(without_padding(take_rows(tensors, rows.tolist())))
+        return batches
 
     def loss(self, model: nn.Module, micro_batch: dict[str, Any]) -> Tensor:
         """Loss of a micro-batch; the gradients of the micro-batches of an optimizer step are summed."""

@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -49,14 +50,13 @@ def evened(batches: Sequence[dict[str, Any]], exchanged: int, packed: bool) -> l
     result = []
     for start in range(0, len(batches), exchanged):
         exchanged_batches = batches[start : start + exchanged]
-        merged = {name: _join([batch[name] for batch in exchanged_batches]) for name in exchanged_batches[0]}
-        lengths = (merged["prompt_mask"].sum(dim=1) + merged["completion_mask"].sum(dim=1)).tolist()
-        groups = (
-            even_groups(lengths, len(exchanged_batches), packed)
-            if len(exchanged_batches) > 1
-            else [list(range(len(lengths)))]
-        )
-        result += [without_padding(take_rows(merged, rows)) for rows in groups]
+        if len(exchanged_batches) == 1:
+            result.append(without_padding(exchanged_batches[0]))
+            continue
+        merged = _joined(exchanged_batches)
+        lengths = merged["prompt_mask"].sum(dim=1) + merged["completion_mask"].sum(dim=1)
+        for rows in even_groups(lengths.tolist(), len(exchanged_batches), packed):
+            result.append(without_padding(take_rows(merged, rows)))
     return result
 
 
@@ -65,27 +65,36 @@ def even_groups(lengths: Sequence[int], count: int, by_total: bool) -> list[list
 
     Each group holds samples of similar length or, with `by_total`, the samples are dealt out, which evens the totals.
     """
-    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    size = len(lengths) // count
-    return [order[i::count] if by_total else order[i * size : (i + 1) * size] for i in range(count)]
+    order = np.argsort(-np.asarray(lengths), kind="stable")
+    groups = order.reshape(-1, count).T if by_total else order.reshape(count, -1)
+    return groups.tolist()
 
 
 def without_padding(batch: dict[str, Any]) -> dict[str, Any]:
     """A micro-batch without the positions that are padding in all of its rows; at least one is kept."""
     prompt = max(int(batch["prompt_mask"].any(dim=0).sum()), 1)
     used = batch["completion_mask"].any(dim=0).nonzero()
-    completion = int(used[-1]) + 1 if len(used) else 1
-    cut = {name: batch[name][:, -prompt:].contiguous() for name in ("prompt_ids", "prompt_mask")}
+    completion = int(used.max()) + 1 if len(used) else 1
+    cut = {}
+    for name in ("prompt_ids", "prompt_mask"):
+        cut[name] = batch[name][:, -prompt:].contiguous()
     for name in _COMPLETION_FIELDS.intersection(batch):
         if batch[name] is not None and batch[name].ndim > 1:
             cut[name] = batch[name][:, :completion].contiguous()
     return batch | cut
 
 
-def _join(values: list[Any]) -> Any:
-    if values[0] is None or (isinstance(values[0], Tensor) and values[0].ndim == 0):
-        return values[0]
-    return torch.cat(values) if isinstance(values[0], Tensor) else list(itertools.chain(*values))
+def _joined(batches: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One batch with the samples of all; scalars and missing fields are those of the first batch."""
+    joined = dict(batches[0])
+    for name, first_values in batches[0].items():
+        values = [batch[name] for batch in batches]
+        if isinstance(first_values, Tensor):
+            if first_values.ndim:
+                joined[name] = torch.cat(values)
+        elif first_values is not None:
+            joined[name] = list(itertools.chain.from_iterable(values))
+    return joined
 
 
 def take_rows(batch: dict[str, Any], rows: list[int]) -> dict[str, Any]:
@@ -94,7 +103,8 @@ def take_rows(batch: dict[str, Any], rows: list[int]) -> dict[str, Any]:
     selected = dict(batch)
     for name, values in batch.items():
         if isinstance(values, Tensor):
-            selected[name] = values[index] if values.ndim else values
+            if values.ndim:
+                selected[name] = values[index]
         elif values is not None:
             selected[name] = [values[i] for i in rows]
     return selected

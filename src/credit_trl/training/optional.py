@@ -28,10 +28,10 @@ class OptionalEvents:
             logger.warning(f"{type(self).__name__}: {text}. Training continues.")
         self._has_warned = True
 
-    def attempt(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The result of a function; None, with a warning the first time, if it fails."""
+    def attempt(self, function: Callable[[], Any]) -> Any:
+        """The result of a function without arguments; None, with a warning the first time, if it fails."""
         try:
-            return function(*args, **kwargs)
+            return function()
         except Exception as error:
             self.warn(f"{type(error).__name__}: {error}")
             return None
@@ -39,7 +39,7 @@ class OptionalEvents:
 
 def _optional(event: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(event)
-    def attempted(self: OptionalEvents, *args: Any, **kwargs: Any) -> Any:
-        return self.attempt(event, self, *args, **kwargs)
+    def attempted(self: OptionalEvents, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        return self.attempt(functools.partial(event, self, args, state, control, **kwargs))
 
     return attempted

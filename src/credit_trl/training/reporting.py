@@ -154,7 +154,10 @@ class RunLog(TrainerCallback):
     def _segments(self, start: RunStart, segments: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The segments of a run, and a new one where its options have changed."""
         stored = merged_options(segments)
-        changed = {name: value for name, value in start.options.items() if name not in stored or stored[name] != value}
+        changed = {}
+        for name, value in start.options.items():
+            if name not in stored or stored[name] != value:
+                changed[name] = value
         return [*segments, {"step": self._first_step, "options": changed}] if changed else segments
 
     def _drop_after(self, folder: Path, step: int) -> None:
@@ -197,7 +200,7 @@ class RunLog(TrainerCallback):
         if not self._unwritten:
             return
         try:
-            files.append_lines(path, *self._unwritten)
+            files.append_lines(path, self._unwritten)
             self._unwritten.clear()
         except OSError as error:
             logger.warning(f"{path} could not be written ({error}). {len(self._unwritten)} logs are kept for later.")
@@ -217,18 +220,20 @@ def _content_text(content: Any) -> str:
     """The content of a message; an image as `[image 24×16]`."""
     if not isinstance(content, list):
         return str(content)
-    sizes = ["×".join(map(str, getattr(part.get("image"), "size", ()))) for part in content]
-    return " ".join(
-        part.get("text") or f"[{part.get('type')} {size}]" for part, size in zip(content, sizes, strict=True)
-    )
+    texts = []
+    for part in content:
+        size = "×".join(map(str, getattr(part.get("image"), "size", ())))
+        texts.append(part.get("text") or f"[{part.get('type')} {size}]")
+    return " ".join(texts)
 
 
 def escape_controls(text: str) -> str:
     """The text with control and formatting characters, except ends of lines, written as `⟨U+001B⟩`."""
-    return "".join(
-        character if character.isprintable() or character == "\n" else f"⟨U+{ord(character):04X}⟩"
-        for character in text
-    )
+    escaped = ""
+    for character in text:
+        is_shown = character.isprintable() or character == "\n"
+        escaped += character if is_shown else f"⟨U+{ord(character):04X}⟩"
+    return escaped
 
 
 def print_completions(logs: Mapping[str, Any], step: int, count: int | None) -> None:
@@ -239,10 +244,15 @@ def print_completions(logs: Mapping[str, Any], step: int, count: int | None) -> 
     columns = {"prompt": logs["prompt"], "completion": logs["completion"], **logs["rewards"]}
     columns |= {"advantage": logs["advantages"], **logs["extra"]}
     for sample in range(min(1 if count is None else count, len(logs["prompt"]))):
-        row = {name: values[sample] for name, values in columns.items()}
-        numbers = {name: value for name, value in row.items() if isinstance(value, int | float)}
-        title = "  ".join([f"step {step}", *(f"{name} {value:.3g}" for name, value in numbers.items())])
-        tqdm.write(f"--- {title}\n{text_block({name: row[name] for name in row if name not in numbers})}\n---")
+        title = f"step {step}"
+        texts = {}
+        for name, values in columns.items():
+            value = values[sample]
+            if isinstance(value, int | float):
+                title += f"  {name} {value:.3g}"
+            else:
+                texts[name] = value
+        tqdm.write(f"--- {title}\n{text_block(texts)}\n---")
 
 
 def add_completion_columns(
@@ -258,14 +268,14 @@ def add_completion_columns(
     if contexts is not None:
         mask = loss_mask(output) & output["contrast_mask"][:, None]
         specific = (output["teacher_token_logps"] - output["generic_token_logps"]) * mask
-        columns["teacher_prompt"] = trainer.processing_class.batch_decode(
-            [sample_contexts.teacher or [] for sample_contexts in contexts]
-        )
+        prompts = [sample_contexts.teacher or [] for sample_contexts in contexts]
+        columns["teacher_prompt"] = trainer.processing_class.batch_decode(prompts)
         columns["s_mean"] = (specific.sum(dim=1) / mask.sum(dim=1).clamp(min=1)).tolist()
     if contexts is not None and trainer.log_completions and trainer.log_multimodal:
         thumbnails = gather_object([list(map(thumbnail, images_of(prompt))) for prompt in batch.prompts])
         if logs["images"] or any(thumbnails):  # for the same rows as the prompts, which TRL has added
             missing = len(logs["prompt"]) - len(thumbnails) - len(logs["images"])
-            logs["images"].extend([*([[]] * missing), *thumbnails])
+            logs["images"].extend([[]] * missing)
+            logs["images"].extend(thumbnails)
     for name, values in columns.items():
         logs["extra"][name].extend(gather_object(values))

@@ -22,7 +22,7 @@ from credit_trl.contexts.tokens import CompletionBatch, TokenContexts
 from credit_trl.loss.credit_loss import CreditLoss, LossTokens, MicroBatchLoss, credit_loss
 from credit_trl.loss.head import LMHead, lm_head
 from credit_trl.loss.projection import TokenPolicy, token_policy
-from credit_trl.loss.sampling import SamplingDistribution, sampling_logps
+from credit_trl.loss.sampling import PolicyLogps, SamplingDistribution, sampling_logps
 from credit_trl.loss.scores import Scores, SupportConfig, score_completions
 from credit_trl.loss.token_weight import TokenCredit, TokenWeight, weigh_tokens, weighted_tensors
 from credit_trl.rollout.batch import GenerationBatch, loss_mask
@@ -49,13 +49,6 @@ class PolicyLoss(NamedTuple):
 
     terms: CreditLoss
     engine_logps: Float[Tensor, " N"] | None  # of `LossTokens`, over the whole vocabulary
-
-
-class PolicyLogps(NamedTuple):
-    """Log-probabilities of the completion tokens of B samples under the policy; 0 on padding."""
-
-    full: Float[Tensor, "B T"]  # over the whole vocabulary
-    sampled: Float[Tensor, "B T"]  # under the distribution that the engine samples from
 
 
 @dataclass(eq=False, repr=False)
@@ -252,8 +245,8 @@ class CreditStep:
             engine_logps = tokens.engine_logps
             if engine_logps is not None and not self.sampling.is_policy:
                 ids = tokens.ids.unsqueeze(-1)
-                whole_logps, sampled = sampling_logps(head.detached(), hidden.detach(), ids, self.sampling)
-                engine_logps = engine_logps + (whole_logps - sampled)
+                logps = sampling_logps(head.detached(), hidden.detach(), ids, self.sampling)
+                engine_logps = engine_logps + (logps.full - logps.sampled)
             moved_tokens = tokens._replace(engine_logps=engine_logps)
             terms = credit_loss(hidden, head, moved_tokens, scores, self.support, self.config, self.serves_grpo)
             return PolicyLoss(terms, engine_logps)
@@ -319,19 +312,23 @@ class CreditStep:
     def policy_and_sampling_logps(
         self, model: nn.Module, inputs: dict[str, Any], size: int | None = None
     ) -> PolicyLogps:
-        """`policy_logps`, and from the same pass those under the distribution that the engine samples from."""
+        """(B, T) `policy_logps`, and from the same pass those of the distribution that the engine samples from."""
         lengths = inputs["prompt_mask"].sum(dim=1) + inputs["completion_mask"].sum(dim=1)
         if size is not None and size < len(lengths):
             order = lengths.argsort(descending=True, stable=True)
-            parts = [take_rows(inputs, rows.tolist()) for rows in order.split(size)]
-            sorted_logps = [self.policy_and_sampling_logps(model, part) for part in parts]
-            return PolicyLogps(*[torch.cat(values)[order.argsort()] for values in zip(*sorted_logps, strict=True)])
+            passes = []
+            for rows in order.split(size):
+                passes.append(self.policy_and_sampling_logps(model, take_rows(inputs, rows.tolist())))
+            restored = order.argsort()
+            full = torch.cat([logps.full for logps in passes])
+            sampled = torch.cat([logps.sampled for logps in passes])
+            return PolicyLogps(full[restored], sampled[restored])
         mask = inputs["completion_mask"].bool()
         sequences = chosen_sequences(inputs, mask)
         ids = sequences.pick(inputs["completion_ids"]).unsqueeze(-1)
 
         def read(hidden: Float[Tensor, "N H"], head: LMHead) -> PolicyLogps:
-            return PolicyLogps(*sampling_logps(head.detached(), hidden, ids, self.sampling))
+            return sampling_logps(head.detached(), hidden, ids, self.sampling)
 
         logps = self._forward(model, sequences, read, router_loss=False).output
         return PolicyLogps(sequences.scatter(logps.full), sequences.scatter(logps.sampled))

@@ -63,7 +63,7 @@ def test_runs_that_cannot_learn_are_named(rows, expected):
 def test_problems_and_warnings_stand_in_every_form_of_the_report(open_page, tmp_path, scores):
     run = make_run(tmp_path / "r", scores[0], metrics={"completions/clipped_ratio": 1.0})
     warning = {"step": 3, "time": "2026-01-02T03:04:05+00:00", "warning": "low_mass", "message": "Raise `top_k` <b>."}
-    append_lines(run / "log.jsonl", warning)
+    append_lines(run / "log.jsonl", [warning])
     path = write_report([run])
     answer = read_json(path.with_suffix(".json"))["answer"]
     assert [(row["step"], row["time"], row["message"]) for row in answer["warnings"]] == [
@@ -90,7 +90,7 @@ def test_page_of_a_run_that_trains_shows_progress_and_reads_itself_again(open_pa
     assert page.locator("#answer progress").evaluate("bar => [bar.value, bar.max]") == [4, 10]
     assert "about 3 minutes left" in page.locator("#answer .note").inner_text()
     page.select_option("#theme", "dark")
-    append_lines(run / "log.jsonl", {"step": 10, "train_runtime": 1.0})
+    append_lines(run / "log.jsonl", [{"step": 10, "train_runtime": 1.0}])
     write_report([run])
     page.clock.fast_forward(15_000)
     page.locator("#answer progress").wait_for(state="detached")

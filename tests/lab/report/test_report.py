@@ -30,7 +30,6 @@ from credit_trl.run_directory import append_lines, read_json, write_json
 from lab.drawn import HOSTILE, drawn_map
 from lab.run_folders import make_run
 from tables import tables_of
-from tiny import declared_entry_points
 
 TABLES = tables_of(__file__)
 
@@ -155,7 +154,7 @@ def test_training_table_has_the_columns_of_table_2(tmp_path, scores):
         options = {"contrastive_coef": coef, "contrastive_count": count, "distillation_weight": weight}
         make_run(tmp_path / name, row, **options)
         (tmp_path / name / "log.jsonl").unlink()
-        append_lines(tmp_path / name / "log.jsonl", *(dict(zip(names, values, strict=True)) for values in logs[name]))
+        append_lines(tmp_path / name / "log.jsonl", (dict(zip(names, values, strict=True)) for values in logs[name]))
     page = write_report([tmp_path / name for name in settings], tmp_path / "x.html")
     rows = json.loads(page.with_suffix(".json").read_text())["training"]
     columns = ("contrasts", "train_score", "seconds", "ratio", "s_mean", "s_std")
@@ -217,7 +216,7 @@ def test_page_of_a_run_begins_with_harmful_feedback(open_page, tmp_path, scores)
     (folder / "log.jsonl").unlink()
     for step in range(1, 5):
         fidelity = {"credit/teacher_fidelity": -0.3, "credit/fidelity_groups": 5}
-        append_lines(folder / "log.jsonl", {"step": step, "reward": 0.5, **fidelity})
+        append_lines(folder / "log.jsonl", [{"step": step, "reward": 0.5, **fidelity}])
     page = open_page(write_report([folder]), width=1280, color_scheme="light")
     assert page.locator("main h2").first.inner_text().startswith("Feedback harms")
     text = page.locator(".problem").first.inner_text()
@@ -416,14 +415,8 @@ def test_a_run_saves_rollouts_and_maps_and_prints_the_link_last(run_callbacks, m
 
 
 def test_a_plain_script_writes_its_page_without_a_warning_of_dependencies(tmp_path):
-    """In a process with the metadata of this checkout, which the installed one may lack."""
-    metadata = tmp_path / "site" / "credit_trl-0.dist-info"
-    metadata.mkdir(parents=True)
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: credit-trl\nVersion: 0\n")
-    for entry in declared_entry_points("credit_trl.callbacks"):
-        (metadata / "entry_points.txt").write_text(f"[{entry.group}]\n{entry.name} = {entry.value}\n")
     (tmp_path / "train.py").write_text(TABLES["script"])
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path / "site"), *sys.path])}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "train.py"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

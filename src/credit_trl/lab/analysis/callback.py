@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
@@ -70,7 +71,7 @@ class CreditMapCallback(OptionalEvents, TrainerCallback):
         student = Teacher(trainer.model, trainer.accelerator)
         checkpoint = Checkpoint(f"step-{step}", trainer._tokenizer, student, trainer.teacher)
         share = math.ceil(self.rollouts / trainer.accelerator.num_processes)
-        chosen = _choose(self.attempt(self._current_rollouts, step) or [], share)
+        chosen = _choose(self.attempt(partial(self._current_rollouts, step)) or [], share)
         # Sharded weights need equally many passes on every process.
         maps = self._maps(checkpoint, chosen, share)
         if self._pinned is None:
@@ -80,11 +81,13 @@ class CreditMapCallback(OptionalEvents, TrainerCallback):
         reshard(trainer.model)  # the update would not reach the group that FSDP2 keeps gathered
         maps = gather_object(maps)
         if maps and trainer.accelerator.is_main_process:
-            self.attempt(write_maps, maps, self.directory / f"step-{step:06d}.json")
+            self.attempt(partial(write_maps, maps, self.directory / f"step-{step:06d}.json"))
 
     def _maps(self, checkpoint: Checkpoint, rollouts: Sequence[Rollout], count: int) -> list[TokenMap]:
         """Maps of the rollouts, and idle passes for those that are missing to `count`."""
-        attempts = [self.attempt(map_response, checkpoint, rollout, self.trainer.args) for rollout in rollouts]
+        attempts = [
+            self.attempt(partial(map_response, checkpoint, rollout, self.trainer.args)) for rollout in rollouts
+        ]
         nothing = TokenContexts(None)
         idle = [(checkpoint.student, nothing), (checkpoint.teacher, nothing)]
         for _ in range(count - len(rollouts)):
@@ -129,7 +132,9 @@ class CreditMapCallback(OptionalEvents, TrainerCallback):
         """This process's share of the rollouts of the first file; the number of processes may have changed."""
         accelerator = self.trainer.accelerator
         paths = sorted(self.directory.glob("step-*.json")) if accelerator.is_main_process else []
-        responses = [token_map.response for path in paths[:1] for token_map in self.attempt(read_maps, path) or ()]
+        responses = [
+            token_map.response for path in paths[:1] for token_map in self.attempt(partial(read_maps, path)) or ()
+        ]
         # Images are not stored as the model reads them.
         pinned = gather_object([response for response in responses if not any(response.images)])
         return pinned[accelerator.process_index :: accelerator.num_processes] if pinned else None

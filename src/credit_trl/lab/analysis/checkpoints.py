@@ -21,7 +21,7 @@ from credit_trl.contexts.prompts import Prompt, chat_renderer
 from credit_trl.evaluation.config import SamplingConfig
 from credit_trl.evaluation.engines import encode_prompt
 from credit_trl.evaluation.generation import end_of_turn_ids, generate_ids
-from credit_trl.tasks.quickstart_model import model_path, naming_model
+from credit_trl.quickstart_model import model_path, naming_model
 from credit_trl.teacher.models import TEACHER_FILE, CopyTeacher, Teacher, make_teacher
 from credit_trl.training.check_model import check_logits
 

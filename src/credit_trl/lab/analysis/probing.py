@@ -83,7 +83,7 @@ class Stages:
         for line in lines[1:]:
             self.records[line["stage"]][line["item"]] = line["record"]
         if not lines and self.path:
-            append_lines(self.path, settings)
+            append_lines(self.path, [settings])
 
     def run(self, stage: str, count: int, compute: Callable[[list[int]], list[Any]]) -> list[Any]:
         """Records of `count` items; `compute` returns those of this process's share of a chunk.
@@ -103,7 +103,7 @@ class Stages:
             for item, record in zip(items, computed, strict=False):
                 records[item] = record
                 if self.path:
-                    append_lines(self.path, {"stage": stage, "item": item, "record": record})
+                    append_lines(self.path, [{"stage": stage, "item": item, "record": record}])
         return [records[item] for item in range(count)]
 
 

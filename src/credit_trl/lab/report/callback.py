@@ -2,6 +2,7 @@
 
 import html
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,7 @@ _REST = 50
 
 
 def run_callbacks(trainer: Any) -> list[TrainerCallback]:
-    """Callbacks that a `CreditTrainer` adds to itself, by the entry point `credit_trl.callbacks` of the package.
-
-    Its logs are printed one a line.
-    """
+    """Callbacks that a `CreditTrainer` adds to itself. Its logs are printed one a line."""
     print_lines(trainer.callback_handler)
     maps = [] if trainer.credit_step is None else [CreditMapCallback(trainer)]  # without a teacher there is no credit
     return [*maps, ReportCallback(trainer)]
@@ -94,19 +92,19 @@ class ReportCallback(OptionalEvents, TrainerCallback):
         if not state.is_world_process_zero:
             return
         if "reward" in (logs or {}):
-            self.attempt(self._log_step, Path(args.output_dir), state, logs)
+            self.attempt(partial(self._log_step, Path(args.output_dir), state, logs))
         started = time.monotonic()
         if started >= self._next_report and self.trainer.run_log.has_begun:
-            self.attempt(write_report, [args.output_dir])
+            self.attempt(partial(write_report, [args.output_dir]))
             ended = time.monotonic()
             self._next_report = ended + max(_SECONDS, _REST * (ended - started))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.is_world_process_zero and self.attempt(write_report, [args.output_dir]):
+        if state.is_world_process_zero and self.attempt(partial(write_report, [args.output_dir])):
             if self.prints_link:
                 print(f"Report: {report_link(args.output_dir)}", flush=True)
             if is_in_notebook():
-                self.attempt(_show_report, args.output_dir)
+                self.attempt(partial(_show_report, args.output_dir))
 
     def _log_step(self, folder: Path, state: Any, logs: dict[str, Any]) -> None:
         """Send the credit, and save and send the first rollouts of the last generation batch where they are due."""

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from credit_trl.quickstart_model import SHIPPED, load_model, model_path
 from credit_trl.tasks import quickstart
 from credit_trl.tasks.quickstart import SHORTCUT_THOUGHT, draw_question
-from credit_trl.tasks.quickstart_model import SHIPPED, load_model, model_path
 
 
 @pytest.fixture(scope="module")
