@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from types import SimpleNamespace
+from functools import cache
 from typing import Self
 from unittest.mock import patch
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
+from credit_trl.config import CreditConfig
 from credit_trl.loss.credit_loss import CreditLoss, LossTokens, credit_loss
 from credit_trl.loss.head import LMHead
 from credit_trl.loss.scores import SupportConfig, score_tokens
@@ -103,9 +104,10 @@ def make_case(
     return case.copy(dtype)
 
 
-def loss_options(form: Form = "subtract", alpha: float = 1.0, is_clip: float | None = None) -> SimpleNamespace:
-    """What the loss reads of a `CreditConfig`."""
-    return SimpleNamespace(contrastive_form=form, distillation_alpha=alpha, distillation_is_clip=is_clip)
+@cache
+def loss_options(form: Form = "subtract", alpha: float = 1.0, is_clip: float | None = None) -> CreditConfig:
+    """Options of the loss."""
+    return CreditConfig("run", contrastive_form=form, distillation_alpha=alpha, distillation_is_clip=is_clip)
 
 
 def ours(

@@ -96,6 +96,7 @@ class CreditTrainer(ResumableTrainer):
 
     Attributes:
         run_log: writes `run.json` and `log.jsonl`; entries of `run_log.facts` are added to `run.json`.
+        token_metrics: means over tokens for the log; entries of `token_metrics.functions` are added to them.
         credit_step: the stages after a rollout; None where nothing reads the credit.
         policy_step: reads the policy for GRPO's loss; None where TRL does.
 
@@ -201,7 +202,7 @@ class CreditTrainer(ResumableTrainer):
         is_main = self.accelerator.is_main_process
         self.alarms = Alarms(is_main, self.run_log.note_warning)
         self._eval_alarms = Alarms(is_main, self.run_log.note_warning)  # which replace none of training
-        self._token_metrics = TokenMetrics(self.args, self._sum_over_processes)
+        self.token_metrics = TokenMetrics(self.args, self._sum_over_processes)
         self.add_callback(self.run_log)
         self.add_callback(WeightChange(self.alarms, self.model))
         self.num_completions_to_print = 0  # of TRL's table, see `print_completions`
@@ -517,14 +518,14 @@ class CreditTrainer(ResumableTrainer):
         if result.aux_loss is not None:
             loss = loss + self.router_aux_loss_coef * result.aux_loss / accumulation
             self._log_values({"aux_loss": self.accelerator.gather_for_metrics(result.aux_loss).mean().item()})
-        self._token_metrics.add(self._mode, result)
+        self.token_metrics.add(self._mode, result)
         self._policy_tokens = result.policy
         self._nonfinite = result.nonfinite
         return loss
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         metrics = self._metrics[self._mode]
-        metrics.update({name: [value] for name, value in self._token_metrics.read(self._mode).items()})
+        metrics.update({name: [value] for name, value in self.token_metrics.read(self._mode).items()})
         self.alarms.check_log(metrics, logs, self.model.config.get_text_config().vocab_size)
         if self.model.training:
             self._log_values(self.clock.report(sum(metrics.get("step_time", ())), self._current_train_step_time))

@@ -119,8 +119,8 @@ def test_fidelity_is_the_gap_of_delta_v_in_mixed_groups(make_trainer):
 
     seen = []
     trainer._distillation_loss = recording
-    add = trainer._token_metrics.add
-    trainer._token_metrics.add = lambda mode, loss: seen.append(loss) or add(mode, loss)
+    add = trainer.token_metrics.add
+    trainer.token_metrics.add = lambda mode, loss: seen.append(loss) or add(mode, loss)
     trainer.train()
     expected = 0.0
     for inputs, loss in zip(losses, seen, strict=True):

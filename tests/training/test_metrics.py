@@ -3,12 +3,11 @@
 import math
 import warnings
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from credit_trl import Verdict
+from credit_trl import CreditConfig, Verdict
 from credit_trl.contexts.tokens import PrivilegedContext, TokenContexts
 from credit_trl.loss.credit_loss import CreditLoss, MicroBatchLoss
 from credit_trl.rollout.batch import GenerationBatch
@@ -32,8 +31,8 @@ def micro_batch(terms, contrasted, fidelity=ZERO, engine=None):
 
 def token_metrics(*losses, is_sampled=False, reduce=lambda local: local):
     """Metrics of all micro-batches of a log."""
-    support = "sampled" if is_sampled else "teacher_topk"
-    metrics = TokenMetrics(SimpleNamespace(distillation_support=support, distillation_weight=1.0), reduce)
+    config = CreditConfig("run", distillation_support="sampled" if is_sampled else "teacher_topk")
+    metrics = TokenMetrics(config, reduce)
     for loss in losses:
         metrics.add("train", loss)
     assert metrics.read("eval") == {}
@@ -63,6 +62,16 @@ def test_token_metrics_are_moments_at_the_sampled_tokens():
     }
     for name, value in expected.items():
         assert metrics[name] == pytest.approx(value.item(), rel=1e-5, abs=1e-6), name
+
+
+def test_function_of_the_user_is_averaged_over_tokens():
+    parts = [terms(3, 1), terms(5, 2)]
+    metrics = TokenMetrics(CreditConfig("run"), lambda local: local)
+    metrics.functions["positive"] = lambda loss: (loss.terms.advantages > 0.0).float()
+    for part in parts:
+        metrics.add("train", micro_batch(part, torch.ones(len(part.advantages), dtype=torch.bool)))
+    advantages = torch.cat([part.advantages for part in parts])
+    assert metrics.read("train")["positive"] == pytest.approx((advantages > 0.0).float().mean().item())
 
 
 def test_sums_over_processes_give_global_metrics():

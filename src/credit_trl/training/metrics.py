@@ -58,7 +58,9 @@ _NOT_SAMPLED = {
 }
 
 
-def token_sums(loss: MicroBatchLoss) -> dict[str, Float[Tensor, " 2"]]:
+def token_sums(
+    loss: MicroBatchLoss, functions: Mapping[str, Callable[[MicroBatchLoss], Float[Tensor, " N"]]]
+) -> dict[str, Float[Tensor, " 2"]]:
     """Sum and count of each metric over the N local tokens of a micro-batch that carry loss; N may be 0.
 
     A standard deviation or root mean square has the sum of squares. Where the loss uses what a vLLM engine reported,
@@ -95,6 +97,8 @@ def token_sums(loss: MicroBatchLoss) -> dict[str, Float[Tensor, " 2"]]:
         sums.add("sampling/sampling_logp_difference/mean", difference, everywhere)
         sums.add("sampling/frac_missing_logps", loss.engine_logps.isnan(), everywhere)
         sums.add("sampling/frac_infinite_logps", loss.engine_logps.isinf(), everywhere)
+    for name, function in functions.items():
+        sums.add(name, function(loss).detach(), everywhere)
     return sums.by_name
 
 
@@ -125,6 +129,10 @@ class TokenMetrics:
     They are added up on the device, and read once a log. A mean of the micro-batches' means would give tokens of
     short completions more weight, which share a micro-batch. `reduce` sums a tensor over processes; every process
     calls it once for each log.
+
+    Attributes:
+        functions: name -> function from a `MicroBatchLoss` to a value (N,) for each token that carries loss. The mean
+            over tokens is logged by that name. Empty at first.
     """
 
     def __init__(self, config: CreditConfig, reduce: Callable[[Tensor], Tensor]) -> None:
@@ -132,12 +140,13 @@ class TokenMetrics:
         if config.distillation_weight < 1.0:  # GRPO logs its own
             self._dropped.add("entropy")
         self._reduce = reduce
+        self.functions: dict[str, Callable[[MicroBatchLoss], Float[Tensor, " N"]]] = {}
         self._names: list[str] = []
         self._sums: dict[str, Float[Tensor, "m 2"]] = {}  # by mode
 
     def add(self, mode: str, loss: MicroBatchLoss) -> None:
         """Add a micro-batch of `"train"` or `"eval"`."""
-        sums = token_sums(loss)
+        sums = token_sums(loss, self.functions)
         self._names = list(sums)
         added = torch.stack(list(sums.values()))
         self._sums[mode] = self._sums[mode] + added if mode in self._sums else added
