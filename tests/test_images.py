@@ -5,7 +5,7 @@ import json
 import pickle
 import re
 import shutil
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial, wraps
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import BytesIO
@@ -30,7 +30,7 @@ from trl import GRPOConfig, GRPOTrainer
 from credit_trl import CreditConfig, CreditTrainer
 from credit_trl.cli.data import drop_long_prompts
 from credit_trl.contexts import gather
-from credit_trl.contexts.images import PromptImages, check_image_columns
+from credit_trl.contexts.images import check_image_columns
 from credit_trl.contexts.prompts import images_of, remote_image, row_prompt, user_text
 from credit_trl.contexts.tokens import PrivilegedContext, TokenContexts
 from credit_trl.evaluation import evaluate
@@ -179,40 +179,6 @@ def test_images_of_an_environment_are_read_by_teacher_and_contrast(make_batch, m
 
     loss = batch.trainer.compute_loss(batch.trainer.model, batch.inputs)
     assert_close(loss.detach(), plain_loss(batch, observed).detach(), rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize(
-    "break_images",
-    [
-        lambda sample_contexts: replace(
-            sample_contexts, images=[sample_contexts.images[0]] * len(sample_contexts.images)
-        ),
-        lambda sample_contexts: replace(
-            sample_contexts,
-            images=[prompt_images and _reversed(prompt_images) for prompt_images in sample_contexts.images],
-        ),
-        lambda sample_contexts: replace(
-            sample_contexts,
-            images=[
-                prompt_images and replace(prompt_images, modalities={}) for prompt_images in sample_contexts.images
-            ],
-        ),
-    ],
-    ids=["x's images under x'", "images in reverse order", "all tokens are text"],
-)
-def test_wrong_images_change_the_loss(make_batch, break_images):
-    image_rows = rows((2, 2), sizes=((24, 24),))
-    batch = make_batch(image_rows=image_rows)
-    trainer = batch.trainer
-    loss = trainer.compute_loss(trainer.model, batch.inputs)
-    broken = [break_images(sample_contexts) for sample_contexts in batch.contexts]
-    scores = trainer.credit_step.prepare(trainer._generation_batch, batch.inputs, broken)
-    assert (loss - trainer.compute_loss(trainer.model, batch.inputs | scores)).abs() > 1e-4
-
-
-def _reversed(prompt_images: PromptImages) -> PromptImages:
-    parts = prompt_images.tensors["pixel_values"].chunk(2)
-    return replace(prompt_images, tensors=prompt_images.tensors | {"pixel_values": torch.cat(parts[::-1])})
 
 
 def test_pictures_of_equal_size_and_text_are_told_apart(make_batch):

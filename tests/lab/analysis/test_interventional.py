@@ -71,18 +71,6 @@ def test_corollary_5_feedback_on_success_equals_intervention(seed, q1):
     np.testing.assert_allclose(reward_of(joint), exact_credit(joint, outcome), atol=1e-10)
 
 
-@pytest.mark.parametrize(
-    ("q", "leak", "keeps_order"),
-    [((0.6, 0.2), 0.0, False), ((0.4, 0.5), 0.35, False), ((0.2, 0.8), 0.0, True)],
-    ids=["feedback for failure", "feedback on the candidate", "feedback on failure too"],
-)
-def test_reward_differs_from_intervention_where_the_assumptions_fail(q, leak, keeps_order):
-    joint, outcome = outcome_joint(4, q, leak)
-    reward, credit = reward_of(joint), exact_credit(joint, outcome)
-    assert (reward.argsort().tolist() == credit.argsort().tolist()) == keeps_order
-    assert np.abs(reward - credit).max() > 0.05
-
-
 def branching_of(joint: Joint) -> iv.Branching:
     rewards = torch.from_numpy(reward_of(joint))
     policy = joint.table[0].sum(0).sum(1).log()

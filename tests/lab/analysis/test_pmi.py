@@ -85,21 +85,6 @@ def test_corollary_2_rewards_sum_to_the_pmi(joint, seed):
     assert measured.reward == pytest.approx(measured.pmi, abs=1e-10)
 
 
-@settings(max_examples=5, deadline=None)
-@given(seed=st.integers(0, 10**6))
-def test_expected_reward_is_the_conditional_mutual_information(seed):
-    """E[Σ_t r_t(y_t)] = I(Y; Z | X) over P(x) P(y, z | x), with x uniform, against the sum of entropies."""
-    joint = random_joint(seed, inputs=2, feedbacks=2)
-    expected = information = 0.0
-    for x, table in enumerate(joint.table):
-        for z, *y in itertools.product(range(2), range(3), range(3)):
-            expected += table[z][tuple(y)] * mapped_rewards(joint, x, z, tuple(y))[range(2), y].sum() / 2
-        parts = table.sum(0), table.sum((1, 2)), table
-        entropies = [torch.special.entr(part).sum() for part in parts]
-        information += (entropies[0] + entropies[1] - entropies[2]) / 2
-    assert expected.item() == pytest.approx(information.item(), abs=1e-9)
-
-
 def test_identities_fail_for_incompatible_and_lagged_teachers():
     joint, other_joint = random_joint(3), random_joint(6)
     x, z, y = response_of(joint, 3)

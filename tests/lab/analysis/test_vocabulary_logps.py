@@ -76,25 +76,6 @@ def test_advantages_and_their_mean_equal_the_formula_in_probabilities(seed, form
         assert means[t].item() == pytest.approx(hand.mean(), abs=1e-6)
 
 
-@pytest.mark.parametrize(("topk", "tail"), [(None, "bucket"), (3, "bucket"), (3, "renormalize")])
-def test_policy_mean_centres_the_update(topk, tail):
-    """The gradient of Σ p (a − log p) in the logits is p (R − mean): tokens above the mean are raised."""
-    logits = torch.randn(3, 4, 9, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    student, teacher, contrast = torch.log_softmax(logits, dim=-1)
-    formula = CreditFormula(0.3, topk=topk, tail=tail)
-    logps = CreditLogps(student, teacher, contrast[None])
-    support = torch.arange(9).expand(4, 9) if topk is None else teacher.topk(topk, dim=-1).indices
-    centred = formula.advantages(logps, support) - formula.policy_mean(logps)[:, None]
-    leaf = student.clone().requires_grad_()
-    formula.policy_mean(CreditLogps(torch.log_softmax(leaf, dim=-1), teacher, contrast[None])).sum().backward()
-    support_logps = (
-        torch.log_softmax(student.gather(-1, support), dim=-1)
-        if tail == "renormalize"
-        else student.gather(-1, support)
-    )
-    torch.testing.assert_close(leaf.grad.gather(-1, support), support_logps.exp() * centred)
-
-
 def test_advantages_without_contrast_equal_the_reward():
     student, teacher, contrast = torch.log_softmax(torch.randn(3, 4, 9), dim=-1)
     ids = torch.arange(9).expand(4, 9)
