@@ -125,7 +125,8 @@ def launch_arguments(argv: list[str]) -> Namespace:
     check_names(option_names | {"--config", "--accelerate_config", "--env"}, argv)
     on_line = argv[2:] if argv[:1] == ["--config"] else argv
     _, from_line = parser.parse_known_args(on_line)
-    in_file = {key: value for key, value in config_file(argv).items() if key != "env"}
+    in_file = config_file(argv)
+    in_file.pop("env", None)
     for action in parser._actions:
         check_type(action, in_file.get(action.dest))
     from_file = parser.set_defaults_with_config(**in_file)  # words for the options that are not the parser's
@@ -208,7 +209,8 @@ def start_processes(launched: Namespace, count: int) -> None:
     file = accelerate_settings(launched)
     starts_them = ("multi_gpu", "use_deepspeed", "use_fsdp", "use_megatron_lm", "tpu", "mpirun_hostfile")
     is_distributed = file is not None and file.distributed_type not in (DistributedType.NO, DistributedType.MULTI_CPU)
-    if count == 1 or is_distributed or any(getattr(launched, name, None) for name in starts_them):
+    is_distributed = is_distributed or any(getattr(launched, name, None) for name in starts_them)
+    if count == 1 or is_distributed:
         return
     if launched.cpu:
         launched.cpu = False
@@ -220,8 +222,8 @@ def check_type(action: Action, value: Any) -> None:
     """Check a number or path of the YAML file, which argparse converts where it is a text."""
     types = {"int": int, "float": int | float}
     kind = "path" if action.dest.endswith("path") else getattr(action.type, "__name__", "")
-    is_right = isinstance(value, str | None | types.get(kind, str))
-    if action.nargs is None and kind in (*types, "path") and (not is_right or isinstance(value, bool)):
+    is_right = isinstance(value, str | None | types.get(kind, str)) and not isinstance(value, bool)
+    if action.nargs is None and kind in (*types, "path") and not is_right:
         raise ValueError(f"`{action.dest}: {value}` in the YAML file: expected one value of type {kind}.")
 
 

@@ -52,8 +52,9 @@ def run(args: argparse.Namespace) -> int:
     from credit_trl.evaluation import evaluate
 
     choose_sandbox(args.sandbox, args.allow_unsandboxed)
-    non_options = ("run", "model", "task", "reward_funcs", "sandbox", "allow_unsandboxed")
-    options = {name: value for name, value in vars(args).items() if name not in non_options}
+    options = dict(vars(args))
+    for name in ("run", "model", "task", "reward_funcs", "sandbox", "allow_unsandboxed"):
+        del options[name]
     if args.run is not None:
         config = read_run(args.run)["config"]
         args.model = args.model or str(model_of_run(args.run))

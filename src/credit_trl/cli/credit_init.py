@@ -66,5 +66,8 @@ def accelerate_file(name: str) -> str:
 
 def accelerate_names() -> list[str]:
     """Names that `--accelerate_config` knows: files of this package and of TRL."""
-    folders = ((_SHIPPED / "accelerate").iterdir(), files("trl.accelerate_configs").iterdir())
-    return [path.name.removesuffix(".yaml") for folder in folders for path in folder if path.name.endswith(".yaml")]
+    names = []
+    for path in (*(_SHIPPED / "accelerate").iterdir(), *files("trl.accelerate_configs").iterdir()):
+        if path.name.endswith(".yaml"):
+            names.append(path.name.removesuffix(".yaml"))
+    return names

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tqdm.auto import tqdm
 
 from credit_trl.cli.options_file import read_options
-from credit_trl.cli.run_folder import add_run_arguments, model_of_run, read_run, task_of_run
+from credit_trl.cli.run_folder import add_run_arguments, model_of_run, option_names, read_run, task_of_run
 from credit_trl.run_directory import MAPS_FOLDER, RUN_FILE
 from credit_trl.sandbox import choose_sandbox
 
@@ -70,12 +69,16 @@ def run(args: argparse.Namespace) -> int:
     population = list(dataset["prompt"])
     names = [None, *short_names(args.checkpoint, parts=2)]  # `runs/first/checkpoint-50` → `first/checkpoint-50`
     loaded = {"teacher": config.teacher_model_kind, "chat_template_kwargs": config.chat_template_kwargs}
-    places = zip([None, *args.checkpoint], names, strict=True)
-    checkpoints = [Checkpoint.load(args.model, path, name=name, **loaded) for path, name in places]
+    checkpoints = []
+    for path, name in zip([None, *args.checkpoint], names, strict=True):
+        checkpoints.append(Checkpoint.load(args.model, path, name=name, **loaded))
     print(f"sampling {args.samples} responses to each of {len(rows)} prompts", flush=True)
     sampled = sample_rollouts(checkpoints[-1], task, rows, config, samples=args.samples, population=population)
     contexts = teacher_contexts(sampled, config, checkpoints[-1])
-    responses = [pair for pair in zip(sampled, contexts, strict=True) if pair[1] is not None]
+    responses = []
+    for response, prompts in zip(sampled, contexts, strict=True):
+        if prompts is not None:
+            responses.append((response, prompts))
     print(f"{len(sampled)} responses to {len(rows)} prompts, {len(responses)} with a teacher")
     classify = task_classes(task, checkpoints[-1].tokenizer)
     maps = []
@@ -91,15 +94,14 @@ def run(args: argparse.Namespace) -> int:
 
 def measuring_config(args: argparse.Namespace) -> CreditConfig:
     """Options of `--config`, else of the run of the last checkpoint, overridden by those of the command line."""
-    from trl import GRPOConfig
-
-    from credit_trl.config import CreditConfig
     from credit_trl.lab.analysis.responses import analysis_config
 
     last_checkpoint = Path(args.checkpoint[-1] if args.checkpoint else "").resolve()
     # In the folder of a final model, or beside a checkpoint.
-    files = [place / RUN_FILE for place in (last_checkpoint, last_checkpoint.parent) if args.checkpoint]
-    path = args.config or next((file for file in files if file.is_file()), None)
+    path = args.config
+    for folder in (last_checkpoint, last_checkpoint.parent) if args.checkpoint else ():
+        if path is None and (folder / RUN_FILE).is_file():
+            path = folder / RUN_FILE
     options = {} if path is None else read_options(path)
     if options.get("teacher_model_kind") == "model" or options.get("teacher_prompt") == "student":
         raise ValueError(
@@ -107,11 +109,14 @@ def measuring_config(args: argparse.Namespace) -> CreditConfig:
             "prompt. Map it with `CreditMapCallback` during training."
         )
     # Those on which the teacher's prompt, R_t and the predicted drift depend.
-    measured = {field.name for field in fields(CreditConfig)} - {field.name for field in fields(GRPOConfig)}
-    measured |= {"chat_template_kwargs", "max_completion_length", "seed", "temperature"}
+    measured = option_names() | {"chat_template_kwargs", "max_completion_length", "seed", "temperature"}
     measured -= {"distillation_weight"}
-    selected = {"contrastive_count": 4} | {name: options[name] for name in options if name in measured}
-    selected |= {name: getattr(args, name) for name in ("contrastive_coef", "seed") if getattr(args, name) is not None}
+    selected = {"contrastive_count": 4}
+    for name in options.keys() & measured:
+        selected[name] = options[name]
+    for name in ("contrastive_coef", "seed"):
+        if getattr(args, name) is not None:
+            selected[name] = getattr(args, name)
     if args.max_prompts == 1 and selected.get("contrastive_source") == "batch":  # which has no other prompt
         selected["contrastive_source"] = "dataset"
     return analysis_config(**selected)

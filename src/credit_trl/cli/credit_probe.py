@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from credit_trl.cli.options_file import read_options
-from credit_trl.cli.run_folder import add_run_arguments, read_run, task_of_run
+from credit_trl.cli.run_folder import add_run_arguments, option_names, read_run, task_of_run
 from credit_trl.run_directory import RUN_FILE, write_json
 from credit_trl.sandbox import choose_sandbox
 
@@ -45,7 +44,8 @@ def run(args: argparse.Namespace) -> int:
     from credit_trl.lab.report.write import write_html
 
     choose_sandbox(args.sandbox, args.allow_unsandboxed)
-    folder = Path(args.output_dir or (Path(args.run) / "probe" if args.run else "credit_probe"))
+    default_folder = Path(args.run) / "probe" if args.run else "credit_probe"
+    folder = Path(args.output_dir or default_folder)
     arms = tuple(map(read_arm, args.arms)) if args.arms else None
     wordings = read_options(args.wordings) if args.wordings else {}
     make = _of_config if args.config else _of_names
@@ -100,7 +100,6 @@ def _of_config(args: argparse.Namespace, folder: Path, changes: dict[str, Any]) 
 def _of_names(args: argparse.Namespace, folder: Path, changes: dict[str, Any]) -> tuple[Any, Any]:
     """Trainer and task of a run or of `--model` and `--task`, for one process of this machine."""
     import torch
-    from trl import GRPOConfig
 
     from credit_trl.config import CreditConfig
     from credit_trl.quickstart_model import model_path
@@ -109,8 +108,9 @@ def _of_names(args: argparse.Namespace, folder: Path, changes: dict[str, Any]) -
     if args.run is None and (args.model is None or args.task is None):
         raise ValueError("give a run directory, --config FILE, or --model and --task.")
     stored = read_options(Path(args.run) / RUN_FILE) if args.run else {}
-    names = {option.name for option in fields(CreditConfig)} - {option.name for option in fields(GRPOConfig)}
-    options = {name: value for name, value in stored.items() if name in {*names, *_OPTIONS}}
+    options = {}
+    for name in stored.keys() & option_names().union(_OPTIONS):
+        options[name] = stored[name]
     if args.run:  # of all processes of the run
         options["per_device_train_batch_size"] = stored["num_generations"]
         options["gradient_accumulation_steps"] = stored["generation_batch_size"] // stored["num_generations"]
@@ -120,4 +120,5 @@ def _of_names(args: argparse.Namespace, folder: Path, changes: dict[str, Any]) -
     task = task_of_run(args.run, args.task, args.reward_funcs)
     model = model_path(args.model or read_run(args.run)["model"])
     config = CreditConfig(str(folder / "run"), **options | changes)
-    return CreditTrainer(model, task.reward, config, task.build(args.split, args.path)), task
+    trainer = CreditTrainer(model, task.reward, config, task.build(args.split, args.path))
+    return trainer, task

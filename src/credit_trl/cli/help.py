@@ -26,7 +26,8 @@ def print_help(parser: TrlParser, topic: str | None, recipes: Iterable[str]) -> 
         text = Path(__file__).with_name("help.txt").read_text(encoding="utf-8")
         rows = textwrap.wrap(", ".join(recipes), WIDTH - 25, break_on_hyphens=False)
         defaults = {action.dest: action.default for action in parser._actions}
-        text = text.format(**defaults, recipes=textwrap.indent("\n".join(rows), " " * 25))
+        indented = textwrap.indent("\n".join(rows), " " * 25)
+        text = text.format(**defaults, recipes=indented)
         print(re.sub(r"(?m)^( *--[\w-]+|\w+$)", lambda match: bold(match[0]), text.rstrip()))
         return
     lines = []

@@ -64,18 +64,16 @@ def run_quickstart(output_dir: str | Path, steps: int = 130, **options: Any) -> 
     maps_before = token_maps(trainer, "before")
     trainer.train()
     maps_after = token_maps(trainer, "after")
-    shown_maps = sorted(
-        (token_map for token_map in maps_before if token_map.response.privileged),
-        key=lambda token_map: token_map.response.reward,
-    )
-    shown_maps = shown_maps[:SHOWN]
-    pairs = [*shown_maps, *token_maps(trainer, "after", [token_map.response for token_map in shown_maps])]
+    taught = [token_map for token_map in maps_before if token_map.response.privileged]
+    taught.sort(key=lambda token_map: token_map.response.reward)
+    responses = [token_map.response for token_map in taught[:SHOWN]]
+    pairs = taught[:SHOWN] + token_maps(trainer, "after", responses)
     analysis.write_maps(pairs, directory / MAPS_FOLDER / "before_and_after.json")
     trainer.save_model(str(directory / "model"))
     trainer.accelerator.end_training()
-    result_before, result_after = (
-        read_json(directory / EVALUATIONS_FOLDER / f"step-{at:06d}" / RESULT_FILE) for at in (0, steps)
-    )
+    evaluations = directory / EVALUATIONS_FOLDER
+    result_before = read_json(evaluations / "step-000000" / RESULT_FILE)
+    result_after = read_json(evaluations / f"step-{steps:06d}" / RESULT_FILE)
     credit = _credit_lines(analysis.summarize_maps(maps_before), analysis.summarize_maps(maps_after))
     write_report([directory])
     link = f"Report: {report_link(directory)} (open it in a browser)"
@@ -126,7 +124,7 @@ def _accuracy_lines(result_before: Mapping[str, Any], result_after: Mapping[str,
     lines = [f"held-out avg@{result_after['k']}, %     before -> after   95 % CI after      format before -> after"]
     for group in (name for name in quickstart.GROUPS if name in result_after["groups"]):
         score = {name: 100 * value for name, value in result_after["groups"][group].items()}
-        interval = f"[{score['low']:.1f}, {score['high']:.1f}]"
+        interval = "[{low:.1f}, {high:.1f}]".format_map(score)
         format_before, format_after = (
             100 * result["group_metrics"][group]["format"] for result in (result_before, result_after)
         )

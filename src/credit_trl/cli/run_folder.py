@@ -37,6 +37,15 @@ def read_run(folder: str | Path) -> dict[str, Any]:
     return read_run_file(folder)
 
 
+def option_names() -> set[str]:
+    """Names of the options of `CreditConfig` beyond those of `GRPOConfig`."""
+    from trl import GRPOConfig
+
+    from credit_trl.config import CreditConfig
+
+    return CreditConfig.__dataclass_fields__.keys() - GRPOConfig.__dataclass_fields__.keys()
+
+
 def model_of_run(folder: str | Path) -> Path:
     """Folder of the final model, or of the last checkpoint of a run that has not ended.
 

@@ -159,7 +159,9 @@ def train(trainer: CreditTrainer, script_args: CreditScriptArguments) -> None:
     defer_link(trainer)
     trainer.train(training_args.resume_from_checkpoint, resume_changes=script_args.resume_changes)
     if training_args.eval_strategy != "no":
-        metrics = {name: value for name, value in trainer.evaluate().items() if value is not None}  # of no samples
+        metrics = trainer.evaluate()
+        for name in [name for name in metrics if metrics[name] is None]:  # of no samples
+            del metrics[name]
         trainer.log_metrics("eval", metrics)
         trainer.save_metrics("eval", metrics, combined=False)
     trainer.save_state()

@@ -153,7 +153,9 @@ class VLLMEngine(Engine):
     def generate(self, prompts: Sequence[Prompt], seeds: Sequence[int], sampling: SamplingConfig) -> list[Response]:
         self._ended: list[bool] = []
         responses = super().generate(prompts, seeds, sampling)
-        return [replace(response, truncated=not ended) for response, ended in zip(responses, self._ended, strict=True)]
+        for i, has_ended in enumerate(self._ended):
+            responses[i] = replace(responses[i], truncated=not has_ended)
+        return responses
 
     def sample(self, prompt_ids: Ids, seeds: list[int], sampling: SamplingConfig, images: Images = ()) -> Ids:
         from vllm import SamplingParams

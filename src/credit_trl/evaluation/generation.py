@@ -134,7 +134,8 @@ def _processors(sampling: SamplingConfig, seeds: Sequence[Any], width: int, devi
         processors.append(TopKLogitsWarper(sampling.top_k))
     if sampling.top_p < 1.0:
         processors.append(TopPLogitsWarper(float(sampling.top_p)))
-    draws = np.stack([np.random.default_rng(seed).random(sampling.max_completion_length) for seed in seeds])
+    generators = map(np.random.default_rng, seeds)
+    draws = np.stack([generator.random(sampling.max_completion_length) for generator in generators])
     precise = torch.float32 if torch.device(device).type == "mps" else torch.float64
     processors.append(SeededChoice(torch.from_numpy(draws).to(device, precise), width))
     return processors
@@ -174,7 +175,8 @@ def read_responses(
 def end_of_turn_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Ids that end a completion: those of the model's generation configuration and the tokenizer's."""
     eos = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    ids = {tokenizer.eos_token_id, *(eos if isinstance(eos, list | tuple) else [eos])} - {None}
+    eos = eos if isinstance(eos, list | tuple) else [eos]
+    ids = {tokenizer.eos_token_id, *eos} - {None}
     if not ids:
         raise ValueError("Completions would not end: neither model nor tokenizer has an `eos_token_id`. Set one.")
     return sorted(ids)

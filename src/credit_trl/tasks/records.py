@@ -72,7 +72,8 @@ def read_rows(task: str, split: str, path: str | Path | None, hub: str, names: S
         folder = path / task if (path / task).is_dir() else path
         files = sorted(file for file in folder.rglob("*") if file.suffix in LOADERS and file.is_file())
         stems = "|".join(map(re.escape, names or [split]))
-        paths = [file for file in files if re.fullmatch(rf"(?:{stems})(?:-\d{{5}}-of-\d{{5}})?", file.stem)]
+        shard = re.compile(rf"(?:{stems})(?:-\d{{5}}-of-\d{{5}})?")
+        paths = [file for file in files if shard.fullmatch(file.stem)]
         if not paths or len({file.parent for file in paths}) > 1:
             listed = ", ".join(printable(file.relative_to(folder).as_posix()) for file in files) or "no data file"
             raise FileNotFoundError(

@@ -71,8 +71,9 @@ def as_task(target: Any, name: str, option: str | None = None) -> Task:
         target = target()
     if isinstance(target, Task):
         return target
-    if lacks := [method for method in ("build", "verify") if not callable(getattr(target, method, None))]:
-        raise TypeError(f"Task {name!r} lacks `{lacks[0]}`. A function alone is given by `--reward_funcs`.")
+    for method in ("build", "verify"):
+        if not callable(getattr(target, method, None)):
+            raise TypeError(f"Task {name!r} lacks `{method}`. A function alone is given by `--reward_funcs`.")
     options = {}
     if option is not None:
         keyword, values = getattr(target, "OPTION", ("option", ()))

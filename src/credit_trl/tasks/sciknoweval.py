@@ -104,7 +104,7 @@ def _example(row: Row, domain: str | None) -> dict[str, Any] | None:
     """Prompt, answer and, of SDPO's rows, `idx`, in the published wording; `None` for another kind of hub row."""
     place = {}
     if "question" not in row:
-        system, prompt, answer = (row.text(field) for field in ("system", "prompt", "answer"))
+        system, prompt, answer = map(row.text, ("system", "prompt", "answer"))
         labels = re.findall(r"(?m)^([A-Z]): ", prompt)
         place["idx"] = row.integer("idx")
     else:

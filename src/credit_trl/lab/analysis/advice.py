@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
 MIXED = 0.1  # share of groups with right and wrong answers, from which GRPO learns
@@ -89,12 +90,14 @@ def advise(
         scored = [arm for arm in remaining if arm["floor"] is not None]
         near = remaining
         if scored:
-            highest = max((arm["floor"] for arm in scored), key=lambda floor: floor["change"])
+            highest = max(map(itemgetter("floor"), scored), key=itemgetter("change"))
             near = [arm for arm in scored if _within(arm["floor"], highest)]
         near = sorted(near, key=lambda arm: (arm["form"] != "subtract", arm["contrastive_coef"] != 0.1))
         names = [arm["name"] for arm in near]
         return Advice("arm" if len(names) == 1 else "tie", f"{because}, and z is read", names, dropped)
-    candidates = [*(["GRPO"] if learns else []), *(arm["name"] for arm in remaining)]
+    candidates = [arm["name"] for arm in remaining]
+    if learns:
+        candidates.insert(0, "GRPO")
     winners = _agreed(lookahead)
     if winners:
         return Advice("arm", "both seeds of the look-ahead agree", winners, dropped)

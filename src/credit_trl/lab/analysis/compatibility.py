@@ -140,7 +140,8 @@ def measure_compatibility(
         prefix: forced start of the response, right before the letter.
         progress: whether to show a progress bar.
     """
-    ids = letter_ids(checkpoint.tokenizer, sorted({letter for q in questions for letter in q.letters}))
+    letters = set().union(*(question.letters for question in questions))
+    ids = letter_ids(checkpoint.tokenizer, sorted(letters))
     builder = checkpoint.context_builder(analysis_config(**_TEMPLATES))
     prefix_ids = checkpoint.tokenizer(prefix, add_special_tokens=False)["input_ids"]
     records = []
@@ -149,6 +150,8 @@ def measure_compatibility(
         with_feedback = [builder.encode(question.prompt, PrivilegedContext(feedback=z)) for z in texts]
         prompts = TokenContexts(checkpoint.encode(question.prompt), with_feedback)
         logps = next_token_logps(checkpoint.teacher, prompts, prefix_ids)
-        columns = [torch.logsumexp(logps[:, ids[letter]].double(), dim=-1).exp() for letter in question.letters]
-        records.append(Record.fit(question, torch.stack(columns, dim=-1).cpu().numpy()))
+        probabilities = logps.double().exp()
+        columns = [probabilities[:, ids[letter]].sum(-1) for letter in question.letters]
+        fitted = Record.fit(question, torch.stack(columns, dim=-1).cpu().numpy())
+        records.append(fitted)
     return records

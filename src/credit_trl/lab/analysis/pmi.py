@@ -154,4 +154,4 @@ def response_pmi(
         "jensen_gap": jensen_gap(scored.contrast_logps).sum(),
         "conditioning": credit - total - gap if is_conditional else torch.zeros(()),
     }
-    return {"tokens": len(token_ids), **{name: value.item() for name, value in sums.items()}}
+    return {"tokens": len(token_ids)} | {name: value.item() for name, value in sums.items()}

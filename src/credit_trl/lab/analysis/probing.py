@@ -10,7 +10,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from itertools import chain, count, product
+from itertools import chain, count, product, repeat
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -77,8 +77,9 @@ class Stages:
         self.accelerator = accelerator
         lines = broadcast_object_list([read_lines(self.path) if self.path else []])[0]
         if lines and lines[0] != settings:
-            names = sorted(name for name in settings if lines[0].get(name) != settings[name])
-            raise FileExistsError(f"{path} is of a probe with other {', '.join(names)}. Choose another folder.")
+            changed = [name for name in settings if lines[0].get(name) != settings[name]]
+            names = ", ".join(sorted(changed))
+            raise FileExistsError(f"{path} is of a probe with other {names}. Choose another folder.")
         self.records: dict[str, dict[int, Any]] = defaultdict(dict)  # by stage and item
         for line in lines[1:]:
             self.records[line["stage"]][line["item"]] = line["record"]
@@ -120,8 +121,9 @@ class Probe:
         self.checkpoint = Checkpoint("policy", trainer._tokenizer, student, student, self.engine.chat_template_kwargs)
         rows = list(trainer.train_dataset.take(settings.prompts or 64))
         _refuse_unsupported(trainer, rows)
-        lengths = [len(self.checkpoint.encode(row["prompt"])) for row in rows[:CHUNK]]
-        self.cost = training_steps(trainer.args, self.samples, float(np.mean(lengths)))
+        prompts = [self.checkpoint.encode(row["prompt"]) for row in rows[:CHUNK]]
+        length = float(np.mean(list(map(len, prompts))))
+        self.cost = training_steps(trainer.args, self.samples, length)
         self.rows = rows[: settings.prompts or int(np.clip(STEPS / self.cost, 8, 64))]
         digests = {
             "task": task.name,
@@ -174,8 +176,8 @@ class Probe:
                 seeds.append(self.seed(i, k))
             with self.engine.session(sampling):
                 ids = self.engine.sample(prompts, seeds, sampling)
-            groups = zip(items, self._by_prompt(ids), strict=True)
-            return [self.grade(i, group, [WITHOUT] * len(group)) for i, group in groups]
+            conditions = [WITHOUT] * self.samples
+            return list(map(self.grade, items, self._by_prompt(ids), repeat(conditions)))
 
         records = self.stages.run("rollouts", len(self.rows), compute)
         flat = list(chain.from_iterable(records))
@@ -183,7 +185,8 @@ class Probe:
         ids = [record["ids"] for record in flat]
         rollouts = responses.graded_rollouts(self.checkpoint, self.rows, ids, verdicts, config)
         self.groups = self._by_prompt(rollouts)
-        self.successes = np.array(self._by_prompt([record["success"] for record in flat]))
+        successes = [record["success"] for record in flat]
+        self.successes = np.array(self._by_prompt(successes))
         return records
 
     def _by_prompt(self, items: list[Any]) -> list[list[Any]]:
@@ -215,7 +218,7 @@ class Probe:
         except NoTeacherError:
             return None
         teacher = [contexts.teacher for contexts in built]
-        contrasts = list(chain.from_iterable(contexts.contrasts for contexts in built))[:MAX_CONTRASTS]
+        contrasts = list(chain.from_iterable(map(attrgetter("contrasts"), built)))[:MAX_CONTRASTS]
         ids = [built[0].student, foreign, *teacher, *contrasts]
         conditions = {FOREIGN: 1}
         for k, rollout in enumerate(chosen):
@@ -229,7 +232,8 @@ class Probe:
         for name, templates in {"paper's": paper, "SDPO's": TEMPLATES, **self.settings.wordings}.items():
             further[WORDING + name] = self._teacher(chosen[0], z, templates)
         conditions |= dict(zip(further, count(len(ids)), strict=False))
-        return GroupPrompts([*ids, *further.values()], len(teacher), len(contrasts)), conditions
+        prompts = GroupPrompts([*ids, *further.values()], len(teacher), len(contrasts))
+        return prompts, conditions
 
     def _teacher(
         self, rollout: responses.Rollout, z: PrivilegedContext, templates: Mapping[str, str] | None = None
@@ -268,7 +272,8 @@ class Probe:
             sources = {"policy": 0, **conditions}
             for arm in (*arms, *gated):
                 sources[arm.name] = arm
-            uniforms = np.random.default_rng(self.seed(i, self.samples)).random(self.config.max_completion_length)
+            rng = np.random.default_rng(self.seed(i, self.samples))
+            uniforms = rng.random(self.config.max_completion_length)
             ids = decode(self.checkpoint, prompts, list(sources.values()), formula, uniforms)
             weights = []
             for rollout in self.groups[i]:
@@ -280,7 +285,8 @@ class Probe:
     def look_ahead(self, arms: Sequence[Arm], make_trainer: Callable[[dict[str, Any]], Any]) -> dict[str, list[Any]]:
         """Change of success on the rollouts after real steps of each arm, one entry a seed."""
         changes: dict[str, list[Any]] = {}
-        [start] = self.stages.run("before", 1, lambda _: [self._logps(self.checkpoint.student)])
+        student = self.checkpoint.student
+        [start] = self.stages.run("before", 1, lambda _: [self._logps(student)])
         for arm, number in product(arms, (0, 1)):
 
             def train(_: list[int], arm: Arm = arm, number: int = number) -> list[Any]:
@@ -289,7 +295,8 @@ class Probe:
                 trainer.train()
                 return [self._logps(Teacher(trainer.model, trainer.accelerator))]
 
-            [logps] = self.stages.run(f"look-ahead of {arm.name}, seed {number}", 1, train)
+            stage = f"look-ahead of {arm.name}, seed {number}"
+            [logps] = self.stages.run(stage, 1, train)
             weights = np.exp(np.clip(np.subtract(logps, start), -8.0, 8.0)).reshape(self.successes.shape)
             changes.setdefault(arm.name, []).append(weighted_change(self.successes, weights))
         return changes
@@ -342,7 +349,9 @@ def probe(
     records = run.rollouts()
     arms = settings.arms or run.default_arms()
     targets = run.targets(arms)
-    lookahead = run.look_ahead([GRPO, *arms], make_trainer) if settings.lookahead and make_trainer else {}
+    lookahead = {}
+    if settings.lookahead and make_trainer:
+        lookahead = run.look_ahead([GRPO, *arms], make_trainer)
     title = {
         "title": f"Probe of {visible(task.name)}",
         "prompts": len(run.rows),
@@ -434,7 +443,8 @@ def weighted_change(successes: NDArray[Any], weights: NDArray[np.float64]) -> di
         `change`, its bootstrap `error` over prompts, and `share`, the effective share of the sample.
     """
     sums = np.stack([(weights * successes).sum(1), weights.sum(1), successes.sum(1), np.ones_like(weights).sum(1)])
-    picks = np.random.default_rng(0).integers(len(weights), size=(1000, len(weights)))
+    prompts = len(weights)
+    picks = np.random.default_rng(0).integers(prompts, size=(1000, prompts))
 
     def change(totals: NDArray[np.float64]) -> NDArray[np.float64]:
         return totals[0] / totals[1] - totals[2] / totals[3]
@@ -481,8 +491,9 @@ def summarize_facts(frame: DataFrame) -> dict[str, Any]:
         if name.startswith((FOREIGN, OWN, WORDING)) or name.endswith(" alone"):
             facts["conditions"][name] = paired_change(_by_prompt(frame, name), success)
     facts["parts"] = {}
+    rewards = answers["reward"].astype(float)
     for name in frame.columns[frame.columns.str.startswith(PART)]:
-        if answers[name].astype(float).corr(answers["reward"].astype(float)) > 0.0:  # more of it is better
+        if answers[name].astype(float).corr(rewards) > 0.0:  # more of it is better
             change = paired_change(_by_prompt(frame, OWN, name), _by_prompt(frame, WITHOUT, name))
             facts["parts"][name.removeprefix(PART)] = change
     return facts

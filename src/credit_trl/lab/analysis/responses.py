@@ -55,7 +55,8 @@ class Rollout:
         record = dict(record)
         contexts = record.pop("contexts", None)
         z = record.pop("privileged")
-        turns = {int(turn): text for turn, text in (z.get("turns") or {}).items()}  # JSON has no integer keys
+        stored_turns = z.get("turns") or {}
+        turns = dict(zip(map(int, stored_turns), stored_turns.values(), strict=True))  # JSON has no integer keys
         return cls(
             token_ids=tuple(record.pop("token_ids")),
             privileged=PrivilegedContext(z.get("demonstration"), z.get("feedback"), turns or None),
@@ -188,7 +189,8 @@ def sample_rollouts(
     sampling = SamplingConfig(
         config.temperature, top_p=1.0, max_completion_length=config.max_completion_length, seed=config.seed
     )
-    token_ids = checkpoint.generate([checkpoint.encode(row["prompt"]) for row in repeated], sampling)
+    prompts = [checkpoint.encode(row["prompt"]) for row in repeated]
+    token_ids = checkpoint.generate(prompts, sampling)
     verdicts = grade_rollouts(checkpoint, task, repeated, token_ids)
     return graded_rollouts(checkpoint, rows, token_ids, verdicts, config, population)
 

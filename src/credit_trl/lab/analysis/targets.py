@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from credit_trl import objective
 from credit_trl.contexts.tokens import TokenContexts
@@ -77,7 +78,8 @@ def target_logps(
         buckets = buckets.gather(-1, ids)
         has_tail = formula.tail == "bucket"
         buckets = objective.add_tail_bucket(buckets, outside) if has_tail else objective.renormalize(buckets)
-    f, g = buckets[: prompts.teacher].mean(0), buckets[prompts.teacher :]
+    f = buckets[: prompts.teacher].mean(0)
+    g = buckets[prompts.teacher :]
     target = f
     if len(g):
         target = objective.credit_target(f, objective.input_generic(g), arm.contrastive_coef, arm.form)
@@ -128,7 +130,9 @@ def decode(
     All sources use the same uniform random numbers, one a token, so their answers differ where they do.
     """
     ends = checkpoint.end_ids()
-    prompts_of_source = [[source] if isinstance(source, int) else prompts.of(source) for source in sources]
+    prompts_of_source = []
+    for source in sources:
+        prompts_of_source.append([source] if isinstance(source, int) else prompts.of(source))
     reader = _Reader(checkpoint.student, prompts.ids, prompts_of_source, ends[0])
     completions: list[list[int]] = [[] for _ in sources]
     tokens = None
@@ -157,14 +161,14 @@ class _Reader:
         self, model: Teacher, prompts: Sequence[list[int]], prompts_of_source: Sequence[list[int]], padding: int
     ) -> None:
         self.model = model
-        pairs = [(prompt, source) for source, indices in enumerate(prompts_of_source) for prompt in indices]
+        pairs = []
+        for source, indices in enumerate(prompts_of_source):
+            pairs += [(prompt, source) for prompt in indices]
         self.pairs = torch.tensor(pairs, device=model.device).T  # prompt and source of each row
         self.shape = (len(prompts), len(prompts_of_source))
-        width = max(map(len, prompts))
-        rows = [[padding] * (width - len(ids)) + ids for ids in prompts]
-        lengths = torch.tensor([[len(ids)] for ids in prompts], device=model.device)
-        self.ids = torch.tensor(rows, device=model.device)
-        self.mask = (torch.arange(width, device=model.device) >= width - lengths).long()
+        rows = [torch.tensor(ids, device=model.device) for ids in prompts]
+        self.ids = pad_sequence(rows, batch_first=True, padding_value=padding, padding_side="left")
+        self.mask = pad_sequence(list(map(torch.ones_like, rows)), batch_first=True, padding_side="left")
         self.cache: Any = None
 
     def read(self, tokens: Int[Tensor, " J"] | None) -> Float[Tensor, "P J V"]:

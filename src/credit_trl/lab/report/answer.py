@@ -111,7 +111,8 @@ def problems_of(run: Run) -> list[tuple[str, str]]:
     if _latest(run, "frac_reward_zero_std") == 1.0 and reward < SOLVED:
         values["flat"] = reward
     rewards = run.series("reward")
-    best = rewards.rolling(LATEST_LOGS, min_periods=min(LATEST_LOGS, len(rewards))).mean().max()
+    windows = rewards.rolling(LATEST_LOGS, min_periods=min(LATEST_LOGS, len(rewards)))
+    best = windows.mean().max()
     causes = [row["warning"] for row in run.warnings]
     if "drift_collapse" in causes and reward < 0.5 * best:
         values["collapsed"] = reward
@@ -152,10 +153,11 @@ def _one_arm(runs: Sequence[Run], arm: str, progress: Mapping[str, Any] | None) 
     if result is None:
         headline = _without_comparison(runs[-1], subject)
     else:
-        name = f"avg@{runs[-1].evaluations[-1].get('k')}"
+        name = f"avg@{runs[-1].final.get('k')}"
         status = _status(result["difference_low"], result["difference_high"])
         verdict = {"good": "It worked", "bad": "It got worse", "unclear": "No clear change"}[status]
-        scores = f"{name} {_percent(result['before'])} → {_percent(result['after'])}"
+        after = _percent(result["after"])
+        scores = f"{name} {_percent(result['before'])} → {after}"
         change = _difference_text(result["difference"], result["difference_low"], result["difference_high"])
         prompts = pluralized(result["prompts"], "held-out prompt")
         line = f"{subject}: {scores}, {change} against the same model before training, on {prompts}."
@@ -178,7 +180,7 @@ def _subject(runs: Sequence[Run], arm: str) -> str:
 def _without_comparison(run: Run, subject: str) -> Headline:
     """Of a run without an evaluation before training."""
     if run.evaluations:
-        row = run.evaluations[-1]
+        row = run.final
         score = f"avg@{row.get('k')} {_percent(row['score'])}"
         if row.get("low") is not None and row.get("high") is not None:
             score += f" (95 % interval {100 * row['low']:.1f} to {100 * row['high']:.1f})"
@@ -219,7 +221,7 @@ def _several_arms(comparison: Sequence[Mapping[str, Any]]) -> Headline:
 
 def _groups(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """Scores of the groups of a task that has several."""
-    names = runs[-1].groups(runs[-1].evaluations[-1]["step"])
+    names = runs[-1].groups(runs[-1].final["step"])
     rows = []
     for name in names if len(names) > 1 else []:
         result = gain(runs, name)
@@ -233,9 +235,9 @@ def _changes(runs: Sequence[Run]) -> list[str]:
     lines = []
     for run in runs:
         for segment in run.segments[1:]:
-            texts = [f"{name} = {run.text(name)}" for name in segment["options"]]
+            texts = "; ".join(f"{name} = {run.text(name)}" for name in segment["options"])
             if texts:
-                lines.append(f"Resumed at step {segment['step']} with other options: {'; '.join(texts)}.")
+                lines.append(f"Resumed at step {segment['step']} with other options: {texts}.")
     return lines
 
 

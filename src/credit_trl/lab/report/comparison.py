@@ -59,16 +59,18 @@ def training_table(arms: Mapping[str, Sequence[Run]]) -> list[dict[str, Any]]:
     means = DataFrame({arm: DataFrame(map(_measured, runs)).mean() for arm, runs in arms.items()}).T
     means["ratio"] = means["seconds"] / means["seconds"].iloc[0]
     rows = []
-    for arm, row in means.iterrows():
-        values = {name: value if math.isfinite(value) else None for name, value in row.items()}
-        rows.append({"arm": arm, "contrasts": _contrasts(arms[arm][0]), **values})
+    for arm, values in means.iterrows():
+        row = {"arm": arm, "contrasts": _contrasts(arms[arm][0])}
+        for name, value in values.items():
+            row[name] = value if math.isfinite(value) else None
+        rows.append(row)
     return rows
 
 
 def _measured(run: Run) -> dict[str, float]:
     """Means of one run, NaN where they are missing."""
     return {
-        "score": run.evaluations[-1]["score"] if run.evaluations else math.nan,
+        "score": run.final["score"] if run.evaluations else math.nan,
         "train_score": run.series("reward").max(),
         "seconds": run.mean_over_steps(SECONDS),
         "s_mean": run.mean_over_steps(CURVES["S_t, mean (nats)"]),
@@ -207,7 +209,7 @@ def _differing_settings(runs: Sequence[Run]) -> list[str]:
     """Settings in which the last evaluations of the runs differ."""
     values: dict[str, set[str]] = {}
     for run in runs:
-        settings = run.settings(run.evaluations[-1]["step"])
+        settings = run.settings(run.final["step"])
         for name in SETTINGS:
             if name in settings:
                 values.setdefault(name, set()).add(json.dumps(settings[name]))
@@ -216,12 +218,13 @@ def _differing_settings(runs: Sequence[Run]) -> list[str]:
 
 def _scores(runs: Sequence[Run], matrix: NDArray[np.float64], shared: Index) -> dict[str, Any]:
     """Scores of one arm; `matrix` has shape (runs, shared prompts)."""
-    final = DataFrame([run.evaluations[-1] for run in runs])
+    final = DataFrame([run.final for run in runs])
     scores = concat([_scores_on(run, shared) for run in runs], axis=1)
-    before = scores.reindex([0]).loc[0, scores.count() > 1].mean()
+    at_start = scores.reindex([0]).loc[0]
+    before = at_start[scores.count() > 1].mean()
     row: dict[str, Any] = {
-        "k": runs[0].evaluations[-1].get("k"),
-        "greedy": bool(runs[0].evaluations[-1].get("greedy")),
+        "k": runs[0].final.get("k"),
+        "greedy": bool(runs[0].final.get("greedy")),
         "step": int(final["step"].max()),
         "before": None if math.isnan(before) else float(before),
         "score": float(final["score"].mean()),

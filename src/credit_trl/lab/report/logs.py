@@ -66,7 +66,8 @@ def _number_words(values: Mapping[str, float]) -> list[str]:
         if is_bound or name in ("epoch", "total_flos"):
             continue
         text = f"{name.replace('_', ' ')} {value:.4g}"
-        low, high = values.get(f"{name}_low"), values.get(f"{name}_high")
+        low = values.get(f"{name}_low")
+        high = values.get(f"{name}_high")
         if low is not None and high is not None:
             text += f" [{low:.4g}, {high:.4g}]"
         parts.append(text)
@@ -134,9 +135,9 @@ def send_rollouts(trainer: Any, rollouts: Sequence[Mapping[str, Any]]) -> None:
     traces = []
     for row in rollouts:
         metadata = dict(row)
-        turns = [(role, metadata.pop(name, None)) for role, name in _TURNS.items()]
         messages: list[dict[str, Any]] = []
-        for role, content in turns:
-            messages += [{"role": role, "content": content}] if isinstance(content, str) else content or []
+        for role, name in _TURNS.items():
+            content = metadata.pop(name, None) or []
+            messages += [{"role": role, "content": content}] if isinstance(content, str) else content
         traces.append(trackio.Trace(messages, metadata))
     trackio.log({"rollouts": traces}, step=trainer.state.global_step)

@@ -76,7 +76,7 @@ class Run:
     @property
     def task(self) -> str:
         """Name of the evaluated task, "" without evaluations."""
-        return str(self.evaluations[-1]["task"]) if self.evaluations else ""
+        return str(self.final["task"]) if self.evaluations else ""
 
     @property
     def method(self) -> str:
@@ -137,9 +137,14 @@ class Run:
                 scores[str(prompt["id"])] = prompt["score"]
         return Series(scores, dtype=float)
 
+    @property
+    def final(self) -> Mapping[str, Any]:
+        """Row of the last evaluation."""
+        return self.evaluations[-1]
+
     def final_scores(self, group: str | None = None) -> Series:
         """`scores` of the last evaluation."""
-        return self.scores(self.evaluations[-1]["step"], group)
+        return self.scores(self.final["step"], group)
 
     def groups(self, step: int) -> list[str]:
         """Groups of the task in the evaluation at a step, in the order of the prompts."""
@@ -154,7 +159,8 @@ class Run:
         return self._result(step).get("settings", {})
 
     def _result(self, step: int) -> dict[str, Any]:
-        path_of_step = self.folder / files.EVALUATIONS_FOLDER / f"step-{step:06d}" / files.RESULT_FILE
+        folder_of_step = self.folder / files.EVALUATIONS_FOLDER / f"step-{step:06d}"
+        path_of_step = folder_of_step / files.RESULT_FILE
         path = path_of_step if path_of_step.is_file() else self.folder / files.RESULT_FILE
         return files.read_json(path) if path.is_file() else {}
 

@@ -116,7 +116,8 @@ def group_scales(maps: Sequence[TokenMap]) -> dict[str, dict[str, float]]:
     for group, group_maps in groups.items():
         scales[group] = {}
         for quantity in QUANTITIES:
-            scales[group][quantity] = _magnitude([m.values(quantity) for m in group_maps])
+            values = [m.values(quantity) for m in group_maps]
+            scales[group][quantity] = _magnitude(values)
     return scales
 
 
@@ -126,7 +127,8 @@ def _magnitude(values: list[Float[Tensor, " T"]]) -> float:
     joined = joined[joined.isfinite()]
     if not len(joined):
         return 1.0
-    return float(np.quantile(joined.numpy(), SATURATION)) or joined.max().item() or 1.0
+    quantile = float(np.quantile(joined.numpy(), SATURATION))
+    return quantile or joined.max().item() or 1.0
 
 
 def _reward(response: Rollout) -> float:

@@ -89,8 +89,11 @@ def write_report(runs: Sequence[str | Path], output: str | Path | None = None) -
     loaded = list(map(load_run, folders))
     if output is None:
         output = folders[0] / REPORT_FILE if len(folders) == 1 else REPORT_FILE
-    output = Path(output) / REPORT_FILE if Path(output).is_dir() else Path(output)
-    output = output if output.suffix == ".html" else output.with_name(f"{output.name}.html")
+    output = Path(output)
+    if output.is_dir():
+        output /= REPORT_FILE
+    if output.suffix != ".html":
+        output = output.with_name(f"{output.name}.html")
     document = report_document(loaded)
     data, text = output.with_suffix(".json"), output.with_suffix(".md")
     is_own_data = not data.exists() or {"arms", "curves"} <= read_json(data).keys()
@@ -106,15 +109,17 @@ def write_report(runs: Sequence[str | Path], output: str | Path | None = None) -
 def write_html(document: Mapping[str, Any], path: str | Path) -> None:
     """Write the page of a document with any of `curves`, `comparison`, `options`, `rollouts` and `maps`."""
     folder = files(__package__) / "page"
-    page = {name: (folder / f"report.{name}").read_text("utf-8") for name in ("html", "css", "js")}
+    template, style, script = (
+        folder.joinpath(f"report.{suffix}").read_text("utf-8") for suffix in ("html", "css", "js")
+    )
     # Safe inside a `<script>` element: ASCII, without `<`, `>` and `&`; NaN is null.
-    data = json.dumps(without_nan(document), ensure_ascii=True, allow_nan=False, separators=(",", ":"))
-    text = Template(page["html"]).substitute(
-        style_hash=_digest(page["css"]),
-        script_hash=_digest(page["js"]),
+    data = json.dumps(without_nan(document), allow_nan=False, separators=(",", ":"))
+    text = Template(template).substitute(
+        style_hash=_digest(style),
+        script_hash=_digest(script),
         title=html.escape(document["title"]),
-        style=page["css"],
-        script=page["js"],
+        style=style,
+        script=script,
         data=data.translate(_ESCAPES),
     )
     write_atomically(path, text)
