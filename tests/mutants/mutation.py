@@ -4,19 +4,23 @@
     python tests/mutants/mutation.py --again survived     # decide the survivors once more, with the tests of today
     python tests/mutants/mutation.py --list survived      # the differences of the survivors
 
-The checkout stays as it is: mutants live in a copy in `--folder`. The copy of `src` is that of the first call, so
-`--new` starts again with the present sources. A child process is forked for each mutant from a parent that has
-imported torch and TRL, and nothing of this package.
+The checkout stays as it is: mutants live in copies in `--folder`. Their `src` is that of the first call, so `--new`
+starts again with the present sources. A child process is forked for each mutant: where functions alone change, from
+a process that has collected the tests, and the child gives the functions their new code; otherwise from a process
+that has imported libraries alone, and the child imports the mutant.
 """
 
 import argparse
 import ast
 import contextlib
-import csv
+import gc
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import json
+import math
+import multiprocessing
 import os
 import random
 import shutil
@@ -26,11 +30,13 @@ import sys
 import threading
 import time
 import uuid
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from datetime import date
 from difflib import unified_diff
 from pathlib import Path
+from types import CodeType, FunctionType
 from typing import Any
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
@@ -43,19 +49,20 @@ from cosmic_ray.mutating import mutate_code
 from cosmic_ray.operators.provider import OperatorProvider
 from cosmic_ray.work_db import WorkDB, use_db
 from cosmic_ray.work_item import MutationSpec, TestOutcome, WorkerOutcome, WorkItem, WorkResult
+from hypothesis import Phase, settings
 from operators import OPERATORS
 from parso.tree import NodeOrLeaf, search_ancestor
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = Path("src/credit_trl")
 PLAN: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("plan.yaml").read_text("utf-8"))
-TABLE = Path(__file__).with_name("table.csv")
+TABLE = Path(__file__).with_name("table.md")
 # The limit ends mutants that hang; a busy machine stays below it.
 LIMIT_SECONDS = 60.0
 LIMIT_RATIO = 10.0
-MEASURE_SECONDS = 7200.0
-TESTS_SECONDS = 60.0  # of the unchanged copy, of the tests of one mutant
+TESTS_SECONDS = 20.0  # of a processor: the tests of one mutant on the unchanged copy
 REQUIRED_SHARE = 0.95
+OUTCOMES = ("killed", "equivalent", "survived")
 # Code without behaviour: annotations, decorators, and messages of errors and logs.
 IGNORED_ANCESTORS = ("annassign", "tfpdef", "decorator", "fstring", "import_from", "import_name", "raise_stmt")
 IGNORED_CALLS = ("logger.", "warnings.")
@@ -66,11 +73,22 @@ class Measured:
     """What the tests of the unchanged copy execute."""
 
     seconds: dict[str, float]
-    """Node id of a passed test -> its duration."""
-    lines: dict[str, dict[int, list[str]]]
-    """Module -> line -> tests that execute it."""
-    imported: list[str]
-    """Modules of libraries that the tests import."""
+    """Node id of a passed test -> its seconds of a processor."""
+    lines: dict[str, dict[int, set[str]]]
+    """Module -> line -> tests that execute it, and "" where an import does."""
+
+
+def _processor_seconds() -> float:
+    return sum(os.times()[:4])
+
+
+class Examples:
+    """Pytest plugin: hypothesis draws the same examples in each run, and does not shrink one that fails."""
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection(self) -> None:
+        settings.register_profile("mutants", phases=[Phase.explicit, Phase.generate], derandomize=True, deadline=None)
+        settings.load_profile("mutants")
 
 
 @dataclass(eq=False)
@@ -84,9 +102,9 @@ class Recorder:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
         self.trace.switch_context(item.nodeid)
-        start = time.perf_counter()
+        start = _processor_seconds()
         result = yield
-        self.seconds[item.nodeid] = time.perf_counter() - start
+        self.seconds[item.nodeid] = _processor_seconds() - start
         return result
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -125,12 +143,25 @@ def copy_tree(tree: Path) -> None:
         text=True,
     ).stdout.split("\0")
     has_sources = (tree / "src").exists()
+    shutil.rmtree(tree / "tests", ignore_errors=True)
     for name in filter(None, names):
         source = ROOT / name
         target = tree / name
         if source.is_file() and not (has_sources and name.startswith("src/")):
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(source, target)
+
+
+def in_workers(count: int, run: Callable[[int], None]) -> None:
+    """Call a function with the number of a worker, in each of so many forked processes."""
+    context = multiprocessing.get_context("fork")
+    workers = [context.Process(target=run, args=(index,)) for index in range(count)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    if any(worker.exitcode for worker in workers):
+        raise RuntimeError("A worker failed, see above.")
 
 
 def in_child(tree: Path, log: Path, limit: float, run: Callable[[], int]) -> int | None:
@@ -169,44 +200,67 @@ def pytest_arguments(files: Sequence[str], temporary: Path) -> list[str]:
     return [*options, *files]
 
 
-def measure(folder: Path) -> Measured:
-    """Run all tests of the plan on the unchanged copy, with coverage by test; stored until a test file changes."""
-    tree = folder / "tree"
-    tests = sorted({test for row in PLAN["modules"].values() for test in row})
-    digest = hashlib.sha256()
-    for path in sorted((tree / "tests").rglob("*.py")):
-        digest.update(path.read_bytes())
-    store = folder / f"measured-{digest.hexdigest()[:16]}.json"
-    if not store.is_file():
-        print("measuring the tests of the unchanged copy", flush=True)
-        log = folder / "measure.log"
-        code = in_child(tree, log, MEASURE_SECONDS, lambda: _measure(tree, tests, store, folder / "temporary"))
-        if code != 0:
-            raise RuntimeError(f"The tests of the unchanged copy did not run, see {log}.")
-    stored = json.loads(store.read_text("utf-8"))
-    lines = {module: {int(line): ids for line, ids in by_line.items()} for module, by_line in stored["lines"].items()}
-    return Measured(stored["seconds"], lines, stored["imported"])
+def test_files(tree: Path) -> list[str]:
+    """Files of the tests of the plan, relative to the copy."""
+    files = set()
+    for names in PLAN["modules"].values():
+        for name in names:
+            paths = [tree / name] if name.endswith(".py") else (tree / name).rglob("test_*.py")
+            files.update(str(path.relative_to(tree)) for path in paths)
+    return sorted(files)
 
 
-def _measure(tree: Path, tests: Sequence[str], store: Path, temporary: Path) -> int:
+def measure(folder: Path, trees: Sequence[Path]) -> Measured:
+    """Run the tests of the plan on the unchanged copy, with coverage by test; a file again only where it changed."""
+    sources = hashlib.sha256()
+    for path in sorted((trees[0] / "src").rglob("*.py")):
+        sources.update(path.read_bytes())
+    stores = {}
+    for file in test_files(trees[0]):
+        digest = sources.copy()
+        digest.update((trees[0] / file).read_bytes())
+        stores[file] = folder / "measured" / f"{digest.hexdigest()}.json"
+    missing = [file for file, store in stores.items() if not store.is_file()]
+    # The files with the most tests start first, so that the workers end together.
+    missing.sort(key=lambda file: -(trees[0] / file).stat().st_size)
+    (folder / "measured").mkdir(exist_ok=True)
+
+    def run(worker: int) -> None:
+        tree = trees[worker]
+        for file in missing[worker :: len(trees)]:
+            temporary = folder / f"temporary-{worker}"
+            log = folder / f"measure-{worker}.log"
+            code = in_child(tree, log, math.inf, lambda: _measure(tree, file, stores[file], temporary))  # noqa: B023
+            print(f"measured {file}", flush=True)
+            if code != 0:
+                raise RuntimeError(f"The tests of the unchanged copy did not run, see {log}.")
+
+    in_workers(len(trees), run)
+    seconds = {}
+    lines = {module: defaultdict(set) for module in PLAN["modules"]}
+    for store in stores.values():
+        stored = json.loads(store.read_text("utf-8"))
+        seconds |= stored["seconds"]
+        for module, by_line in stored["lines"].items():
+            for line, tests in by_line.items():
+                lines[module][int(line)].update(tests)
+    return Measured(seconds, lines)
+
+
+def _measure(tree: Path, file: str, store: Path, temporary: Path) -> int:
     trace = coverage.Coverage(data_file=None, include=[str(tree / PACKAGE / "*")], config_file=False)
     recorder = Recorder(trace)
     trace.start()
-    code = pytest.main(pytest_arguments(tests, temporary), plugins=[recorder])
+    code = pytest.main(pytest_arguments([file], temporary), plugins=[Examples(), recorder])
     trace.stop()
-    if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+    if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED):
         return int(code)
     lines = {}
     for module in PLAN["modules"]:
         by_line = trace.get_data().contexts_by_lineno(str(tree / PACKAGE / module))
-        lines[module] = {line: sorted({*ids} - recorder.failed - {""}) for line, ids in by_line.items()}
+        lines[module] = {line: sorted({*ids} - recorder.failed) for line, ids in by_line.items()}
     seconds = {test: value for test, value in recorder.seconds.items() if test not in recorder.failed}
-    libraries = [
-        name
-        for name, module in sys.modules.items()
-        if "site-packages" in (getattr(module, "__file__", None) or "") and name.split(".")[0] in PLAN["preloaded"]
-    ]
-    store.write_text(json.dumps({"seconds": seconds, "lines": lines, "imported": libraries}), "utf-8")
+    store.write_text(json.dumps({"seconds": seconds, "lines": lines}), "utf-8")
     return 0
 
 
@@ -225,6 +279,8 @@ def candidates(module: str, source: str) -> Iterator[MutationSpec]:
 
 
 def _has_no_behaviour(node: NodeOrLeaf) -> bool:
+    if node.parent is not None and node.parent.type == "parameters":  # the star before keywords
+        return True
     if node.type not in IGNORED_ANCESTORS and search_ancestor(node, *IGNORED_ANCESTORS) is not None:
         return True
     ancestor = node
@@ -270,71 +326,210 @@ def _mutated(source: str, spec: MutationSpec) -> str | None:
 
 
 def statement_lines(source: str, line: int) -> range:
-    """Lines of the innermost statement with a line; of a compound statement those of its head."""
+    """Lines of the innermost statement with a line; of `if`, `for` and the like those of the head."""
     lines = range(line, line + 1)
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.stmt):
             body = getattr(node, "body", None)
             end = max(node.lineno, body[0].lineno - 1) if body else node.end_lineno
             if node.lineno <= line <= end:
-                lines = range(node.lineno, end + 1)
+                is_definition = isinstance(node, (ast.FunctionDef, ast.ClassDef))
+                lines = range(node.lineno, (node.end_lineno if is_definition else end) + 1)
     return lines
 
 
 def chosen_tests(measured: Measured, module: str, source: str, line: int) -> list[str]:
-    """Tests of a mutant: those of the plan that execute its statement, or all of them, the fastest first."""
-    files = tuple(PLAN["modules"][module])
-    in_plan = [test for test in measured.seconds if test.startswith(files)]
-    executing = {test for number in statement_lines(source, line) for test in measured.lines[module].get(number, ())}
-    tests = sorted(executing.intersection(in_plan) or in_plan, key=lambda test: measured.seconds[test])
+    """Tests of a mutant that execute its statement: those that mirror the module, then all, the fastest first.
+
+    All that mirror it where only an import executes the statement.
+    """
+    mirrors = tuple(PLAN["modules"][module])
+    executing = set()
+    for number in statement_lines(source, line):
+        executing.update(measured.lines[module].get(number, ()))
+    tests = executing & measured.seconds.keys()
+    if executing and not tests:
+        tests = {test for test in measured.seconds if test.startswith(mirrors)}
     total = 0.0
     selected = []
-    for test in tests:
+    for test in sorted(tests, key=lambda test: (not test.startswith(mirrors), measured.seconds[test])):
         total += measured.seconds[test]
         if total <= TESTS_SECONDS or not selected:
             selected.append(test)
     return selected
 
 
-def decide(folder: Path, measured: Measured, spec: MutationSpec) -> WorkResult:
-    """Run the tests of one mutant in the copy."""
-    module = str(spec.module_path)
-    path = folder / "tree" / PACKAGE / module
-    source = path.read_text("utf-8")
-    mutated = _mutated(source, spec)
-    if mutated is None:
-        return WorkResult(WorkerOutcome.NO_TEST, "", TestOutcome.INCOMPETENT, "")
-    tests = chosen_tests(measured, module, source, spec.start_pos[0])
-    failure = folder / "failure"
-    failure.unlink(missing_ok=True)
-    limit = LIMIT_SECONDS + LIMIT_RATIO * sum(measured.seconds[test] for test in tests)
-    files = sorted({test.partition("::")[0] for test in tests})
-    selection = Selection(tests, failure)
-    arguments = [*pytest_arguments(files, folder / "temporary"), "-x"]
-    # A mutant of the same size in the same second would be taken from the cache.
-    Path(importlib.util.cache_from_source(str(path))).unlink(missing_ok=True)
-    path.write_text(mutated, "utf-8")
-    try:
-        code = in_child(
-            folder / "tree", folder / "mutant.log", limit, lambda: int(pytest.main(arguments, plugins=[selection]))
-        )
-    finally:
-        path.write_text(source, "utf-8")
-    outcome = TestOutcome.SURVIVED if code in (0, 5) else TestOutcome.KILLED
-    test = failure.read_text("utf-8") if failure.is_file() else "time limit" if code is None else f"exit {code}"
-    difference = unified_diff(source.splitlines(), mutated.splitlines(), lineterm="", n=1)
-    return WorkResult(WorkerOutcome.NORMAL, test, outcome, "\n".join(list(difference)[2:]))
+def changed_functions(source: str, mutated: str) -> list[tuple[CodeType, CodeType]] | None:
+    """Code of functions before and after; None where code of a module or class changes."""
+    changes = []
+    bodies = [(compile(source, "", "exec"), compile(mutated, "", "exec"))]
+    for body in bodies:
+        old_codes, new_codes = ([part for part in code.co_consts if isinstance(part, CodeType)] for code in body)
+        if _without_functions(body[0]) != _without_functions(body[1]):
+            return None
+        for old, new in zip(old_codes, new_codes, strict=True):
+            if old.co_flags & inspect.CO_NEWLOCALS == 0 or old.co_flags & inspect.CO_OPTIMIZED == 0:
+                bodies.append((old, new))
+            elif old != new and (old.co_name.startswith("<") or old.co_freevars != new.co_freevars):
+                return None
+            elif old != new:
+                changes.append((old, new))
+    return changes
+
+
+def _without_functions(code: CodeType) -> tuple[Any, ...]:
+    constants = [part.co_name if isinstance(part, CodeType) else part for part in code.co_consts]
+    # A line number is no change.
+    names = code.co_names, code.co_varnames, code.co_freevars
+    return code.co_code, [(type(part), part) for part in constants], names
+
+
+def _place(code: CodeType) -> tuple[str, int]:
+    return code.co_qualname, code.co_firstlineno
+
+
+@dataclass(eq=False)
+class Server:
+    """Pytest plugin that collects all tests, and then decides the mutants of functions, each in a child."""
+
+    worker: "Worker"
+    items: Sequence[WorkItem]
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        for module in PLAN["modules"]:
+            importlib.import_module(f"credit_trl.{module.removesuffix('.py').replace('/', '.')}")
+        gc.unfreeze()
+        functions = defaultdict(list)
+        sources = str(self.worker.tree / PACKAGE)
+        for value in gc.get_objects():
+            if type(value) is FunctionType and value.__code__.co_filename.startswith(sources):
+                functions[value.__code__.co_filename, *_place(value.__code__)].append(value)
+        gc.collect()
+        gc.freeze()
+        require_one_thread()
+        tests = {item.nodeid: item for item in session.items}
+        for item in self.items:
+            self._decide(item, tests, functions)
+        return True
+
+    def _decide(self, item: WorkItem, tests: dict[str, pytest.Item], functions: dict[tuple, list[Any]]) -> None:
+        mutant = self.worker.mutant(item)
+        changes = changed_functions(mutant.source, mutant.mutated) if mutant.mutated else None
+        if not changes:
+            return
+        places = [functions.get((str(mutant.path), *_place(old))) for old, _ in changes]
+        if not all(places):
+            return
+
+        def run() -> int:
+            for values, (_, code) in zip(places, changes, strict=True):
+                for value in values:
+                    value.__code__ = code
+            chosen = [tests[test] for test in mutant.tests if test in tests]
+            for test, following in zip(chosen, [*chosen[1:], None], strict=False):
+                test.config.hook.pytest_runtest_protocol(item=test, nextitem=following)
+                if self.worker.failure.is_file():
+                    return 1
+            return 0
+
+        self.worker.decide(item, mutant, run)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self.worker.failure.write_text(report.nodeid, "utf-8")
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A mutant, and the tests that decide it."""
+
+    path: Path
+    source: str
+    mutated: str | None
+    tests: list[str]
+
+
+@dataclass(eq=False)
+class Worker:
+    """Decides mutants in a copy of its own."""
+
+    folder: Path
+    index: int
+    measured: Measured
+
+    def __post_init__(self) -> None:
+        self.tree = self.folder / f"tree-{self.index}"
+        self.failure = self.folder / f"failure-{self.index}"
+        self.temporary = self.folder / f"temporary-{self.index}"
+        self.decided = self.folder / f"decided-{self.index}"
+
+    def mutant(self, item: WorkItem) -> Mutant:
+        spec = item.mutations[0]
+        path = self.tree / PACKAGE / spec.module_path
+        source = path.read_text("utf-8")
+        tests = chosen_tests(self.measured, str(spec.module_path), source, spec.start_pos[0])
+        return Mutant(path, source, _mutated(source, spec), tests)
+
+    def work(self, items: Sequence[WorkItem]) -> None:
+        """Decide the mutants of functions, then those that have to be imported."""
+        self.decided.write_text("", "utf-8")
+        server = Server(self, items)
+        arguments = pytest_arguments(test_files(self.tree), self.temporary)
+        log = self.folder / f"server-{self.index}.log"
+        if in_child(self.tree, log, math.inf, lambda: int(pytest.main(arguments, plugins=[Examples(), server]))):
+            raise RuntimeError(f"The tests were not collected, see {log}.")
+        decided = set(self.decided.read_text("utf-8").split())
+        for item in items:
+            if item.job_id not in decided:
+                self._import(item)
+
+    def _import(self, item: WorkItem) -> None:
+        mutant = self.mutant(item)
+        selection = Selection(mutant.tests, self.failure)
+        files = sorted({test.partition("::")[0] for test in mutant.tests})
+        arguments = [*pytest_arguments(files, self.temporary), "-x"]
+        # A mutant of the same size in the same second would be taken from the cache.
+        Path(importlib.util.cache_from_source(str(mutant.path))).unlink(missing_ok=True)
+        mutant.path.write_text(mutant.mutated or mutant.source, "utf-8")
+        try:
+            self.decide(item, mutant, lambda: int(pytest.main(arguments, plugins=[Examples(), selection])))
+        finally:
+            mutant.path.write_text(mutant.source, "utf-8")
+
+    def decide(self, item: WorkItem, mutant: Mutant, run: Callable[[], int]) -> None:
+        """Run the tests of a mutant in a child, and store the result."""
+        result = WorkResult(WorkerOutcome.NO_TEST, "", TestOutcome.INCOMPETENT, "")
+        if mutant.mutated is not None:
+            self.failure.unlink(missing_ok=True)
+            limit = LIMIT_SECONDS + LIMIT_RATIO * sum(self.measured.seconds[test] for test in mutant.tests)
+            log = self.folder / f"mutant-{self.index}.log"
+            code = in_child(self.tree, log, limit, run) if mutant.tests else 0
+            outcome = TestOutcome.SURVIVED if code in (0, 5) else TestOutcome.KILLED
+            reason = "time limit" if code is None else f"exit {code}"
+            test = self.failure.read_text("utf-8") if self.failure.is_file() else reason
+            lines = mutant.source.splitlines(), mutant.mutated.splitlines()
+            difference = "\n".join(list(unified_diff(*lines, lineterm="", n=1))[2:])
+            result = WorkResult(WorkerOutcome.NORMAL, test, outcome, difference)
+        with use_db(self.folder / "mutants.sqlite") as database:
+            database.set_result(item.job_id, result)
+        with self.decided.open("a", encoding="utf-8") as file:
+            file.write(f"{item.job_id}\n")
+        spec = item.mutations[0]
+        print(f"{outcome_of(spec, result)} {spec.module_path}:{spec.start_pos[0]} {spec.operator_name}", flush=True)
+
+
+def require_one_thread() -> None:
+    """No thread may run when a child is forked: it would hold its locks for ever."""
+    if threading.active_count() > 1:
+        raise RuntimeError(f"Imports started threads: {threading.enumerate()}.")
 
 
 def preload(modules: Sequence[str]) -> None:
-    """Import libraries, of which children get copies; no thread may run when a child is forked."""
+    """Import libraries, of which children get copies."""
     for name in modules:
-        try:
-            importlib.import_module(name)
-        except Exception as error:  # a module that imports only in its place
-            print(f"{name} is not preloaded: {error}", flush=True)
-    if threading.active_count() > 1:
-        raise RuntimeError(f"The libraries started threads: {threading.enumerate()}. Remove one from `preloaded`.")
+        importlib.import_module(name)
+    require_one_thread()
 
 
 def mutated_line(diff: str) -> str:
@@ -356,30 +551,35 @@ def outcome_of(spec: MutationSpec, result: WorkResult) -> str:
     return "equivalent" if is_equivalent else "survived"
 
 
+def is_present(item: WorkItem, result: WorkResult) -> bool:
+    """Whether the lines that a mutant changes are in the present sources."""
+    path = ROOT / PACKAGE / item.mutations[0].module_path
+    lines = set(path.read_text("utf-8").splitlines()) if path.is_file() else set()
+    return all(line[1:] in lines for line in result.diff.splitlines() if line.startswith("-"))
+
+
 def write_table(decided: Sequence[tuple[WorkItem, WorkResult]], header: str) -> float:
-    """Write table.csv, print the counts by module, and return the share of killed mutants."""
-    counts: Counter[str] = Counter()
+    """Write the counts by module to table.md, the survivors below them, and return the share of killed mutants."""
     by_module: dict[str, Counter[str]] = {module: Counter() for module in PLAN["modules"]}
-    rows = []
+    survivors = []
     for item, result in decided:
         spec = item.mutations[0]
         outcome = outcome_of(spec, result)
-        if outcome == "no program":
+        if outcome == "no program" or not is_present(item, result):
             continue
-        counts[outcome] += 1
         by_module[str(spec.module_path)][outcome] += 1
-        decided_by = result.output.rpartition("::")[2].partition("[")[0]
-        code = decided_by if outcome == "killed" else mutated_line(result.diff)
-        rows.append((str(spec.module_path), spec.start_pos[0], spec.operator_name, outcome, code))
-    with TABLE.open("w", encoding="utf-8", newline="") as file:
-        file.write(f"# {header}\n")
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(("module", "line", "operator", "outcome", "killing test or mutant"))
-        writer.writerows(sorted(rows))
-    for module, row in by_module.items():
-        print(f"{module:32}", *(f"{row[name]:4} {name}" for name in ("killed", "survived", "equivalent")))
-    share = counts["killed"] / max(1, counts["killed"] + counts["survived"])
-    print(f"{len(rows)} mutants, {share:.1%} of those that are not equivalent killed")
+        if outcome == "survived":
+            survivors.append(f"- {spec.module_path}: `{mutated_line(result.diff)}`")
+    total = sum(by_module.values(), Counter())
+    lines = [header, "", f"| module | tried | {' | '.join(OUTCOMES)} |", "|---|---|---|---|---|"]
+    for module, counts in [*by_module.items(), ("total", total)]:
+        cells = [str(counts[outcome]) for outcome in OUTCOMES]
+        lines.append(f"| {module} | {counts.total()} | {' | '.join(cells)} |")
+    if survivors:
+        lines += ["", "Survivors:", "", *sorted(survivors)]
+    TABLE.write_text("\n".join(lines) + "\n", "utf-8")
+    share = total["killed"] / max(1, total["killed"] + total["survived"])
+    print(f"{total.total()} mutants, {share:.1%} of those that are not equivalent killed")
     return share
 
 
@@ -395,6 +595,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--count", type=int, default=432, help="mutants in all")
     parser.add_argument("--seed", type=int, default=0, help="seed of the choice of mutants")
     parser.add_argument("--folder", type=Path, default=ROOT / ".mutants", help="copy, results and log")
+    parser.add_argument("--workers", type=int, default=2, help="processes that decide mutants")
     parser.add_argument("--new", action="store_true", help="remove the folder, and start with the present sources")
     parser.add_argument("--again", metavar="OUTCOME", help="decide the mutants with this outcome once more")
     parser.add_argument("--list", metavar="OUTCOME", help="print the differences of these mutants, and run nothing")
@@ -414,22 +615,23 @@ def main() -> int:
                 if outcome_of(spec, result) == options.list:
                     print(f"{spec.module_path}:{spec.start_pos[0]} {spec.operator_name}\n{result.diff}\n")
             return 0
-        tree = folder / "tree"
-        copy_tree(tree)
+        trees = [folder / f"tree-{index}" for index in range(options.workers)]
+        for tree in trees:
+            copy_tree(tree)
         if not database.num_work_items:
-            database.add_work_items(sample(tree, options.count, options.seed))
-        measured = measure(folder)
-        preload(measured.imported)
-        sys.dont_write_bytecode = True
-        os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
+            database.add_work_items(sample(trees[0], options.count, options.seed))
+            commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, check=True, capture_output=True)
+            (folder / "commit").write_bytes(commit.stdout)
         items = pending(database, options.again)
-        for number, item in enumerate(items, 1):
-            result = decide(folder, measured, item.mutations[0])
-            database.set_result(item.job_id, result)
-            spec = item.mutations[0]
-            place = f"{spec.module_path}:{spec.start_pos[0]}"
-            print(f"{number}/{len(items)} {outcome_of(spec, result)} {place} {spec.operator_name}", flush=True)
-        header = f"python tests/mutants/mutation.py --count {options.count} --seed {options.seed}"
+    sys.dont_write_bytecode = True
+    os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
+    preload(PLAN["preloaded"])
+    measured = measure(folder, trees)
+    in_workers(len(trees), lambda index: Worker(folder, index, measured).work(items[index :: len(trees)]))
+    with use_db(folder / "mutants.sqlite") as database:
+        command = f"python tests/mutants/mutation.py --count {options.count} --seed {options.seed}"
+        commit = (folder / "commit").read_text("utf-8").strip()
+        header = f"Mutants of the sources of commit {commit}, decided on {date.today()} by `{command}`:"
         share = write_table(database.completed_work_items, header)
     return 0 if share >= REQUIRED_SHARE else 1
 

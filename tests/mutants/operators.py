@@ -23,8 +23,11 @@ REMOVABLE_METHODS = (
     "strip",
     "copy",
 )
-# Functions whose arguments fail, or mean nothing, in the opposite order.
-ORDERED_FUNCTIONS = ("isinstance", "getattr", "hasattr", "zip", "range", "super", "setattr", "map", "filter")
+# Functions whose arguments fail in the opposite order, or mean the same.
+ORDERED_FUNCTIONS = (
+    *("isinstance", "getattr", "hasattr", "zip", "range", "super", "setattr", "map", "filter", "islice", "next"),
+    *("max", "min", "promote_types"),
+)
 
 
 class Rewrite(Operator):
