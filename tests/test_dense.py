@@ -23,6 +23,16 @@ CASES = [
     (1.0, 2, "bucket", {"distillation_support": "sampled"}),
     (1.0, 2, "renormalize", {"teacher_prompt": "student"}),
 ]
+ROWS, TOKENS = len(LENGTHS), sum(LENGTHS)
+# Share of a token in the loss, by the length of its completion and the steps of a generation batch on 3 processes.
+SHARES = {
+    "grpo": lambda length, _: 1 / length / ROWS,
+    "sapo": lambda length, _: 1 / length / ROWS,
+    "bnpo": lambda *_: 1 / TOKENS,
+    "dr_grpo": lambda *_: 1 / 20 / ROWS,
+    "luspo": lambda *_: 1 / ROWS,
+    **dict.fromkeys(("dapo", "cispo", "vespo"), lambda _, steps: 3 * steps / TOKENS),
+}
 
 
 @pytest.fixture
@@ -120,6 +130,19 @@ def test_accumulated_micro_batches_equal_algorithm_1(make_problem):
     teacher = scoring_model(problem)
     theirs = sum(naive_loss(problem, teacher, rows) for rows in parts) / 3
     same(ours, theirs, problem.policy)
+
+
+@pytest.mark.parametrize("loss_type", SHARES)
+def test_tokens_have_the_shares_of_grpos_reduction(make_problem, loss_type):
+    options = {"loss_type": loss_type, "max_completion_length": 20, "steps_per_generation": 2}
+    problem = make_problem(**options)
+    problem.step.processes = 3
+    for is_training, steps in ((True, 2), (False, 1)):
+        shares = problem.step.loss_shares(problem.policy.train(is_training), problem.tensors, accumulation=5.0)
+        expected = torch.zeros_like(shares)
+        for row, length in enumerate(LENGTHS):
+            expected[row, :length] = SHARES[loss_type](length, steps) / 5.0
+        assert_close(shares, expected, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("support", TOPK)

@@ -130,11 +130,11 @@ def test_full_support_leaves_a_finite_tail(dtype):
 @given(shapes, seeds, st.floats(-20, 20))
 def test_renormalising_forgets_the_normaliser(shape, seed, shift):
     g = torch.Generator().manual_seed(seed)
-    support = logps(g, *shape)
+    support = logps(g, 2, *shape)
     within = objective.renormalize(support + shift)
-    assert_close(within.exp().sum(-1), torch.ones(shape[0], dtype=torch.float64), rtol=0, atol=1e-12)
+    assert_close(within.exp().sum(-1), torch.ones(2, shape[0], dtype=torch.float64), rtol=0, atol=1e-12)
     assert_close(within, objective.renormalize(support), rtol=0, atol=1e-12)
-    assert_close(within[:, 0] - within[:, -1], support[:, 0] - support[:, -1], rtol=0, atol=1e-9)
+    assert_close(within[..., 0] - within[..., -1], support[..., 0] - support[..., -1], rtol=0, atol=1e-9)
 
 
 @given(shapes, seeds, st.floats(0, 5))

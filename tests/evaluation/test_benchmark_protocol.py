@@ -226,6 +226,12 @@ def rewarded(reward) -> Task:
     return Task("letters", letters, graded, reward)
 
 
+def test_a_verifier_that_does_not_apply_to_a_row_raises():
+    unfit = rewarded(lambda completions, **columns: [None] * len(completions))
+    with pytest.raises(ValueError, match="no finite reward for prompt 'q0'"):
+        evaluate(FakeEngine(), unfit, 1, progress=False)
+
+
 @pytest.mark.parametrize("tries", [1, 2, 3])
 def test_undecided_samples_are_graded_twice_then_count_as_zero(tmp_path, tries, caplog):
     """Only samples of q2 are undecided, in the first `tries` − 1 calls."""

@@ -23,9 +23,17 @@ def test_head_dtype_matches_models_own_head(row):
     assert head_dtype(hidden, weight, device, autocast) == expected
 
 
+def test_4_bit_layers_keep_their_layout():
+    layer = torch.nn.Linear(1, 1)
+    layer.support_avx512bf16_for_cpu = True
+    causal_lm.keep_quantized_differentiable(torch.nn.Sequential(layer, torch.nn.ReLU()))
+    assert not layer.support_avx512bf16_for_cpu
+
+
 @pytest.mark.filterwarnings("ignore:The trained weights are bfloat16")
 def test_fp32_head_reproduces_model_logps(make_model, make_trainer):
     model = make_model(dtype=BF16)
+    assert not causal_lm.uses_fp32_lm_head(model)
     trainer = make_trainer(model=model, cast_lm_head_to_fp32=True)
     ids = torch.randint(0, 200, (2, 12), generator=torch.Generator().manual_seed(1))
     batch = {"prompt_ids": ids[:, :6], "completion_ids": ids[:, 6:]}

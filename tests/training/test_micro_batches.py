@@ -186,4 +186,5 @@ def test_groups_hold_every_sample_once_and_are_even(case, by_total):
 
 @pytest.mark.parametrize(("options", "count"), TABLES["exchanged"])
 def test_samples_are_exchanged_between_the_micro_batches_of_one_step(make_config, options, count):
-    assert exchanged_count(make_config(**options), router_loss=False) == count
+    config = make_config(**options)
+    assert [exchanged_count(config, router_loss) for router_loss in (False, True)] == [count, 1]
