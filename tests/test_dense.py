@@ -132,16 +132,18 @@ def test_accumulated_micro_batches_equal_algorithm_1(make_problem):
     same(ours, theirs, problem.policy)
 
 
+@pytest.mark.parametrize("ratios", [1, 7], ids=["of samples", "of tokens"])
 @pytest.mark.parametrize("loss_type", SHARES)
-def test_tokens_have_the_shares_of_grpos_reduction(make_problem, loss_type):
-    options = {"loss_type": loss_type, "max_completion_length": 20, "steps_per_generation": 2}
-    problem = make_problem(**options)
+def test_tokens_have_the_shares_of_grpos_reduction(make_problem, loss_type, ratios):
+    problem = make_problem(loss_type=loss_type, max_completion_length=20, steps_per_generation=2)
     problem.step.processes = 3
+    ratio = torch.rand(ROWS, ratios, dtype=torch.float64)
+    inputs = problem.tensors | {"importance_sampling_ratio": ratio}
     for is_training, steps in ((True, 2), (False, 1)):
-        shares = problem.step.loss_shares(problem.policy.train(is_training), problem.tensors, accumulation=5.0)
+        shares = problem.step.loss_shares(problem.policy.train(is_training), inputs, accumulation=5.0)
         expected = torch.zeros_like(shares)
         for row, length in enumerate(LENGTHS):
-            expected[row, :length] = SHARES[loss_type](length, steps) / 5.0
+            expected[row, :length] = ratio[row, :length] * SHARES[loss_type](length, steps) / 5.0
         assert_close(shares, expected, rtol=1e-6, atol=0)
 
 

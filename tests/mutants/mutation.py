@@ -1,13 +1,11 @@
-"""Change the core of the package, one mutant at a time, and run the tests that mirror the changed module.
+"""Change functions of the core, one mutant at a time, and run the tests that execute the changed statement.
 
-    python tests/mutants/mutation.py                      # go on where the last call stopped, and write table.csv
+    python tests/mutants/mutation.py                      # go on where the last call stopped, and write table.md
     python tests/mutants/mutation.py --again survived     # decide the survivors once more, with the tests of today
-    python tests/mutants/mutation.py --list survived      # the differences of the survivors
+    python tests/mutants/mutation.py --new                # start again, with the present sources
 
-The checkout stays as it is: mutants live in copies in `--folder`. Their `src` is that of the first call, so `--new`
-starts again with the present sources. A child process is forked for each mutant: where functions alone change, from
-a process that has collected the tests, and the child gives the functions their new code; otherwise from a process
-that has imported libraries alone, and the child imports the mutant.
+The checkout stays as it is: each worker has a copy in `.mutants`, whose sources are those of the first call. It
+collects the tests once. For each mutant it forks a child, which gives functions their changed code.
 """
 
 import argparse
@@ -16,10 +14,7 @@ import contextlib
 import gc
 import hashlib
 import importlib
-import importlib.util
-import inspect
 import json
-import math
 import multiprocessing
 import os
 import random
@@ -35,6 +30,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import date
 from difflib import unified_diff
+from inspect import CO_OPTIMIZED
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
@@ -47,11 +43,11 @@ import yaml
 from cosmic_ray.ast import ast_nodes, get_ast
 from cosmic_ray.mutating import mutate_code
 from cosmic_ray.operators.provider import OperatorProvider
-from cosmic_ray.work_db import WorkDB, use_db
+from cosmic_ray.work_db import use_db
 from cosmic_ray.work_item import MutationSpec, TestOutcome, WorkerOutcome, WorkItem, WorkResult
 from hypothesis import Phase, settings
 from operators import OPERATORS
-from parso.tree import NodeOrLeaf, search_ancestor
+from parso.tree import NodeOrLeaf
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = Path("src/credit_trl")
@@ -60,12 +56,9 @@ TABLE = Path(__file__).with_name("table.md")
 # The limit ends mutants that hang; a busy machine stays below it.
 LIMIT_SECONDS = 60.0
 LIMIT_RATIO = 10.0
-TESTS_SECONDS = 20.0  # of a processor: the tests of one mutant on the unchanged copy
+MEASURE_SECONDS = 3600.0
 REQUIRED_SHARE = 0.95
 OUTCOMES = ("killed", "equivalent", "survived")
-# Code without behaviour: annotations, decorators, and messages of errors and logs.
-IGNORED_ANCESTORS = ("annassign", "tfpdef", "decorator", "fstring", "import_from", "import_name", "raise_stmt")
-IGNORED_CALLS = ("logger.", "warnings.")
 
 
 @dataclass(frozen=True)
@@ -75,106 +68,24 @@ class Measured:
     seconds: dict[str, float]
     """Node id of a passed test -> its seconds of a processor."""
     lines: dict[str, dict[int, set[str]]]
-    """Module -> line -> tests that execute it, and "" where an import does."""
-
-
-def _processor_seconds() -> float:
-    return sum(os.times()[:4])
-
-
-class Examples:
-    """Pytest plugin: hypothesis draws the same examples in each run, and does not shrink one that fails."""
-
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_collection(self) -> None:
-        settings.register_profile("mutants", phases=[Phase.explicit, Phase.generate], derandomize=True, deadline=None)
-        settings.load_profile("mutants")
-
-
-@dataclass(eq=False)
-class Recorder:
-    """Pytest plugin that measures each test: its duration, and the lines that it executes."""
-
-    trace: coverage.Coverage
-    seconds: dict[str, float] = field(default_factory=dict)
-    failed: set[str] = field(default_factory=set)
-
-    @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
-        self.trace.switch_context(item.nodeid)
-        start = _processor_seconds()
-        result = yield
-        self.seconds[item.nodeid] = _processor_seconds() - start
-        return result
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if not report.passed:
-            self.failed.add(report.nodeid)
-
-
-@dataclass(eq=False)
-class Selection:
-    """Pytest plugin that runs chosen tests in their order, and writes the first failure to a file."""
-
-    tests: Sequence[str]
-    failure: Path
-
-    @pytest.hookimpl(trylast=True)
-    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        by_id = {item.nodeid: item for item in items}
-        items[:] = [by_id[test] for test in self.tests if test in by_id]
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.failed:
-            self.failure.write_text(report.nodeid, "utf-8")
-
-    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        if report.failed:
-            self.failure.write_text("import", "utf-8")
+    """Module -> line -> tests that execute it."""
 
 
 def copy_tree(tree: Path) -> None:
-    """Copy the files of the checkout; `src` only where the copy has none."""
-    names = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT,
-        check=True,
-        capture_output=True,
-        text=True,
-    ).stdout.split("\0")
-    has_sources = (tree / "src").exists()
+    """Copy the checkout; `src` only where the copy has none."""
     shutil.rmtree(tree / "tests", ignore_errors=True)
-    for name in filter(None, names):
-        source = ROOT / name
-        target = tree / name
-        if source.is_file() and not (has_sources and name.startswith("src/")):
-            target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(source, target)
+    ignored = [".*", "runs", "site", "dist", *["src"] * (tree / "src").exists()]
+    shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(*ignored), dirs_exist_ok=True)
 
 
-def in_workers(count: int, run: Callable[[int], None]) -> None:
-    """Call a function with the number of a worker, in each of so many forked processes."""
-    context = multiprocessing.get_context("fork")
-    workers = [context.Process(target=run, args=(index,)) for index in range(count)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    if any(worker.exitcode for worker in workers):
-        raise RuntimeError("A worker failed, see above.")
-
-
-def in_child(tree: Path, log: Path, limit: float, run: Callable[[], int]) -> int | None:
-    """Exit code of a function in a forked child that imports the package of the copy; None beyond the limit."""
+def in_child(log: Path, limit: float, run: Callable[[], int]) -> int | None:
+    """Exit code of a function in a forked child with a log; None beyond the limit."""
     child = os.fork()
     if child == 0:
         os.setsid()
-        os.chdir(tree)
         output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(output, 1)
         os.dup2(output, 2)
-        sys.path[:0] = [str(tree / "src"), str(tree / "tests")]
-        os.environ["PYTHONPATH"] = str(tree / "src")
         code = 3
         try:
             code = run()
@@ -195,107 +106,32 @@ def in_child(tree: Path, log: Path, limit: float, run: Callable[[], int]) -> int
     return status
 
 
-def pytest_arguments(files: Sequence[str], temporary: Path) -> list[str]:
-    options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:randomly", "--basetemp", str(temporary)]
-    return [*options, *files]
-
-
-def test_files(tree: Path) -> list[str]:
-    """Files of the tests of the plan, relative to the copy."""
-    files = set()
-    for names in PLAN["modules"].values():
-        for name in names:
-            paths = [tree / name] if name.endswith(".py") else (tree / name).rglob("test_*.py")
-            files.update(str(path.relative_to(tree)) for path in paths)
-    return sorted(files)
-
-
-def measure(folder: Path, trees: Sequence[Path]) -> Measured:
-    """Run the tests of the plan on the unchanged copy, with coverage by test; a file again only where it changed."""
-    sources = hashlib.sha256()
-    for path in sorted((trees[0] / "src").rglob("*.py")):
-        sources.update(path.read_bytes())
-    stores = {}
-    for file in test_files(trees[0]):
-        digest = sources.copy()
-        digest.update((trees[0] / file).read_bytes())
-        stores[file] = folder / "measured" / f"{digest.hexdigest()}.json"
-    missing = [file for file, store in stores.items() if not store.is_file()]
-    # The files with the most tests start first, so that the workers end together.
-    missing.sort(key=lambda file: -(trees[0] / file).stat().st_size)
-    (folder / "measured").mkdir(exist_ok=True)
-
-    def run(worker: int) -> None:
-        tree = trees[worker]
-        for file in missing[worker :: len(trees)]:
-            temporary = folder / f"temporary-{worker}"
-            log = folder / f"measure-{worker}.log"
-            code = in_child(tree, log, math.inf, lambda: _measure(tree, file, stores[file], temporary))  # noqa: B023
-            print(f"measured {file}", flush=True)
-            if code != 0:
-                raise RuntimeError(f"The tests of the unchanged copy did not run, see {log}.")
-
-    in_workers(len(trees), run)
-    seconds = {}
-    lines = {module: defaultdict(set) for module in PLAN["modules"]}
-    for store in stores.values():
-        stored = json.loads(store.read_text("utf-8"))
-        seconds |= stored["seconds"]
-        for module, by_line in stored["lines"].items():
-            for line, tests in by_line.items():
-                lines[module][int(line)].update(tests)
-    return Measured(seconds, lines)
-
-
-def _measure(tree: Path, file: str, store: Path, temporary: Path) -> int:
-    trace = coverage.Coverage(data_file=None, include=[str(tree / PACKAGE / "*")], config_file=False)
-    recorder = Recorder(trace)
-    trace.start()
-    code = pytest.main(pytest_arguments([file], temporary), plugins=[Examples(), recorder])
-    trace.stop()
-    if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED):
-        return int(code)
-    lines = {}
-    for module in PLAN["modules"]:
-        by_line = trace.get_data().contexts_by_lineno(str(tree / PACKAGE / module))
-        lines[module] = {line: sorted({*ids} - recorder.failed) for line, ids in by_line.items()}
-    seconds = {test: value for test, value in recorder.seconds.items() if test not in recorder.failed}
-    store.write_text(json.dumps({"seconds": seconds, "lines": lines}), "utf-8")
-    return 0
-
-
 def candidates(module: str, source: str) -> Iterator[MutationSpec]:
-    """Mutants of a module, those of code without behaviour excluded."""
-    provider = OperatorProvider()
-    operators = {name: provider[name] for name in PLAN["operators"]} | OPERATORS
+    """Mutants of the functions of a module, except for messages."""
+    operators = OPERATORS | {name: OperatorProvider()[name] for name in PLAN["operators"]}
     tree = get_ast(source)
     for name, operator in operators.items():
         occurrence = -1
         for node in ast_nodes(tree):
             for start, end in operator().mutation_positions(node):
                 occurrence += 1
-                if not _has_no_behaviour(node):
+                if not _is_message(node):
                     yield MutationSpec(module, name, occurrence, start, end)
 
 
-def _has_no_behaviour(node: NodeOrLeaf) -> bool:
-    if node.parent is not None and node.parent.type == "parameters":  # the star before keywords
-        return True
-    if node.type not in IGNORED_ANCESTORS and search_ancestor(node, *IGNORED_ANCESTORS) is not None:
-        return True
-    ancestor = node
-    while ancestor is not None and ancestor.type not in ("suite", "file_input"):
-        # A return annotation is a child of the function.
-        if ancestor.parent is not None and ancestor.parent.type == "funcdef" and ancestor.type != "suite":
-            return ancestor.type != "parameters"
-        if ancestor.get_code().strip().startswith(IGNORED_CALLS):
+def _is_message(node: NodeOrLeaf) -> bool:
+    """Whether code is part of an error, a log or a warning."""
+    parent = node.parent
+    while parent is not None and parent.type not in ("suite", "file_input"):
+        code = parent.get_code().strip()
+        if parent.type in ("fstring", "raise_stmt") or code.startswith(("logger.", "warnings.")):
             return True
-        ancestor = ancestor.parent
+        parent = parent.parent
     return False
 
 
 def sample(tree: Path, count: int, seed: int) -> list[WorkItem]:
-    """Mutants that are spread evenly over the modules, at most two on a line."""
+    """Mutants of functions that are spread evenly over the modules, at most two on a line."""
     items = []
     modules = list(PLAN["modules"])
     for index, module in enumerate(modules):
@@ -306,230 +142,222 @@ def sample(tree: Path, count: int, seed: int) -> list[WorkItem]:
         on_line: Counter[int] = Counter()
         for spec in specs:
             line = spec.start_pos[0]
-            if quota and on_line[line] < 2:
+            if quota and on_line[line] < 2 and changed_functions(source, mutated_source(source, spec)):
                 on_line[line] += 1
                 quota -= 1
                 items.append(WorkItem.single(uuid.UUID(int=len(items)).hex, spec))
     return items
 
 
-def _mutated(source: str, spec: MutationSpec) -> str | None:
-    """Source of a mutant; None where it equals the source or is no Python."""
-    provider = OperatorProvider()
-    operator = OPERATORS.get(spec.operator_name) or provider[spec.operator_name]
-    mutated = mutate_code(source, operator(), spec.occurrence)
-    try:
-        is_equal = mutated is None or ast.dump(ast.parse(mutated)) == ast.dump(ast.parse(source))
-    except SyntaxError:
-        return None
-    return None if is_equal else mutated
+def mutated_source(source: str, spec: MutationSpec) -> str:
+    operator = OPERATORS.get(spec.operator_name) or OperatorProvider()[spec.operator_name]
+    return mutate_code(source, operator(), spec.occurrence) or source
 
 
 def statement_lines(source: str, line: int) -> range:
-    """Lines of the innermost statement with a line; of `if`, `for` and the like those of the head."""
+    """Lines of the innermost statement with a line; of a compound statement those of its head."""
     lines = range(line, line + 1)
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.stmt):
             body = getattr(node, "body", None)
             end = max(node.lineno, body[0].lineno - 1) if body else node.end_lineno
             if node.lineno <= line <= end:
-                is_definition = isinstance(node, (ast.FunctionDef, ast.ClassDef))
-                lines = range(node.lineno, (node.end_lineno if is_definition else end) + 1)
+                lines = range(node.lineno, end + 1)
     return lines
 
 
-def chosen_tests(measured: Measured, module: str, source: str, line: int) -> list[str]:
+def chosen_tests(measured: Measured, module: str, source: str, line: int, seconds: float) -> list[str]:
     """Tests of a mutant that execute its statement: those that mirror the module, then all, the fastest first.
 
-    All that mirror it where only an import executes the statement.
+    They take `seconds` of a processor at most, on the unchanged copy.
     """
     mirrors = tuple(PLAN["modules"][module])
     executing = set()
     for number in statement_lines(source, line):
         executing.update(measured.lines[module].get(number, ()))
-    tests = executing & measured.seconds.keys()
-    if executing and not tests:
-        tests = {test for test in measured.seconds if test.startswith(mirrors)}
     total = 0.0
     selected = []
-    for test in sorted(tests, key=lambda test: (not test.startswith(mirrors), measured.seconds[test])):
+    for test in sorted(executing, key=lambda test: (not test.startswith(mirrors), measured.seconds[test])):
         total += measured.seconds[test]
-        if total <= TESTS_SECONDS or not selected:
+        if total <= seconds or not selected:
             selected.append(test)
     return selected
 
 
-def changed_functions(source: str, mutated: str) -> list[tuple[CodeType, CodeType]] | None:
-    """Code of functions before and after; None where code of a module or class changes."""
+def changed_functions(source: str, mutated: str) -> list[tuple[CodeType, CodeType]]:
+    """Code of functions before and after; none where code of a module or class changes, or `mutated` is no Python."""
+    try:
+        bodies = [(compile(source, "", "exec"), compile(mutated, "", "exec"))]
+    except SyntaxError:
+        return []
     changes = []
-    bodies = [(compile(source, "", "exec"), compile(mutated, "", "exec"))]
-    for body in bodies:
-        old_codes, new_codes = ([part for part in code.co_consts if isinstance(part, CodeType)] for code in body)
-        if _without_functions(body[0]) != _without_functions(body[1]):
-            return None
-        for old, new in zip(old_codes, new_codes, strict=True):
-            if old.co_flags & inspect.CO_NEWLOCALS == 0 or old.co_flags & inspect.CO_OPTIMIZED == 0:
+    for old_body, new_body in bodies:
+        if _without_functions(old_body) != _without_functions(new_body):
+            return []
+        for old, new in zip(_parts(old_body), _parts(new_body), strict=True):
+            if not old.co_flags & CO_OPTIMIZED:  # a class
                 bodies.append((old, new))
-            elif old != new and (old.co_name.startswith("<") or old.co_freevars != new.co_freevars):
-                return None
             elif old != new:
                 changes.append((old, new))
-    return changes
+    is_replaceable = all(old.co_name[0] != "<" and old.co_freevars == new.co_freevars for old, new in changes)
+    return changes if is_replaceable else []
+
+
+def _parts(code: CodeType) -> list[CodeType]:
+    return [part for part in code.co_consts if isinstance(part, CodeType)]
 
 
 def _without_functions(code: CodeType) -> tuple[Any, ...]:
-    constants = [part.co_name if isinstance(part, CodeType) else part for part in code.co_consts]
-    # A line number is no change.
-    names = code.co_names, code.co_varnames, code.co_freevars
-    return code.co_code, [(type(part), part) for part in constants], names
+    constants = [part.co_name if isinstance(part, CodeType) else (type(part), part) for part in code.co_consts]
+    return code.co_code, constants, code.co_names
 
 
-def _place(code: CodeType) -> tuple[str, int]:
-    return code.co_qualname, code.co_firstlineno
-
-
-@dataclass(eq=False)
-class Server:
-    """Pytest plugin that collects all tests, and then decides the mutants of functions, each in a child."""
-
-    worker: "Worker"
-    items: Sequence[WorkItem]
-
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_runtestloop(self, session: pytest.Session) -> bool:
-        for module in PLAN["modules"]:
-            importlib.import_module(f"credit_trl.{module.removesuffix('.py').replace('/', '.')}")
-        gc.unfreeze()
-        functions = defaultdict(list)
-        sources = str(self.worker.tree / PACKAGE)
-        for value in gc.get_objects():
-            if type(value) is FunctionType and value.__code__.co_filename.startswith(sources):
-                functions[value.__code__.co_filename, *_place(value.__code__)].append(value)
-        gc.collect()
-        gc.freeze()
-        require_one_thread()
-        tests = {item.nodeid: item for item in session.items}
-        for item in self.items:
-            self._decide(item, tests, functions)
-        return True
-
-    def _decide(self, item: WorkItem, tests: dict[str, pytest.Item], functions: dict[tuple, list[Any]]) -> None:
-        mutant = self.worker.mutant(item)
-        changes = changed_functions(mutant.source, mutant.mutated) if mutant.mutated else None
-        if not changes:
-            return
-        places = [functions.get((str(mutant.path), *_place(old))) for old, _ in changes]
-        if not all(places):
-            return
-
-        def run() -> int:
-            for values, (_, code) in zip(places, changes, strict=True):
-                for value in values:
-                    value.__code__ = code
-            chosen = [tests[test] for test in mutant.tests if test in tests]
-            for test, following in zip(chosen, [*chosen[1:], None], strict=False):
-                test.config.hook.pytest_runtest_protocol(item=test, nextitem=following)
-                if self.worker.failure.is_file():
-                    return 1
-            return 0
-
-        self.worker.decide(item, mutant, run)
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.failed:
-            self.worker.failure.write_text(report.nodeid, "utf-8")
-
-
-@dataclass(frozen=True)
-class Mutant:
-    """A mutant, and the tests that decide it."""
-
-    path: Path
-    source: str
-    mutated: str | None
-    tests: list[str]
+def _place(code: CodeType, path: str) -> tuple[str, str, int]:
+    return path, code.co_qualname, code.co_firstlineno
 
 
 @dataclass(eq=False)
 class Worker:
-    """Decides mutants in a copy of its own."""
+    """Pytest plugin that collects all tests of a copy, and then measures them and decides mutants, in children."""
 
     folder: Path
     index: int
-    measured: Measured
+    count: int
+    items: Sequence[WorkItem]
+    seconds: float
+    barrier: Any
+    """At which the workers wait for all measurements."""
+    failed: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.tree = self.folder / f"tree-{self.index}"
         self.failure = self.folder / f"failure-{self.index}"
-        self.temporary = self.folder / f"temporary-{self.index}"
-        self.decided = self.folder / f"decided-{self.index}"
 
-    def mutant(self, item: WorkItem) -> Mutant:
+    def work(self) -> None:
+        os.chdir(self.tree)
+        sys.path[:0] = [str(self.tree / "src"), str(self.tree / "tests")]
+        os.environ["PYTHONPATH"] = str(self.tree / "src")
+        files = sorted({test for tests in PLAN["modules"].values() for test in tests})
+        temporary = str(self.folder / f"temporary-{self.index}")
+        options = ["-qs", "--basetemp", temporary, *"-p no:cacheprovider -p no:xdist".split()]
+        if pytest.main([*options, *files], plugins=[self]):
+            raise RuntimeError("The tests of the unchanged copy were not collected.")
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection(self) -> None:
+        """Let hypothesis draw the same examples in each run, and not shrink one that fails."""
+        settings.register_profile("mutants", phases=[Phase.explicit, Phase.generate], derandomize=True, deadline=None)
+        settings.load_profile("mutants")
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if not report.passed:
+            self.failed.append(report.nodeid)
+        if report.failed:
+            self.failure.write_text(report.nodeid, "utf-8")
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        tests_of = defaultdict(list)
+        for test in session.items:
+            tests_of[test.nodeid.partition("::")[0]].append(test)
+        functions = self._functions()
+        if threading.active_count() > 1:
+            raise RuntimeError(f"A thread would hold its locks in a child for ever: {threading.enumerate()}.")
+        stores = self._measure(tests_of)
+        self.barrier.wait()
+        measured = joined(stores)
+        tests = {test.nodeid: test for test in session.items}
+        for item in self.items[self.index :: self.count]:
+            self._decide(item, tests, functions, measured)
+        return True
+
+    def _functions(self) -> dict[tuple[str, str, int], list[Any]]:
+        """All functions of the copy by their place."""
+        for module in PLAN["modules"]:
+            importlib.import_module(f"credit_trl.{module.removesuffix('.py').replace('/', '.')}")
+        gc.unfreeze()
+        functions = defaultdict(list)
+        for value in gc.get_objects():
+            if type(value) is FunctionType:
+                functions[_place(value.__code__, value.__code__.co_filename)].append(value)
+        gc.freeze()
+        return functions
+
+    def _measure(self, tests_of: dict[str, list[pytest.Item]]) -> list[Path]:
+        """Measure the files of tests that changed, in turns with the other workers; return where all are stored."""
+        sources = b"".join((self.tree / PACKAGE / module).read_bytes() for module in PLAN["modules"])
+        stores = []
+        for number, (file, tests) in enumerate(tests_of.items()):
+            digest = hashlib.sha256(sources + (self.tree / file).read_bytes()).hexdigest()
+            stores.append(self.folder / "measured" / f"{digest}.json")
+            if number % self.count == self.index and not stores[-1].is_file():
+                log = self.folder / f"measure-{self.index}.log"
+                code = in_child(log, MEASURE_SECONDS, lambda: self._store(tests, stores[-1]))  # noqa: B023
+                print(f"measured {file}: {code}", flush=True)
+        return stores
+
+    def _store(self, tests: Sequence[pytest.Item], store: Path) -> int:
+        trace = coverage.Coverage(data_file=None, include=[str(self.tree / PACKAGE / "*")], config_file=False)
+        trace.start()
+        seconds = {}
+        for test, following in zip(tests, [*tests[1:], None], strict=True):
+            trace.switch_context(test.nodeid)
+            start = sum(os.times()[:4])
+            test.config.hook.pytest_runtest_protocol(item=test, nextitem=following)
+            seconds[test.nodeid] = sum(os.times()[:4]) - start
+        trace.stop()
+        for test in self.failed:
+            seconds.pop(test, None)
+        lines = {}
+        for module in PLAN["modules"]:
+            by_line = trace.get_data().contexts_by_lineno(str(self.tree / PACKAGE / module))
+            lines[module] = {line: sorted(seconds.keys() & tests) for line, tests in by_line.items()}
+        store.write_text(json.dumps({"seconds": seconds, "lines": lines}), "utf-8")
+        return 0
+
+    def _decide(self, item: WorkItem, tests: dict[str, Any], functions: dict[Any, Any], measured: Measured) -> None:
+        """Run the tests of a mutant in a child, and store the result."""
         spec = item.mutations[0]
         path = self.tree / PACKAGE / spec.module_path
         source = path.read_text("utf-8")
-        tests = chosen_tests(self.measured, str(spec.module_path), source, spec.start_pos[0])
-        return Mutant(path, source, _mutated(source, spec), tests)
+        mutated = mutated_source(source, spec)
+        chosen = chosen_tests(measured, str(spec.module_path), source, spec.start_pos[0], self.seconds)
 
-    def work(self, items: Sequence[WorkItem]) -> None:
-        """Decide the mutants of functions, then those that have to be imported."""
-        self.decided.write_text("", "utf-8")
-        server = Server(self, items)
-        arguments = pytest_arguments(test_files(self.tree), self.temporary)
-        log = self.folder / f"server-{self.index}.log"
-        if in_child(self.tree, log, math.inf, lambda: int(pytest.main(arguments, plugins=[Examples(), server]))):
-            raise RuntimeError(f"The tests were not collected, see {log}.")
-        decided = set(self.decided.read_text("utf-8").split())
-        for item in items:
-            if item.job_id not in decided:
-                self._import(item)
+        def run() -> int:
+            for old, new in changed_functions(source, mutated):
+                for function in functions[_place(old, str(path))]:
+                    function.__code__ = new
+            items = [tests[test] for test in chosen]
+            for test, following in zip(items, [*items[1:], None], strict=False):
+                test.config.hook.pytest_runtest_protocol(item=test, nextitem=following)
+                if self.failure.is_file():
+                    return 1
+            return 0
 
-    def _import(self, item: WorkItem) -> None:
-        mutant = self.mutant(item)
-        selection = Selection(mutant.tests, self.failure)
-        files = sorted({test.partition("::")[0] for test in mutant.tests})
-        arguments = [*pytest_arguments(files, self.temporary), "-x"]
-        # A mutant of the same size in the same second would be taken from the cache.
-        Path(importlib.util.cache_from_source(str(mutant.path))).unlink(missing_ok=True)
-        mutant.path.write_text(mutant.mutated or mutant.source, "utf-8")
-        try:
-            self.decide(item, mutant, lambda: int(pytest.main(arguments, plugins=[Examples(), selection])))
-        finally:
-            mutant.path.write_text(mutant.source, "utf-8")
-
-    def decide(self, item: WorkItem, mutant: Mutant, run: Callable[[], int]) -> None:
-        """Run the tests of a mutant in a child, and store the result."""
-        result = WorkResult(WorkerOutcome.NO_TEST, "", TestOutcome.INCOMPETENT, "")
-        if mutant.mutated is not None:
-            self.failure.unlink(missing_ok=True)
-            limit = LIMIT_SECONDS + LIMIT_RATIO * sum(self.measured.seconds[test] for test in mutant.tests)
-            log = self.folder / f"mutant-{self.index}.log"
-            code = in_child(self.tree, log, limit, run) if mutant.tests else 0
-            outcome = TestOutcome.SURVIVED if code in (0, 5) else TestOutcome.KILLED
-            reason = "time limit" if code is None else f"exit {code}"
-            test = self.failure.read_text("utf-8") if self.failure.is_file() else reason
-            lines = mutant.source.splitlines(), mutant.mutated.splitlines()
-            difference = "\n".join(list(unified_diff(*lines, lineterm="", n=1))[2:])
-            result = WorkResult(WorkerOutcome.NORMAL, test, outcome, difference)
+        self.failure.unlink(missing_ok=True)
+        limit = LIMIT_SECONDS + LIMIT_RATIO * sum(measured.seconds[test] for test in chosen)
+        code = in_child(self.folder / f"mutant-{self.index}.log", limit, run) if chosen else 0
+        reason = "time limit" if code is None else f"exit {code}"
+        killer = self.failure.read_text("utf-8") if self.failure.is_file() else reason
+        lines = list(unified_diff(source.splitlines(), mutated.splitlines(), lineterm="", n=0))
+        outcome = TestOutcome.KILLED if code != 0 else TestOutcome.SURVIVED
+        result = WorkResult(WorkerOutcome.NORMAL, killer, outcome, "\n".join(lines[3:]))
         with use_db(self.folder / "mutants.sqlite") as database:
             database.set_result(item.job_id, result)
-        with self.decided.open("a", encoding="utf-8") as file:
-            file.write(f"{item.job_id}\n")
-        spec = item.mutations[0]
-        print(f"{outcome_of(spec, result)} {spec.module_path}:{spec.start_pos[0]} {spec.operator_name}", flush=True)
+        place = f"{spec.module_path}:{spec.start_pos[0]} {spec.operator_name}"
+        print(f"{outcome_of(spec, result)} {place} by {killer}", flush=True)
 
 
-def require_one_thread() -> None:
-    """No thread may run when a child is forked: it would hold its locks for ever."""
-    if threading.active_count() > 1:
-        raise RuntimeError(f"Imports started threads: {threading.enumerate()}.")
-
-
-def preload(modules: Sequence[str]) -> None:
-    """Import libraries, of which children get copies."""
-    for name in modules:
-        importlib.import_module(name)
-    require_one_thread()
+def joined(stores: Sequence[Path]) -> Measured:
+    seconds = {}
+    lines = {module: defaultdict(set) for module in PLAN["modules"]}
+    for store in stores:
+        stored = json.loads(store.read_text("utf-8"))
+        seconds |= stored["seconds"]
+        for module, by_line in stored["lines"].items():
+            for line, tests in by_line.items():
+                lines[module][int(line)].update(tests)
+    return Measured(seconds, lines)
 
 
 def mutated_line(diff: str) -> str:
@@ -540,11 +368,9 @@ def mutated_line(diff: str) -> str:
 
 
 def outcome_of(spec: MutationSpec, result: WorkResult) -> str:
-    """`killed`, `survived`, `equivalent` for those of the plan, or `no program`."""
+    """`killed`, `survived`, or `equivalent` for those of the plan."""
     if result.test_outcome is TestOutcome.KILLED:
         return "killed"
-    if result.test_outcome is TestOutcome.INCOMPETENT:
-        return "no program"
     code = mutated_line(result.diff)
     module = str(spec.module_path)
     is_equivalent = any(row["module"] == module and row["mutant"] == code for row in PLAN["equivalent"])
@@ -559,81 +385,74 @@ def is_present(item: WorkItem, result: WorkResult) -> bool:
 
 
 def write_table(decided: Sequence[tuple[WorkItem, WorkResult]], header: str) -> float:
-    """Write the counts by module to table.md, the survivors below them, and return the share of killed mutants."""
+    """Write the counts by module to table.md, and the survivors; return the share of killed mutants.
+
+    A survivor whose code is gone from the present sources is not counted.
+    """
     by_module: dict[str, Counter[str]] = {module: Counter() for module in PLAN["modules"]}
     survivors = []
     for item, result in decided:
         spec = item.mutations[0]
         outcome = outcome_of(spec, result)
-        if outcome == "no program" or not is_present(item, result):
-            continue
-        by_module[str(spec.module_path)][outcome] += 1
-        if outcome == "survived":
-            survivors.append(f"- {spec.module_path}: `{mutated_line(result.diff)}`")
+        if outcome == "killed" or is_present(item, result):
+            by_module[str(spec.module_path)][outcome] += 1
+            if outcome == "survived":
+                survivors.append(f"- {spec.module_path}: `{mutated_line(result.diff)}`")
     total = sum(by_module.values(), Counter())
     lines = [header, "", f"| module | tried | {' | '.join(OUTCOMES)} |", "|---|---|---|---|---|"]
     for module, counts in [*by_module.items(), ("total", total)]:
         cells = [str(counts[outcome]) for outcome in OUTCOMES]
         lines.append(f"| {module} | {counts.total()} | {' | '.join(cells)} |")
-    if survivors:
-        lines += ["", "Survivors:", "", *sorted(survivors)]
+    lines += ["", "Survivors:", "", *sorted(survivors)]
     TABLE.write_text("\n".join(lines) + "\n", "utf-8")
     share = total["killed"] / max(1, total["killed"] + total["survived"])
     print(f"{total.total()} mutants, {share:.1%} of those that are not equivalent killed")
     return share
 
 
-def pending(database: WorkDB, again: str | None) -> list[WorkItem]:
-    """Mutants to decide: those without a result, or those with an outcome."""
-    if again is None:
-        return sorted(database.pending_work_items, key=lambda item: item.job_id[::-1])
-    return [item for item, result in database.completed_work_items if outcome_of(item.mutations[0], result) == again]
-
-
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=432, help="mutants in all")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the choice of mutants")
-    parser.add_argument("--folder", type=Path, default=ROOT / ".mutants", help="copy, results and log")
-    parser.add_argument("--workers", type=int, default=2, help="processes that decide mutants")
-    parser.add_argument("--new", action="store_true", help="remove the folder, and start with the present sources")
-    parser.add_argument("--again", metavar="OUTCOME", help="decide the mutants with this outcome once more")
-    parser.add_argument("--list", metavar="OUTCOME", help="print the differences of these mutants, and run nothing")
-    return parser.parse_args()
-
-
 def main() -> int:
-    options = parse_arguments()
-    folder = options.folder.resolve()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=440, help="mutants in all")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the choice of mutants")
+    parser.add_argument("--workers", type=int, default=2, help="processes that decide mutants")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of a processor, of the tests of a mutant")
+    parser.add_argument("--new", action="store_true", help="start again, with the present sources")
+    parser.add_argument("--again", metavar="OUTCOME", help="decide the mutants with this outcome once more")
+    options = parser.parse_args()
+    folder = Path(os.environ.get("MUTANTS_FOLDER", ROOT / ".mutants"))
     if options.new:
         shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "measured").mkdir(parents=True, exist_ok=True)
+    for index in range(options.workers):
+        copy_tree(folder / f"tree-{index}")
     with use_db(folder / "mutants.sqlite") as database:
-        if options.list:
-            for item, result in database.completed_work_items:
-                spec = item.mutations[0]
-                if outcome_of(spec, result) == options.list:
-                    print(f"{spec.module_path}:{spec.start_pos[0]} {spec.operator_name}\n{result.diff}\n")
-            return 0
-        trees = [folder / f"tree-{index}" for index in range(options.workers)]
-        for tree in trees:
-            copy_tree(tree)
         if not database.num_work_items:
-            database.add_work_items(sample(trees[0], options.count, options.seed))
-            commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, check=True, capture_output=True)
+            database.add_work_items(sample(folder / "tree-0", options.count, options.seed))
+            command = ["git", "log", "-1", "--format=%h", "--", "src"]
+            commit = subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
             (folder / "commit").write_bytes(commit.stdout)
-        items = pending(database, options.again)
+        if options.again is None:
+            items = sorted(database.pending_work_items, key=lambda item: item.job_id[::-1])
+        else:
+            decided = database.completed_work_items
+            items = [item for item, result in decided if outcome_of(item.mutations[0], result) == options.again]
     sys.dont_write_bytecode = True
     os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
-    preload(PLAN["preloaded"])
-    measured = measure(folder, trees)
-    in_workers(len(trees), lambda index: Worker(folder, index, measured).work(items[index :: len(trees)]))
+    context = multiprocessing.get_context("fork")
+    barrier = context.Barrier(options.workers)
+    workers = []
+    for index in range(options.workers):
+        worker = Worker(folder, index, options.workers, items, options.seconds, barrier)
+        workers.append(context.Process(target=worker.work))
+        workers[-1].start()
+    for process in workers:
+        process.join()
+    commit = (folder / "commit").read_text("utf-8").strip()
+    command = f"python tests/mutants/mutation.py --count {options.count} --seed {options.seed}"
+    header = f"Mutants of the sources of commit {commit}, decided by `{command}` until {date.today()}:"
     with use_db(folder / "mutants.sqlite") as database:
-        command = f"python tests/mutants/mutation.py --count {options.count} --seed {options.seed}"
-        commit = (folder / "commit").read_text("utf-8").strip()
-        header = f"Mutants of the sources of commit {commit}, decided on {date.today()} by `{command}`:"
         share = write_table(database.completed_work_items, header)
-    return 0 if share >= REQUIRED_SHARE else 1
+    return 0 if share >= REQUIRED_SHARE and not any(process.exitcode for process in workers) else 1
 
 
 if __name__ == "__main__":

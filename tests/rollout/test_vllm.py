@@ -21,7 +21,7 @@ from trl.generation.vllm_client import VLLMClient
 from credit_trl.rollout import vllm
 from credit_trl.rollout.vllm import PolicyGeneration, VLLMServerError, WatchedClient, merged_weights
 from credit_trl.teacher.models import make_teacher
-from dense import LENGTHS, logps, naive_token_losses, scoring_model, step_problem
+from dense import logps
 from tables import tables_of
 
 TABLES = tables_of(__file__)
@@ -83,27 +83,6 @@ def test_processes_of_an_engine_share_a_random_stream(process, seed):
     engine = SimpleNamespace(mode="colocate", tensor_parallel_size=2, accelerator=accelerator)
     PolicyGeneration.adopt(engine, seed=11)
     assert torch.initial_seed() == seed
-
-
-@pytest.mark.parametrize("shape", ["token", "sequence"])
-@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo"])
-def test_importance_ratio_scales_distillation_per_token(tokenizer, make_config, shape, loss_type):
-    config = make_config(distillation_topk=None, loss_type=loss_type, num_generations=2)
-    problem = step_problem(tokenizer, config)
-    mask = problem.tensors["completion_mask"].double()
-    size = mask.shape if shape == "token" else (len(mask), 1)
-    ratio = 2 * torch.rand(size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    loss = problem.step.loss(problem.policy, problem.tensors | {"importance_sampling_ratio": ratio}).terms.loss
-
-    losses = torch.zeros_like(mask)
-    for i, length in enumerate(LENGTHS):
-        losses[i, :length] = naive_token_losses(problem, scoring_model(problem), i)
-    divisors = {
-        "grpo": mask.sum(-1, keepdim=True) * len(mask),
-        "dapo": mask.sum(),
-        "dr_grpo": len(mask) * config.max_completion_length,
-    }
-    torch.testing.assert_close(loss, (ratio * losses * mask / divisors[loss_type]).sum(), rtol=1e-12, atol=1e-12)
 
 
 PATIENCE = 0.6
