@@ -116,7 +116,7 @@ def _run_companion(name: str, argv: list[str]) -> int:
 
 def _versions() -> str:
     """Versions of TRL and of this package, and whose script `trl` on the path is: both packages install one."""
-    versions = ", ".join(f"{name} {version(name)}" for name in ("trl", "credit-trl"))
+    versions = f"trl {version('trl')}, credit-trl {version('credit-trl')}"
     script = shutil.which("trl")
     if script is None:
         return f"{versions}\nno `trl` stands on the path"

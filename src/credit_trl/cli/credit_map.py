@@ -72,14 +72,15 @@ def run(args: argparse.Namespace) -> int:
     checkpoints = []
     for path, name in zip([None, *args.checkpoint], names, strict=True):
         checkpoints.append(Checkpoint.load(args.model, path, name=name, **loaded))
-    print(f"sampling {args.samples} responses to each of {len(rows)} prompts", flush=True)
+    prompt_count = len(rows)
+    print(f"sampling {args.samples} responses to each of {prompt_count} prompts", flush=True)
     sampled = sample_rollouts(checkpoints[-1], task, rows, config, samples=args.samples, population=population)
     contexts = teacher_contexts(sampled, config, checkpoints[-1])
     responses = []
     for response, prompts in zip(sampled, contexts, strict=True):
         if prompts is not None:
             responses.append((response, prompts))
-    print(f"{len(sampled)} responses to {len(rows)} prompts, {len(responses)} with a teacher")
+    print(f"{len(sampled)} responses to {prompt_count} prompts, {len(responses)} with a teacher")
     classify = task_classes(task, checkpoints[-1].tokenizer)
     maps = []
     mapped = list(itertools.product(checkpoints, responses))
@@ -137,7 +138,8 @@ def _write(directory: Path, maps: list[TokenMap], config: CreditConfig, generati
     for name in dict.fromkeys(token_map.checkpoint for token_map in maps):
         checkpoint_maps = [token_map for token_map in maps if token_map.checkpoint == name]
         drift = branch_table(checkpoint_maps, rate, generation_batches)
-        summaries.append(f"## {name}\n\n{format_summary(summarize_maps(checkpoint_maps))}\n{drift}")
+        summary = format_summary(summarize_maps(checkpoint_maps))
+        summaries.append(f"## {name}\n\n{summary}\n{drift}")
     (directory / "summary.md").write_text("\n".join(summaries), encoding="utf-8")
     print("\n".join(summaries))
     print(f"{directory / 'maps.html'}: {pluralized(len(maps), 'map')}, with maps.json and summary.md beside it")

@@ -87,10 +87,13 @@ def import_function(name: str, option: str) -> Any:
     module, _, function = name.replace(":", ".").rpartition(".")
     if not all(part.isidentifier() and part != "py" for part in (*module.split("."), function)):
         raise ValueError(f"`{option} {name}`: expected an import path such as my_module:my_function.")
-    missing = f"`{option} {name}`: no module `{module}` in {os.getcwd()} or installed. Run from its folder."
-    imported = import_named(module, ValueError(missing))
+    missing = ValueError(
+        f"`{option} {name}`: no module `{module}` in {os.getcwd()} or installed. Run from its folder."
+    )
+    imported = import_named(module, missing)
     if not hasattr(imported, function):
-        raise ValueError(f"`{option} {name}`: {module} has no `{function}`.{suggest(function, vars(imported))}")
+        suggestion = suggest(function, vars(imported))
+        raise ValueError(f"`{option} {name}`: {module} has no `{function}`.{suggestion}")
     return getattr(imported, function)
 
 

@@ -60,8 +60,8 @@ def report_user_error(command: str, error: BaseException, code: int = 1) -> int:
     tqdm = sys.modules.get("tqdm.std")
     for bar in list(getattr(tqdm and tqdm.tqdm, "_instances", ())):
         bar.close()  # so that the error begins on a line of its own
-    text = printable(_text(error), allowed="\n")
-    print(f"{command}: error: {text}{_user_line(error)}", file=sys.stderr)
+    text = printable(_text(error), allowed="\n") + _user_line(error)
+    print(f"{command}: error: {text}", file=sys.stderr)
     return code
 
 

@@ -28,7 +28,8 @@ def print_help(parser: TrlParser, topic: str | None, recipes: Iterable[str]) -> 
         defaults = {action.dest: action.default for action in parser._actions}
         indented = textwrap.indent("\n".join(rows), " " * 25)
         text = text.format(**defaults, recipes=indented)
-        print(re.sub(r"(?m)^( *--[\w-]+|\w+$)", lambda match: bold(match[0]), text.rstrip()))
+        names = re.compile(r"^( *--[\w-]+|\w+$)", re.MULTILINE)
+        print(names.sub(lambda match: bold(match[0]), text.rstrip()))
         return
     lines = []
     for section, actions in _named(parser, topic.lower()).items():

@@ -64,7 +64,8 @@ class EvaluationCallback(TrainerCallback):
         policy = VerifierPolicy(on_error, getattr(args, "verifier_timeout", None))
         fixed = {"engine_options": None, "output_dir": self.folder / files.EVALUATIONS_FOLDER, "policy": policy}
         defaults = {"progress": not args.disable_tqdm, "max_completion_length": trainer.max_completion_length}
-        config = evaluation_config(type(self).__name__, k=k, **fixed, **{**defaults, **options})
+        options = defaults | options
+        config = evaluation_config(type(self).__name__, k=k, **fixed, **options)
         self.trainer = trainer
         self.task = load_task(task)
         self.config = replace(config, dataset=task_rows(self.task, config))
@@ -156,7 +157,8 @@ class EvaluationCallback(TrainerCallback):
     def _write(self, step: int, *, saves: bool) -> None:
         """Save the model of the last evaluation if it is the best, and add its row to the history's file."""
         *earlier, latest = self.history
-        if saves and self.keep_best and all(latest["score"] > row["score"] for row in earlier):
+        is_best = all(latest["score"] > row["score"] for row in earlier)
+        if saves and self.keep_best and is_best:
             self._save_best(step)
         if self.engine.is_main:
             files.append_lines(self.folder / files.EVALUATIONS_FILE, [latest])

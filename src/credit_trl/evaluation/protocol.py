@@ -133,7 +133,9 @@ def _started(start: Callable[..., Engine], *arguments: Any, options: Mapping[str
 
 def task_rows(task: Task, config: EvaluationConfig) -> list[dict[str, Any]]:
     """The rows to evaluate, each with a unique `id`."""
-    dataset = task.build(config.split, config.path) if config.dataset is None else config.dataset
+    dataset = config.dataset
+    if dataset is None:
+        dataset = task.build(config.split, config.path)
     check_image_columns(dataset)
     rows = list(itertools.islice(dataset, config.max_prompts))
     if not rows:
@@ -195,7 +197,8 @@ def content_digest(content: Any) -> str:
 
 def sample_seed(seed: int, prompt: str, sample: int) -> int:
     """The seed of one sample's random stream, in [0, 2**63)."""
-    digest = hashlib.sha256(f"{seed}/{sample}/{prompt}".encode()).digest()
+    text = f"{seed}/{sample}/{prompt}"
+    digest = hashlib.sha256(text.encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
 
 
@@ -249,15 +252,20 @@ def _sample(
     with bar, engine.session(config):
         for position in range(start, len(units), engine.batch_size):
             batch = units[position : position + engine.batch_size]
-            seeds = [sample_seed(config.seed, row["id"], number) for row, number in batch]
-            responses = engine.generate([row_prompt(row) for row, _ in batch], seeds, config)
+            prompts = []
+            seeds = []
+            for row, number in batch:
+                prompts.append(row_prompt(row))
+                seeds.append(sample_seed(config.seed, row["id"], number))
+            responses = engine.generate(prompts, seeds, config)
             _on_main(engine, write, batch, responses)
             bar.update(len(batch))
 
 
 def _groups(rows: Sequence[Mapping[str, Any]], group_by: str | None) -> dict[str, str | None]:
     if group_by is not None and group_by not in rows[0]:
-        raise ValueError(f"`group_by={group_by!r}` is not a column; the rows have {', '.join(rows[0])}.")
+        columns = ", ".join(rows[0])
+        raise ValueError(f"`group_by={group_by!r}` is not a column; the rows have {columns}.")
     groups: dict[str, str | None] = {}
     for row in rows:
         value = row.get(group_by or "task")

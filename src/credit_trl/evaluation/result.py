@@ -65,8 +65,9 @@ class Evaluation:
         return Series(logs).add_prefix("eval_").dropna().to_dict()
 
     def __str__(self) -> str:
-        sizes = f"{pluralized(len(self.prompts), 'prompt')} × {pluralized(self.k, 'sample')}"
-        lines = [f"{self.task}: {self.model}, {sizes}", f"  {score_text(vars(self))}"]
+        prompts = pluralized(len(self.prompts), "prompt")
+        samples = pluralized(self.k, "sample")
+        lines = [f"{self.task}: {self.model}, {prompts} × {samples}", f"  {score_text(vars(self))}"]
         for k, value in self.pass_at.items():
             if k > 1:
                 lines.append(f"  {f'pass@{k}':<10}{100 * value:5.1f} %")
@@ -91,7 +92,8 @@ def summarize(
     table = DataFrame(list(map(vars, samples)))
     table["success"] = is_successful(table["reward"], 1.0)
     metrics = DataFrame(table["metrics"].tolist(), index=table["prompt"]).sort_index(axis=1)
-    by_prompt = table.groupby("prompt", sort=False).agg(score=("reward", "mean"), successes=("success", "sum"))
+    grouped = table.groupby("prompt", sort=False)
+    by_prompt = grouped.agg(score=("reward", "mean"), successes=("success", "sum"))
     prompts = []
     for name, score, successes in by_prompt.itertuples():
         prompts.append(PromptScore(name, groups[name], score, successes, _means(metrics.loc[[name]])))

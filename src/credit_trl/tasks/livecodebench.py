@@ -80,7 +80,8 @@ def build(
     if split not in ("train", "test"):
         raise ValueError(f"LiveCodeBench has no split {split!r}; use train (half the tests) or test (all tests).")
     if release not in OPTION[1]:
-        raise ValueError(f"LiveCodeBench has no release {release!r}; use one of {', '.join(OPTION[1])}.")
+        releases = ", ".join(OPTION[1])
+        raise ValueError(f"LiveCodeBench has no release {release!r}; use one of {releases}.")
     start = date.fromisoformat(since)
     end = date.fromisoformat(until)
     problems: dict[str, dict[str, Any]] = {}
@@ -191,7 +192,8 @@ def _result(cases: Cases, place: int, outcome: Outcome) -> Result:
         return result_of(cases, place, outcome.status, error=outcome.error)
     answer = outcome.value if cases.is_functional else outcome.stdout
     is_same = lcb_cases.same_return_value if cases.is_functional else lcb_cases.same_output
-    return result_of(cases, place, "passed" if is_same(answer, cases.outputs[place]) else "wrong", answer)
+    status = "passed" if is_same(answer, cases.outputs[place]) else "wrong"
+    return result_of(cases, place, status, answer)
 
 
 def _verdict(results: Sequence[Result] | None, truncated: bool) -> Verdict:

@@ -27,7 +27,8 @@ class Row(dict[str, Any]):
         self.number = number
 
     def error(self, field: str, problem: str) -> ValueError:
-        return ValueError(printable(f"{self.source}, row {self.number}, field {field!r}: {problem}"))
+        text = f"{self.source}, row {self.number}, field {field!r}: {problem}"
+        return ValueError(printable(text))
 
     def text(self, field: str) -> str:
         """Text of a field; a `ValueError` with file, row and field if it is missing, no text, or blank."""

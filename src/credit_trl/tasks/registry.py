@@ -88,7 +88,8 @@ def as_task(target: Any, name: str, option: str | None = None) -> Task:
         columns = getattr(dataset, "column_names", None) or ["prompt", "answer"]
         missing = ", ".join(f"`{column}`" for column in ("prompt", "answer") if column not in columns)
         if missing:
-            raise ValueError(f"Task {name!r}: `build` has no column {missing}; its columns are {', '.join(columns)}.")
+            listed = ", ".join(columns)
+            raise ValueError(f"Task {name!r}: `build` has no column {missing}; its columns are {listed}.")
         return dataset
 
     batch = getattr(target, "reward", None)

@@ -85,9 +85,8 @@ def _raw(row: Row, split: str, place: int) -> list[tuple[int, dict[str, Any]]]:
     questions = row.texts("Instructions", row["Instructions"])
     answers = row.get("Golden_Answers")
     if not isinstance(answers, list) or len(answers) != len(questions):
-        raise row.error(
-            "Golden_Answers", f"expected a list of {len(questions)}, as `Instructions`, got {answers!r:.100}"
-        )
+        problem = f"expected a list of {len(questions)}, as `Instructions`, got {answers!r:.100}"
+        raise row.error("Golden_Answers", problem)
     for question, calls in zip(questions, answers, strict=True):
         prompt = PROMPT_TEMPLATE.format(**fields, question=question)
         number = TRAIN_RECORDS + place + len(records)

@@ -112,7 +112,8 @@ class CreditMapCallback(OptionalEvents, TrainerCallback):
         tokenizer = self.trainer._tokenizer
         number = batch.first + sample
         prompt = batch.prompts[sample]
-        student = builder.encode(prompt, PrivilegedContext(), batch.tools[sample] if batch.tools else None)
+        tools = batch.tools[sample] if batch.tools else None
+        student = builder.encode(prompt, PrivilegedContext(), tools)
         context_images = contexts.images if any(contexts.images) else []
         sources = [builder.reader.sources(prompt_images) if prompt_images else [] for prompt_images in context_images]
         return Rollout(

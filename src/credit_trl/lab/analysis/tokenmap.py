@@ -186,7 +186,8 @@ def map_response(
 
 def write_maps(maps: Sequence[TokenMap], path: str | Path) -> None:
     """Write maps as JSON, with as many digits as restore the same floats. NaN and infinities are strings."""
-    write_atomically(path, json.dumps(list(map(_record, maps)), ensure_ascii=True, separators=(",", ":")))
+    records = list(map(_record, maps))
+    write_atomically(path, json.dumps(records, separators=(",", ":")))
 
 
 def read_maps(path: str | Path) -> list[TokenMap]:
@@ -237,8 +238,10 @@ def _token_map(record: dict[str, Any]) -> TokenMap:
     length = len(record["classes"])
     stored = record["alternatives"]
     count = len(stored["texts"][0])
-    alternatives = ScoredTokens(**_tensors(stored["scores"], (length, count), dtype), formula=formula)
-    scores = ScoredTokens(**_tensors(record["scores"], (length,), dtype), formula=formula, alternatives=alternatives)
+    tensors_of_alternatives = _tensors(stored["scores"], (length, count), dtype)
+    alternatives = ScoredTokens(**tensors_of_alternatives, formula=formula)
+    tensors = _tensors(record["scores"], (length,), dtype)
+    scores = ScoredTokens(**tensors, formula=formula, alternatives=alternatives)
     tokens = []
     for token in record["tokens"]:
         character = token["character"] and visible(token["character"])
@@ -277,11 +280,12 @@ def summarize_maps(maps: Sequence[TokenMap]) -> DataFrame:
         if len(m.scores.contrast_logps)
         for row in zip(m.classes, m.scores.delta_v.tolist(), m.scores.specific.tolist(), strict=True)
     ]
-    tokens = DataFrame(rows, columns=["class", "delta_v", "specific"]).astype({"delta_v": float, "specific": float})
-    by_class = tokens["class"]
-    sums = tokens[["delta_v", "specific"]].abs().assign(tokens=1.0).groupby(by_class).sum()
+    tokens = DataFrame(rows, columns=["class", "delta_v", "specific"])
+    by_class = tokens.pop("class")
+    tokens = tokens.astype(float)
+    sums = tokens.abs().assign(tokens=1.0).groupby(by_class).sum()
     shares = (sums / sums.sum().replace(0.0, 1.0)).add_prefix("of_")
-    means = tokens[["delta_v", "specific"]].groupby(by_class).mean()
+    means = tokens.groupby(by_class).mean()
     summary = means.join(shares).assign(tokens=by_class.value_counts())
     return summary.sort_values("of_specific", ascending=False)
 

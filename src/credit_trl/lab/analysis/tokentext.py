@@ -44,7 +44,7 @@ def visible(text: str) -> str:
     hidden = set(filter(_is_hidden, text))
     if not hidden.union(_JOINERS).issuperset(text):  # joiners have something to shape
         hidden.difference_update(_JOINERS)
-    spelled_out = {ord(character): f"⟨U+{ord(character):04X}⟩" for character in hidden}
+    spelled_out = {code: f"⟨U+{code:04X}⟩" for code in map(ord, hidden)}
     return text.translate(spelled_out).replace("\t", TAB)
 
 
@@ -57,7 +57,8 @@ def token_texts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[
         raw.append(str(tokenizer.convert_ids_to_tokens(i)).encode() if i in control else _bytes(tokenizer, i))
     texts = []
     for i, (text, character) in zip(ids, _split_characters(raw), strict=True):
-        texts.append(TokenText(text.replace("\n", f"{NEWLINE}\n"), character, special=i in control))
+        text = text.replace("\n", f"{NEWLINE}\n")
+        texts.append(TokenText(text, character, special=i in control))
     return texts
 
 

@@ -77,10 +77,11 @@ def answer(
         for row in run.warnings:
             message = visible(str(row.get("message") or row["warning"]))
             time = visible(str(row.get("time") or ""))
-            warnings.append({"run": visible(name), "step": row["step"], "time": time, "message": message})
+            warning = {"run": visible(name), "step": row["step"], "time": time, "message": message}
+            warnings.append(warning)
     progress = progress_of(runs[0]) if len(runs) == 1 else None
-    is_single = len(arms) == 1
-    headline = _one_arm(runs, next(iter(arms)), progress) if is_single else _several_arms(comparison)
+    arm, *further = arms
+    headline = _several_arms(comparison) if further else _one_arm(runs, arm, progress)
     for step in change_steps(runs):
         headline = headline._replace(title=f"{headline.title} Options changed at step {step}.")
     if problems:
@@ -261,7 +262,8 @@ def _status(low: float | None, high: float | None) -> str:
 def _difference_text(difference: float, low: float | None, high: float | None) -> str:
     text = f"{100 * difference:+.1f} points"
     if low is not None and high is not None:
-        text += f" (95 % interval {100 * low:+.1f} to {100 * high:+.1f})"
+        bounds = f"{100 * low:+.1f} to {100 * high:+.1f}"
+        text += f" (95 % interval {bounds})"
     return text.replace("-", "−")
 
 

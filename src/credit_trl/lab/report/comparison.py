@@ -91,8 +91,8 @@ def _points(name: str, runs: Sequence[Run]) -> list[list[float | None]]:
         return [[row["step"], row["score"], row.get("low"), row.get("high")] for row in runs[0].evaluations]
     points: list[list[float | None]] = []
     for step, values in _shared([run.series(name) for run in runs]).sort_index().iterrows():
-        band = [values.min(), values.max()] if len(runs) > 1 else [None, None]
-        points.append([int(step), values.mean(), *band])
+        low, high = (values.min(), values.max()) if len(runs) > 1 else (None, None)
+        points.append([int(step), values.mean(), low, high])
     return points
 
 
@@ -253,7 +253,7 @@ def _difference(
     """Difference of an arm from the first one, paired by prompt, and by seed where both have the same seeds."""
     seeds = [run.seed for run in runs]
     row_of_seed = {run.seed: base_scores[i] for i, run in enumerate(base_runs)}
-    is_distinct = None not in seeds and len(set(seeds)) == len(seeds) == len(base_runs)
+    is_distinct = len({*seeds} - {None}) == len(seeds) == len(base_runs)
     is_paired = is_distinct and set(seeds) == row_of_seed.keys()
     if is_paired:
         base_scores = np.array([row_of_seed[seed] for seed in seeds])

@@ -100,7 +100,8 @@ class Run:
                 texts.append(f"from step {segment['step']}: {form(segment['options'][option])}")
         if not texts:
             return form(self.options.get(option))
-        return ", ".join([form(self.segments[0]["options"].get(option)), *texts])
+        original = form(self.segments[0]["options"].get(option))
+        return ", ".join([original, *texts])
 
     def changed_options(self) -> list[str]:
         """Names of the options that a resumed run changed."""
@@ -229,8 +230,10 @@ def _arm_name(run: Run, differing: Sequence[str]) -> str:
         if option in METHOD_OPTIONS or not effective_text(run, option):
             continue
         title = _OPTION_WORDS.get(option, option.replace("_", " "))
-        value = effective_text(run, option) if option == "model" else run.text(option, words)
-        parts.append(f"{title} {model_name(value) if option == 'model' else value}")
+        value = run.text(option, words)
+        if option == "model":
+            value = model_name(effective_text(run, option))
+        parts.append(f"{title} {value}")
     return ", ".join(filter(None, parts))
 
 

@@ -96,9 +96,11 @@ def write_report(runs: Sequence[str | Path], output: str | Path | None = None) -
         output = output.with_name(f"{output.name}.html")
     document = report_document(loaded)
     data, text = output.with_suffix(".json"), output.with_suffix(".md")
-    is_own_data = not data.exists() or {"arms", "curves"} <= read_json(data).keys()
-    is_own_text = data.exists() or not text.exists() or _TITLE.match(text.read_bytes())
-    if not (is_own_data and is_own_text):
+    if data.exists():
+        is_own = {"arms", "curves"} <= read_json(data).keys()
+    else:
+        is_own = not text.exists() or _TITLE.match(text.read_bytes())
+    if not is_own:
         raise FileExistsError(f"{data} and {text} were not written by a report. Choose another `--output`.")
     write_json(data, document)
     write_atomically(text, report_markdown(document))
@@ -198,7 +200,8 @@ def _rollout(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def report_markdown(document: Mapping[str, Any]) -> str:
     """The answer, scores, differences, training and options as Markdown; the curves are in the JSON file."""
-    parts = [f"# {table_cell(document['title'])}", *_answer_lines(document["answer"])]
+    title = table_cell(document["title"])
+    parts = [f"# {title}", *_answer_lines(document["answer"])]
     if document["comparison"]:
         parts.append(markdown_table(_COLUMNS, map(_score_cells, document["comparison"]), left_aligned=2))
     parts.append(markdown_table(_TRAINING_COLUMNS, map(_training_cells, document["training"])))
@@ -214,7 +217,7 @@ def _answer_lines(answered: Mapping[str, Any]) -> list[str]:
     """Title, lines, groups, problems and warnings."""
     parts = [f"**{table_cell(answered['title'])}**"]
     for problem in answered["problems"]:
-        parts.append(table_cell(f"{problem['title']} {problem['remedy']}"))
+        parts.append(table_cell("{title} {remedy}".format_map(problem)))
     parts += map(table_cell, answered["lines"])
     if answered["groups"]:
         parts.append(markdown_table(_GROUP_COLUMNS, map(_group_cells, answered["groups"])))
