@@ -8,7 +8,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from credit_trl.lab.analysis.tokenmap import TokenMap, write_maps
 from credit_trl.run_directory import append_lines, write_json
+
+
+def write_steps(folder: Path, maps: Sequence[TokenMap]) -> None:
+    """Write each map as that of a step."""
+    for step, token_map in enumerate(maps):
+        write_maps([token_map], folder / "credit_maps" / f"step-{step:06d}.json")
 
 
 def make_run(

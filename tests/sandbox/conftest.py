@@ -36,19 +36,14 @@ def open_tier(name: str, workers: int = 2):
     from credit_trl.sandbox.interpreter import readable_by_others
 
     tier, _, ordinary = name.partition(" as ")
-    if not ordinary:
-        try:
-            return open_sandbox(tier, workers=workers)
-        except SandboxError as error:
-            pytest.skip(str(error).splitlines()[1])
-    if os.geteuid() != 0:
+    package = os.path.dirname(os.path.abspath(credit_trl.__file__))
+    if ordinary and os.geteuid() != 0:
         pytest.skip("not root: the tier itself already runs as an ordinary user")
-    if not os.path.exists(_SYSTEM_PYTHON) or not readable_by_others(
-        os.path.dirname(os.path.abspath(credit_trl.__file__))
-    ):
+    if ordinary and not (os.path.exists(_SYSTEM_PYTHON) and readable_by_others(package)):
         pytest.skip(f"an ordinary user cannot read {_SYSTEM_PYTHON} or the package")
     with pytest.MonkeyPatch.context() as patch:
-        start_as_ordinary_user(patch)
+        if ordinary:
+            start_as_ordinary_user(patch)
         try:
             return open_sandbox(tier, workers=workers)
         except SandboxError as error:

@@ -8,13 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from credit_trl.sandbox import Limits, Outcome, Program, Sandbox
+from credit_trl.sandbox import Limits, Outcome, Program, Sandbox, pool
 
 # Without bubblewrap its tests are not collected, and the summary has one line on it.
 PROTECTED = [tier for tier in ("bubblewrap", "landlock") if tier != "bubblewrap" or shutil.which("bwrap")]
 PROGRAMS = tomllib.loads(Path(__file__).with_name("programs.toml").read_text("utf-8"))["program"]
 CASES = tomllib.loads(Path(__file__).with_name("cases.toml").read_text("utf-8"))
 SOURCES = CASES["sources"]
+
+
+def run_in_servers(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
+    """Run code in every sandbox server that starts, before it imports the sandbox."""
+    start = "from credit_trl.sandbox.server"
+    monkeypatch.setattr(pool, "_BOOT", pool._BOOT.replace(start, f"{code}\n{start}"))
 
 
 def run_one(sandbox: Sandbox, source: str, **fields: object) -> Outcome:

@@ -6,9 +6,9 @@ import time
 from pathlib import Path
 
 import pytest
-from observing import SOURCES, parametrize, run_one
+from observing import SOURCES, parametrize, run_in_servers, run_one
 
-from credit_trl.sandbox import Limits, Program, cgroups, pool
+from credit_trl.sandbox import Limits, Program, cgroups
 from credit_trl.sandbox.pool import PoolSandbox
 
 MIB = 1024 * 1024
@@ -64,9 +64,7 @@ def delegated(tmp_path, monkeypatch):
     files = {"cgroup.subtree_control": "memory", "cgroup.procs": ""}
     groups = put(tmp_path, files, "0::/", monkeypatch)
     pretend = f"cgroups.CGROUPS, cgroups.OWN_CGROUP = map(pathlib.Path, {(str(groups), str(tmp_path / 'own'))!r})"
-    main = "from credit_trl.sandbox.server"
-    change = f"import pathlib; from credit_trl.sandbox import cgroups; {pretend}\n{main}"
-    monkeypatch.setattr(pool, "_BOOT", pool._BOOT.replace(main, change))
+    run_in_servers(monkeypatch, f"import pathlib; from credit_trl.sandbox import cgroups; {pretend}")
     return groups
 
 

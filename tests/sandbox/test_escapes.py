@@ -5,10 +5,10 @@ import platform
 import pytest
 from bait import GOOD, Bait, judge
 from escape import DATA, ESCAPES
-from observing import PROTECTED, SOURCES
+from observing import PROTECTED, SOURCES, run_in_servers
 
 from conftest import open_tier
-from credit_trl.sandbox import Program, open_sandbox, pool
+from credit_trl.sandbox import Program, open_sandbox
 
 USERS = [name for tier in PROTECTED for name in (tier, f"{tier} as an ordinary user")]
 CHANNEL = {fields["name"] for fields in DATA["group"]["channel"]}
@@ -26,8 +26,7 @@ def test_escape_fails_and_later_outcomes_are_right(opened_tier, escape):
 @pytest.mark.parametrize("name", USERS)
 def test_thieves_of_the_begin_mark_harm_nobody(name, monkeypatch):
     """The server gets a processor only when a program has ended, or after a second: it reads what a thief leaves."""
-    main = "from credit_trl.sandbox.server"
-    monkeypatch.setattr(pool, "_BOOT", pool._BOOT.replace(main, f"{SOURCES['late_server']}\n{main}"))
+    run_in_servers(monkeypatch, SOURCES["late_server"])
     with open_tier(name) as sandbox, Bait() as bait:
         thieves = [escape for escape in ESCAPES if escape.name in CHANNEL]
         programs = []

@@ -12,10 +12,10 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from observing import CASES, PROTECTED, SOURCES
+from observing import CASES, PROTECTED, SOURCES, run_in_servers
 
 from credit_trl import sandbox as package
-from credit_trl.sandbox import bubblewrap, choose_sandbox, interpreter, landlock, open_sandbox, pool
+from credit_trl.sandbox import bubblewrap, choose_sandbox, interpreter, landlock, open_sandbox
 from credit_trl.sandbox.pool import PoolSandbox
 from credit_trl.sandbox.probe import probe
 from credit_trl.sandbox.protocol import Program, SandboxError
@@ -153,8 +153,7 @@ def test_probe_opens_its_bait_to_others_when_it_is_complete(monkeypatch):
 @pytest.mark.parametrize("row", UNISOLATED.values(), ids=UNISOLATED)
 def test_probe_rejects_missing_isolation(monkeypatch, row):
     require(row["tier"])
-    main = "from credit_trl.sandbox.server"
-    monkeypatch.setattr(pool, "_BOOT", pool._BOOT.replace(main, f"{row['change']}\n{main}"))
+    run_in_servers(monkeypatch, row["change"])
     with PoolSandbox(row["tier"], 1) as bare, pytest.raises(SandboxError) as caught:
         probe(bare)
     for escape in row["escapes"]:
@@ -208,9 +207,7 @@ def test_machine_without_what_a_tier_needs_raises(monkeypatch, isolation, place,
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives programs another user")
 def test_a_user_id_that_no_user_namespace_maps_is_an_error(monkeypatch):
-    main = "from credit_trl.sandbox.server"
-    change = "from credit_trl.sandbox import launch; launch.USER = 1 << 33"
-    monkeypatch.setattr(pool, "_BOOT", pool._BOOT.replace(main, f"{change}\n{main}"))
+    run_in_servers(monkeypatch, "from credit_trl.sandbox import launch; launch.USER = 1 << 33")
     with PoolSandbox("unprotected", 1) as opened, pytest.raises(SandboxError, match=r"could not run.*Error"):
         opened.run([Program("print(1)")])
 

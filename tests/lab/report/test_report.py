@@ -28,7 +28,7 @@ from credit_trl.lab.report.runs import arms_of, differing_options, load_run
 from credit_trl.lab.report.token_maps import headline_token
 from credit_trl.run_directory import append_lines, read_json, write_json
 from lab.drawn import HOSTILE, drawn_map
-from lab.run_folders import make_run
+from lab.run_folders import make_run, write_steps
 from tables import tables_of
 
 TABLES = tables_of(__file__)
@@ -189,8 +189,7 @@ def test_markdown_escapes_hostile_names(tmp_path, scores):
 def test_page_of_one_run_shows_curves_rollouts_and_maps(open_page, tmp_path, scores, scheme, width):
     folder = make_run(tmp_path / "r", scores[0], text="averyverylongword" * 20)
     maps = [drawn_map(["a ", "b "], seed=i, checkpoint=f"step-{i}") for i in (1, 3)]
-    for i, token_map in enumerate(maps):
-        write_maps([token_map], folder / "credit_maps" / f"step-{i:06d}.json")
+    write_steps(folder, maps)
     page = open_page(write_report([folder]), width=width, color_scheme=scheme)
     assert page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
     assert page.locator("#contents a").all_inner_texts() == ["Token maps", "Curves", "Rollouts", "Run", "Symbols"]
@@ -235,8 +234,7 @@ def test_first_view_shows_the_largest_change_in_its_colours(open_page, tmp_path,
     folder = make_run(tmp_path / "r", scores[0])
     tokens = ["a ", "long ", "wrong ", "answer\n"] * 200
     maps = [drawn_map(tokens, seed=i, checkpoint=f"step-{i}", problem="word " * 2000) for i in (1, 3)]
-    for i, token_map in enumerate(maps):
-        write_maps([token_map], folder / "credit_maps" / f"step-{i:06d}.json")
+    write_steps(folder, maps)
     page = open_page(write_report([folder]), width=width, color_scheme=scheme)
     page.set_viewport_size({"width": width, "height": height})
     page.reload()
