@@ -30,7 +30,7 @@ from trl import GRPOConfig, GRPOTrainer
 from credit_trl import CreditConfig, CreditTrainer
 from credit_trl.cli.data import drop_long_prompts
 from credit_trl.contexts import gather
-from credit_trl.contexts.images import check_image_columns
+from credit_trl.contexts.images import with_local_images
 from credit_trl.contexts.prompts import images_of, remote_image, row_prompt, user_text
 from credit_trl.contexts.tokens import PrivilegedContext, TokenContexts
 from credit_trl.evaluation import evaluate
@@ -475,10 +475,10 @@ def test_addresses_of_images_are_refused_and_not_fetched(make_config, web, form,
     model, processor = build_vlm("Qwen2_5_VL")
     config = make_config(num_generations=2, per_device_train_batch_size=4, distillation_weight=weight)
     dataset = with_address(form, web)
-    sources = [dataset]
+    streams = [dataset.to_iterable_dataset()]
     if "typed" not in form:
-        sources.append(IterableDataset.from_generator(lambda: iter(dataset)))
-    for source in sources:
+        streams.append(IterableDataset.from_generator(lambda: iter(dataset)))
+    for source in (dataset, *streams):
         with pytest.raises(ValueError, match=r"(?i)the address 'http://127.*Download it first"):
             CreditTrainer(model, image_verdicts, config, source, processing_class=processor).train()
     task = Task("pictures", lambda split, path=None: dataset, image_verdicts, image_verdicts)
@@ -488,7 +488,7 @@ def test_addresses_of_images_are_refused_and_not_fetched(make_config, web, form,
     ):
         with pytest.raises(ValueError, match=r"(?i)the address 'http://127.*Download it first"):
             read()
-    check_image_columns(dataset.select([0]))  # without the row
+    with_local_images(dataset.select([0]))  # without the row
     assert web.paths == []
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 from datasets import Dataset, IterableDataset
 from torch import nn
-from transformers import PreTrainedTokenizerBase, ProcessorMixin
+from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
 from transformers.integrations import INTEGRATION_TO_CALLBACK
 from trl import GRPOConfig
 
@@ -42,7 +42,8 @@ def refuse_unknown(owner: str, kind: str, names: Iterable[str], valid_names: Col
     """
     advice = []
     for name in [name for name in names if name not in valid_names]:
-        advice.append(f"`{name}`. {OTHER_NAMES.get(name) or did_you_mean(name, valid_names)}".strip())
+        remedy = OTHER_NAMES.get(name) or did_you_mean(name, valid_names)
+        advice.append(f"`{name}`. {remedy or f'Remove it; `help({owner})` lists what there is.'}")
     if advice:
         raise TypeError(f"`{owner}` has no {kind} {' '.join(advice)}")
 
@@ -56,17 +57,24 @@ def check_option_type(name: str, value: Any, kinds: Collection[Any]) -> None:
     is_whole = not isinstance(value, float) or value.is_integer()
     if numbers == {int} and not is_whole:
         raise ValueError(f"`{name}` must be an integer, got {value!r}.")
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if is_number and str in kinds and not numbers:
+        raise ValueError(f"`{name}` must be text, got {value!r}. Write it in quotes.")
     if name.endswith("_kwargs") and value is not None:
         options = value
         with suppress(ValueError, TypeError):
             options = json.loads(value)
         if not isinstance(options, dict):
             raise ValueError(f"`{name}` must be a dictionary, such as {{'key': value}}, got {value!r}.")
+        for key, value in options.items():
+            if value in ("True", "False"):  # which Jinja takes for true
+                raise refusal("text_flag", name=name, key=key, value=value)
 
 
 def check_rewards_and_loggers(config: GRPOConfig) -> None:
     weights = config.reward_weights
-    if weights is not None and not (any(weights) and all(map(math.isfinite, weights))):
+    is_list = isinstance(weights, list | tuple) and all(isinstance(weight, int | float) for weight in weights)
+    if weights is not None and not (is_list and any(weights) and all(map(math.isfinite, weights))):
         raise refusal("reward_weights", c=config)
     loggers = [config.report_to] if isinstance(config.report_to, str) else config.report_to or []
     supported = {*INTEGRATION_TO_CALLBACK, "all", "none"}
@@ -104,6 +112,7 @@ _KINDS: dict[str, tuple[tuple[Any, ...], str, str]] = {
     ),
     "rollout_func": ((Callable,), "a function", "See TRL's documentation of `rollout_func`."),
     "callbacks": ((list, tuple), "a list of callbacks", "Write [callback]."),
+    "callback": ((TrainerCallback,), "a `TrainerCallback`", "Derive it from that class."),
     "tools": ((list, tuple), "a list of functions", "Write [function]."),
 }
 
@@ -123,6 +132,12 @@ def check_arguments(model: Any, reward_funcs: Any, args: Any, token_weight: Any,
     optional = {"args": args, "token_weight": token_weight, **options}
     objects += [(name, value) for name, value in optional.items() if name in _KINDS and value is not None]
     objects += [("reward_funcs", function) for function in functions if reward_funcs is not None]
+    callbacks = options.get("callbacks")
+    objects += (
+        [("callback", value) for value in callbacks if not inspect.isclass(value)]
+        if isinstance(callbacks, list)
+        else []
+    )
     for name, value in objects:
         kinds, expected, advice = _KINDS[name]
         if inspect.isclass(value):
@@ -132,10 +147,13 @@ def check_arguments(model: Any, reward_funcs: Any, args: Any, token_weight: Any,
             text = f" {value!r:.60}" if isinstance(value, str | int | float | dict | list) else ""
             told = {"expected": expected, "kind": type(value).__name__, "value": text, "advice": advice}
             raise refusal("wrong_argument", TypeError, name=name, **told)
-    if hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None:
+    if isinstance(model, nn.Module) and any(map(_is_compiled, model.modules())):
         raise refusal("compiled")
     for function in functions:
-        if isinstance(function, str) and "/" not in function and not Path(function).exists():
+        is_unnamed = isinstance(function, nn.Module) and not getattr(function, "name_or_path", "")
+        if is_unnamed and options.get("reward_processing_classes") is None:
+            raise refusal("model_as_reward", kind=type(function).__name__)
+        if isinstance(function, str) and "/" not in function and not (function and Path(function).exists()):
             module, _, called = function.replace(":", ".").rpartition(".")
             parts = {"module": module or "my_module", "function": called}
             raise refusal("no_function", name="reward_funcs", value=function, **parts)
@@ -147,6 +165,11 @@ def check_arguments(model: Any, reward_funcs: Any, args: Any, token_weight: Any,
             raise refusal("weight_signature", TypeError, name=called, error=error) from error
         except ValueError:  # a callable without a signature
             pass
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    has_compiled_forward = hasattr(module.forward, "_torchdynamo_orig_callable")
+    return has_compiled_forward or hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
 
 
 def check_model_of(trainer: Any) -> None:

@@ -139,9 +139,9 @@ def _json_object(text: bytes, place: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{place} is not JSON: {error}") from error
+        raise ValueError(f"{place} is not JSON: {error}. Correct or remove it.") from error
     if not isinstance(value, dict):
-        raise ValueError(f"{place} is not a JSON object.")
+        raise ValueError(f"{place} is not a JSON object. Correct or remove it.")
     return value
 
 
@@ -286,10 +286,11 @@ def run_lock(folder: Path) -> Iterator[RunLock]:
 def refuse_links(folder: Path, more: Iterable[str] = ()) -> None:
     """Refuse a run directory where a name that the run writes is a symbolic link, as its target would be changed.
 
-    `more` are further paths in it, such as checkpoints.
+    So is a folder in place of a file, and a file in place of a folder. `more` are further paths in it, such as
+    checkpoints.
 
     Raises:
-        ValueError: the message names the link.
+        ValueError: the message names the path.
     """
     for path in [*(folder / name for name in (RUN_FILE, *_RUN_NAMES)), *map(Path, more)]:
         if path.is_symlink():
@@ -297,6 +298,9 @@ def refuse_links(folder: Path, more: Iterable[str] = ()) -> None:
                 f"{path} is a symbolic link, and a run does not write through links. Remove it, or set another "
                 "`output_dir`; a checkpoint elsewhere is resumed by its own path."
             )
+        if path.exists() and path.is_file() != bool(path.suffix):
+            kind, other = ("a folder", "file") if path.suffix else ("a file", "folder")
+            raise ValueError(f"{path} is {kind}, and a run writes a {other} there. Remove it.")
 
 
 def run_id(folder: str | Path) -> str | None:

@@ -16,7 +16,7 @@ from trl import GRPOTrainer
 from credit_trl.config import PAPER, CreditConfig, check_combinations, fit_batch
 from credit_trl.contexts.builder import ContextBuilder
 from credit_trl.contexts.gather import ignored_feedback
-from credit_trl.contexts.images import ImageReader, PromptImages, trl_image_fields
+from credit_trl.contexts.images import ImageReader, PromptImages, trl_image_fields, with_local_images
 from credit_trl.contexts.prompts import (
     chat_renderer,
     check_local_images,
@@ -142,14 +142,15 @@ class CreditTrainer(ResumableTrainer):
         check_behaviour()
         self._verdicts = VerdictLog(VerifierPolicy(args.on_verifier_error, args.verifier_timeout))
         distills = args.distillation_weight > 0.0 or token_weight is not None
+        train_dataset, eval_dataset = map(with_local_images, (train_dataset, eval_dataset))
         datasets = checks.named_datasets(train_dataset, eval_dataset)
         checks.check_datasets(args, datasets, reward_funcs, kwargs, distills=distills)
-        checks.check_paths(args)
         checks.check_engine_options(args)
         if distills:
             fit_batch(args, len(train_dataset) if isinstance(train_dataset, Dataset) else None)
         if distills and args.distillation_weight == 0.0:
             check_combinations(args)  # which the configuration has not
+        checks.check_paths(args, model, reward_funcs)
         super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, **kwargs)
         self._set_signature_columns_if_needed()
         self._signature_columns += ["privileged_context", "task"]
@@ -371,8 +372,9 @@ class CreditTrainer(ResumableTrainer):
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         is_changed = self.environment_factories is not None or self.rollout_func is not None
-        if isinstance(self._current_dataset(), IterableDataset) and not is_changed:
-            checks.check_stream_rows("The stream", inputs, needs_user=self.credit_step is not None)
+        dataset = self._current_dataset()
+        if isinstance(dataset, IterableDataset) and not is_changed:
+            checks.check_stream_rows("a generation batch", dataset, inputs, needs_user=self.credit_step is not None)
         rollout = RolloutState()
         self._rollout = rollout
         if self.credit_step is not None:

@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from argparse import Namespace
 
 import httpx
 import pytest
@@ -10,10 +11,10 @@ from tqdm import tqdm
 from transformers.utils.logging import disable_progress_bar
 
 from credit_trl import cli
-from credit_trl.cli import errors, training
+from credit_trl.cli import credit, errors, training
 from credit_trl.cli.options_file import load_yaml
 from credit_trl.run_directory import run_lock
-from tables import tables_of
+from tables import says_what_to_do, tables_of
 
 TABLES = tables_of(__file__)
 
@@ -46,8 +47,11 @@ def assert_refused(command, line: list[str], parts: list[str], capsys) -> None:
         code = ended.code
     printed = capsys.readouterr().err
     assert code in (1, 2)
-    assert [part for part in parts if part not in printed] == [], printed
-    assert "Traceback" not in printed
+    *progress, error = printed.rstrip("\n").split("\n")
+    assert [part for part in parts if part not in error] == [], printed
+    assert re.match(r"trl( credit[\w-]*)?: error: ", error), printed
+    assert says_what_to_do(error), error
+    assert not any("error" in text or "Traceback" in text for text in progress), printed
 
 
 @pytest.mark.parametrize("row", TABLES["lines"], ids=lambda row: row[0])
@@ -96,6 +100,17 @@ def test_bug_in_a_verifier_keeps_its_traceback_on_demand(folder, monkeypatch):
     monkeypatch.setenv("CREDIT_TRL_TRACEBACK", "1")
     with pytest.raises(TypeError, match="NoneType"):
         training.run(["--dataset_name", "./data", "--reward_funcs", "own_module.buggy", *RUN, "--save_strategy", "no"])
+
+
+def test_run_ended_by_a_call_of_exit_is_an_error(monkeypatch, capsys):
+    monkeypatch.setattr(credit, "run_processes", lambda launched: 0)
+    assert credit.launch(Namespace()) == 1
+    error = capsys.readouterr().err.strip()
+    assert "`os._exit`" in error
+    assert says_what_to_do(error)
+    monkeypatch.setattr(training, "run_training", lambda argv: 0)
+    monkeypatch.setattr(credit, "run_processes", training.run)
+    assert credit.launch(Namespace()) == 0
 
 
 def test_failed_upload_names_the_saved_model(folder, capsys, monkeypatch):

@@ -14,6 +14,7 @@ from peft import AdaLoraConfig, LoraConfig, PromptTuningConfig
 
 from credit_trl import CreditConfig, CreditTrainer, Verdict
 from credit_trl.training.metrics import CreditWarning
+from tables import says_what_to_do
 from tiny import build_model, build_tokenizer, length_verdicts
 
 TABLE = yaml.safe_load(Path(__file__).with_name("mistakes.yaml").read_text("utf-8"))
@@ -32,6 +33,12 @@ def stream(*rows: dict) -> IterableDataset:
 def compiled_in_place() -> torch.nn.Module:
     model = build_model(build_tokenizer())
     model.compile()
+    return model
+
+
+def compiled_layer() -> torch.nn.Module:
+    model = build_model(build_tokenizer())
+    model.model.layers[0] = torch.compile(model.model.layers[0])
     return model
 
 
@@ -118,6 +125,14 @@ OBJECTS = {
     "stream of none": lambda: stream({"prompt": None, "answer": "2"}),
     "stream of numbers as feedback": lambda: stream({"prompt": "1+1=", "answer": "2", "privileged_context": 3}),
     "stream of truncated": lambda: stream({"prompt": "1+1=", "answer": "2", "truncated": True}),
+    "stream of one message": lambda: stream({"prompt": '{"role": "user", "content": "1+1="}', "answer": "2"}),
+    "stream of nothing": lambda: stream(),
+    "stream of no rows": lambda: stream(3),
+    "stream that fails": lambda: IterableDataset.from_generator(lambda: iter([1 / 0])),
+    "stream without a column later": lambda: stream({"prompt": user("1+1="), "answer": "2"}, {"prompt": user("2+1=")}),
+    "stream of two forms": lambda: stream({"prompt": user("1"), "answer": "2"}, {"prompt": "text", "answer": "2"}),
+    "compiled layer": compiled_layer,
+    "reward above every float": lambda: lambda completions, **_: [10**400 for _ in completions],
     "stream that changes": lambda: stream({"prompt": user("1+1="), "answer": "2"}, {"prompt": 3, "answer": "2"}),
     "prompt tuning": lambda: PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
 }
@@ -152,7 +167,7 @@ def refuses(row):
 
 def assert_says(row, text: str) -> None:
     assert [part for part in row["says"] if part not in text] == [], text
-    assert "\n" not in text
+    assert says_what_to_do(text), text
 
 
 @rows("config")

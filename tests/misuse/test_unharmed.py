@@ -115,18 +115,30 @@ def test_evaluation_before_the_first_loss_harms_no_earlier_run(make_trainer, dat
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_tensorboard_adds_files_of_its_own_to_an_earlier_run(make_trainer, earlier_run):
-    """transformers makes its folder of events when the run begins."""
-    pytest.importorskip("tensorboard")
+def test_tensorboard_begins_with_the_first_update(make_trainer, dataset, earlier_run):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     expected = file_hashes(earlier_run)
-    trainer = make_trainer(loss_type="dapoo", distillation_weight=0.5, report_to="tensorboard")
+    rows = {"eval_strategy": "steps", "eval_steps": 1, "eval_on_start": True, "eval_rows": dataset}
     with pytest.raises(ValueError, match="dapoo"):
-        trainer.train()
-    after_failure = file_hashes(earlier_run)
-    added = after_failure.keys() - expected.keys()
-    assert added
-    assert all(name == "runs" or name.startswith("runs/") for name in added)
-    assert {name: after_failure[name] for name in expected} == expected
+        make_trainer(loss_type="dapoo", distillation_weight=0.5, report_to="tensorboard").train()
+    assert file_hashes(earlier_run) == expected
+    make_trainer(report_to="tensorboard", max_steps=1, **rows).train()
+    [events] = (earlier_run / "runs").glob("*/events*")
+    read = accumulator.EventAccumulator(str(events)).Reload()
+    assert [event.step for event in read.Scalars("eval/loss")] == [0, 1]
+    assert [event.step for event in read.Scalars("train/loss")] == [1]
+    assert "args/text_summary" in read.Tags()["tensors"]
+
+
+def test_stream_with_other_first_rows_is_not_resumed(make_trainer, dataset, tmp_path):
+    options = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1}
+    make_trainer(rows=dataset.to_iterable_dataset(), **options).train()
+    expected = file_hashes(tmp_path / "run")
+    others = Dataset.from_list([row | {"answer": "99"} for row in dataset]).to_iterable_dataset()
+    trainer = make_trainer(rows=others, **options | {"max_steps": 2})
+    with pytest.raises(ValueError, match=r"`data`: 'a stream, \w+' -> 'a stream, \w+'"):
+        trainer.train(resume_from_checkpoint="latest")
+    assert file_hashes(tmp_path / "run") == expected
 
 
 def test_eighty_failing_calls_and_commands_are_tried_on_an_earlier_run():

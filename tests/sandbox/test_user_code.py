@@ -137,7 +137,7 @@ def test_a_verifier_that_seeds_changes_no_later_rollout(make_trainer):
     assert log_of(make_trainer(seeds)) == log_of(make_trainer(editing("pass")))
 
 
-@pytest.mark.parametrize("code", ["os._exit(0)", "sys.exit(0)", "from posix import _exit as e; raise SystemExit(0)"])
+@pytest.mark.parametrize("code", ["os._exit(0)", "sys.exit(0)", "from posix import _exit; _exit(0)"])
 def test_a_function_that_ends_the_process_is_an_error(code):
     with (
         pytest.raises(RuntimeError, match=r"The reward function 'f' called `sys\.exit"),

@@ -16,6 +16,7 @@ from argparse import ArgumentParser, HelpFormatter
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from typing import NoReturn
 
 from credit_trl.cli.errors import (
     USER_ERRORS,
@@ -25,6 +26,7 @@ from credit_trl.cli.errors import (
     spell_unencodable,
     suggest,
 )
+from credit_trl.sandbox.protocol import printable
 
 TRAINING = ("credit", "Run the CREDIT training script")
 
@@ -84,6 +86,7 @@ def _run_companion(name: str, argv: list[str]) -> int:
     one_row_an_option = partial(HelpFormatter, max_help_position=34)
     parser = ArgumentParser(prog=f"trl {name}", allow_abbrev=False, formatter_class=one_row_an_option)
     module.add_arguments(parser)
+    parser.error = partial(_refuse_line, parser.prog)
     parser.usage = parser.prog
     for action in parser._actions:
         if not action.option_strings:
@@ -112,6 +115,12 @@ def _run_companion(name: str, argv: list[str]) -> int:
     except KeyboardInterrupt:
         continues = getattr(module, "continues", lambda _: False)(options)
         raise KeyboardInterrupt("; the same command continues" if continues else "") from None
+
+
+def _refuse_line(program: str, message: str) -> NoReturn:
+    """End with the error of a parser as one line; argparse's own prints the usage first."""
+    print(f"{program}: error: {printable(message).rstrip('.')}. All options: {program} --help", file=sys.stderr)
+    sys.exit(2)
 
 
 def _versions() -> str:

@@ -12,7 +12,7 @@ import sys
 from argparse import Action, ArgumentParser, Namespace
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from tempfile import NamedTemporaryFile
+from tempfile import NamedTemporaryFile, TemporaryDirectory
 from typing import Any
 
 import psutil
@@ -29,7 +29,7 @@ from credit_trl.cli.errors import (
 )
 from credit_trl.cli.help import print_help
 from credit_trl.cli.options_file import config_file, read_options
-from credit_trl.cli.training import make_parser, refuse
+from credit_trl.cli.training import ENDED, make_parser, refuse
 from credit_trl.tasks.registry import check_name
 
 # Arguments of the trainer in Python, which the command line has no option for.
@@ -41,6 +41,8 @@ _ARGUMENTS = {
     "verifier": "Give `--reward_funcs my_module.my_function`.",
 }
 TRAINING_MODULE = "credit_trl.cli.training"
+# Options with which processes may run on hosts that do not see the files of this one.
+_OTHER_HOSTS = ("mpirun_hostfile", "deepspeed_hostfile", "tpu_use_cluster")
 PROG = "trl credit"
 
 
@@ -72,12 +74,29 @@ def own_options(argv: list[str]) -> tuple[Namespace, list[str]]:
     own_arguments, trl_arguments = parser.parse_known_args(argv)
     if own_arguments.small and not own_arguments.recipe:
         raise ValueError("`--small` makes a recipe small: give `--recipe NAME` too.")
-    if None in (*own_arguments.config, *own_arguments.recipe):
+    if not all([*own_arguments.config, *own_arguments.recipe]):
         raise ValueError("`--config` names a YAML file, `--recipe` a recipe: give its path, or its name.")
     return own_arguments, trl_arguments
 
 
 def launch(launched: Namespace) -> int:
+    """Run the processes of `accelerate launch`, and return the exit code.
+
+    A process that ended with 0 without the end of `training.run` was ended by `os._exit` in code of the user's.
+    """
+    is_local = not any(getattr(launched, name, None) for name in _OTHER_HOSTS)
+    with TemporaryDirectory() as folder:
+        os.environ[ENDED] = f"{folder}/ended"
+        code = run_processes(launched)
+        del os.environ[ENDED]
+        if code != 0 or not is_local or os.listdir(folder):
+            return code
+    cause = "the process ended with code 0 before its run did, as by `os._exit` in a reward function or a library"
+    print(f"{PROG}: error: {cause}. Remove it; `--resume_from_checkpoint latest` continues.", file=sys.stderr)
+    return 1
+
+
+def run_processes(launched: Namespace) -> int:
     """Run the processes of `accelerate launch`, pass SIGTERM on to them, and return the exit code."""
     from accelerate.commands.launch import launch_command
     from torch.distributed.elastic.multiprocessing import SignalException
@@ -134,8 +153,10 @@ def launch_arguments(argv: list[str]) -> Namespace:
         options = resolve_accelerate_config_argument(from_file + from_line)
     except ValueError as error:
         words = [*from_file, *from_line]
-        name = words[words.index("--accelerate_config") + 1 :][:1]
-        raise ValueError(f"{error}{''.join(suggest(word, accelerate_names()) for word in name)}") from error
+        [name] = words[words.index("--accelerate_config") + 1 :][:1] or [""]
+        names = accelerate_names()
+        advice = suggest(name, names) or f" Names: {', '.join(names)}."
+        raise ValueError(f"{error}{advice}") from error
     launched = launcher.parse_args([*options, "--module", TRAINING_MODULE, *_subtract_subsequence(argv, from_line)])
     word = launched.training_script
     if word != TRAINING_MODULE:
@@ -245,7 +266,7 @@ def check_names(option_names: set[str], argv: list[str]) -> None:
         fix = f" {fixes[name[2:]]}" if name[2:] in fixes else suggest(name, option_names - {name})
         if name not in unknown and isinstance(options[name[2:]], dict):
             fix = " It is a mapping, and no option: write its options at the top level of the file."
-        problems.append(f"{name}.{fix}")
+        problems.append(f"{name}.{fix or ' All options: trl credit --help all.'}")
     if problems:
         many = "s" if len(problems) > 1 else ""
         place = "(on the command line or, without the dashes, in the YAML file)"

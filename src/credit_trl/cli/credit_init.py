@@ -25,6 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     folder = Path(args.folder)
+    if folder.suffix.strip() in (".yaml", ".yml") and not folder.exists():
+        raise ValueError(f"{args.folder.strip()!r} is the name of a file, and a folder is made. Name a folder.")
     sources = {folder / name: _STARTER / source for source, name in _FILES.items()}
     if args.recipe is not None:
         sources = {folder / recipe_path(args.recipe).name: recipe_path(args.recipe)}

@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from credit_trl.contexts.images import check_image_columns
+    from credit_trl.contexts.images import with_local_images
     from credit_trl.contexts.prompts import check_rows, images_of, row_prompt
     from credit_trl.lab.analysis import Checkpoint, map_response, sample_rollouts
     from credit_trl.lab.analysis.responses import teacher_contexts
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     task = task_of_run(args.run, args.task, args.reward_funcs)
     print(f"λ = {config.contrastive_coef:g}, C = {config.contrastive_count}")
     dataset = task.build(args.split, args.path)
-    check_image_columns(dataset)
+    dataset = with_local_images(dataset)
     rows = list(dataset.take(args.max_prompts))
     check_rows("the data", (row.get("prompt") for row in rows))
     if any(images_of(row_prompt(row)) for row in rows):

@@ -92,9 +92,12 @@ def import_function(name: str, option: str) -> Any:
     )
     imported = import_named(module, missing)
     if not hasattr(imported, function):
-        suggestion = suggest(function, vars(imported))
-        raise ValueError(f"`{option} {name}`: {module} has no `{function}`.{suggestion}")
-    return getattr(imported, function)
+        advice = suggest(function, vars(imported)) or " Define it there."
+        raise ValueError(f"`{option} {name}`: {module} has no `{function}`.{advice}")
+    value = getattr(imported, function)
+    if not callable(value):
+        raise ValueError(f"`{option} {name}` is {value!r:.80}, which is no function. Name a function of {module}.")
+    return value
 
 
 def check_one_source(script_args: CreditScriptArguments, dataset_args: DatasetMixtureConfig) -> None:
@@ -144,11 +147,11 @@ def drop_long_prompts(name: str, dataset: Any, processor: Any, limit: int, optio
     `name` is that of the rows in messages, `processor` that of the model or its tokenizer, `options` are
     `chat_template_kwargs`.
     """
-    from credit_trl.contexts.images import check_image_columns
+    from credit_trl.contexts.images import with_local_images
     from credit_trl.contexts.prompts import check_rows, row_prompt
     from credit_trl.evaluation.engines import encode_prompt
 
-    check_image_columns(dataset)
+    dataset = with_local_images(dataset)
     if hasattr(dataset, "__len__"):  # not a stream
         check_rows(f"the {name} rows", (row.get("prompt") for row in dataset))
     short_enough = dataset.filter(lambda row: len(encode_prompt(processor, row_prompt(row), **options)) <= limit)

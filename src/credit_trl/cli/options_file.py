@@ -12,7 +12,7 @@ from credit_trl.run_directory import RUN_FILE
 
 MAX_DEPTH = 32  # nested mappings and lists
 MAX_NODES = 20_000  # keys and values, those of aliases and merged mappings counted each time they are used
-_TOO_DEEP = f"nested more than {MAX_DEPTH} levels deep, aliases expanded; options need three."
+_TOO_DEEP = f"nested more than {MAX_DEPTH} levels deep, aliases expanded. Write options at the top level."
 
 
 def read_options(path: str | Path) -> dict[str, Any]:
@@ -26,15 +26,20 @@ def read_options(path: str | Path) -> dict[str, Any]:
     try:
         content = load(Path(path).read_text(encoding="utf-8"))
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not a text file in UTF-8: {error}") from error
+        raise ValueError(f"{path} is not a text file in UTF-8 ({error}). Save it as UTF-8.") from error
     except yaml.YAMLError as error:
-        backslash = "\nA path with backslashes needs single quotes, or none." if "escape" in str(error) else ""
-        raise ValueError(f"{path} is not YAML: {error}{backslash}") from error
+        mark = getattr(error, "problem_mark", None)
+        place = f" (line {mark.line + 1})" if mark else ""
+        problem = getattr(error, "problem", None) or str(error).partition("\n")[0]
+        advice = (
+            "A path with backslashes needs single quotes, or none." if "escape" in problem else "Correct the line."
+        )
+        raise ValueError(f"{path} is not YAML of options: {problem}{place}. {advice}") from error
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: {error}") from error
     if isinstance(content, dict) and Path(path).name == RUN_FILE:
         content = content.get("config")
-    if not isinstance(content, dict):
+    if not (isinstance(content, dict) and all(isinstance(name, str) for name in content)):
         raise ValueError(f"{path} must contain a YAML mapping, `option: value` on each line.")
     if not isinstance(content.get("env") or {}, dict):
         raise ValueError(f"{path}: `env` must be a mapping of names to values, got {content['env']!r}.")
@@ -54,7 +59,9 @@ def load_yaml(text: str) -> Any:
     except RecursionError:
         raise ValueError(_TOO_DEEP) from None
     if is_large:
-        raise ValueError(f"more than {MAX_NODES} keys and values, aliases expanded; a file of options has few.")
+        raise ValueError(
+            f"more than {MAX_NODES} keys and values, aliases expanded. Remove most: a file of options has few."
+        )
     content = yaml.safe_load(text)
     if isinstance(content, dict):
         names = [key.value for key, _ in node.value]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from functools import partial
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
     from credit_trl.trainer import CreditTrainer
 
 
+ENDED = "CREDIT_TRL_ENDED"
+
+
 def make_parser(prog: str | None = None, processes: int | None = None) -> TrlParser:
     """Parser of `CreditScriptArguments`, `CreditConfig`, and TRL's model and dataset options.
 
@@ -44,11 +48,18 @@ def make_parser(prog: str | None = None, processes: int | None = None) -> TrlPar
 
 
 def refuse(message: str) -> NoReturn:
-    """Raise a parser's error as `ValueError`."""
-    raise ValueError(message)
+    """Raise a parser's error as `ValueError`, with where to look."""
+    raise ValueError(f"{message.rstrip('.')}. All options: trl credit --help all.")
 
 
 def run(argv: list[str] | None = None) -> int:
+    """`run_training`, whose end the file of the variable `ENDED` marks for the launcher."""
+    code = run_training(argv)
+    open(os.environ.get(ENDED, os.devnull), "w").close()
+    return code
+
+
+def run_training(argv: list[str] | None = None) -> int:
     """Train in a process of `trl credit`; user errors are reported without a traceback.
 
     Every `USER_ERRORS` exception before training is a user error. During training, exceptions of other code keep their

@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import torch
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from jaxtyping import Int
 from torch import Tensor
 
@@ -144,13 +144,30 @@ class _Recorder:
         return getattr(self.tokenizer, name)
 
 
-def check_image_columns(dataset: Any) -> None:
-    """Raise a `ValueError` where an image of a `Dataset` is an address, before `datasets` fetches it with its row.
+def with_local_images(dataset: Any) -> Any:
+    """A dataset, or a dictionary of them, of which no image is an address, that `datasets` would fetch with its row.
 
-    Prompts are checked with their form, and transformed rows when they are read.
+    Rows of a stream with typed images are checked when they are read, before they are decoded. Prompts of a `Dataset`
+    are checked with their form, and transformed rows when they are read.
+
+    Raises:
+        ValueError: an image of a column is an address.
     """
-    if not isinstance(dataset, Dataset) or dataset.format["type"] == "custom":
-        return
+    if isinstance(dataset, dict):
+        return {name: with_local_images(rows) for name, rows in dataset.items()}
+    if isinstance(dataset, IterableDataset) and "Image(" in str(dataset.features):
+        return dataset.decode(False).map(_local_row, features=dataset.features).decode()
+    if isinstance(dataset, Dataset) and dataset.format["type"] != "custom":
+        _check_image_columns(dataset)
+    return dataset
+
+
+def _local_row(row: dict[str, Any]) -> dict[str, Any]:
+    check_local_images(row.get("prompt"), [row.get("image"), row.get("images")])
+    return row
+
+
+def _check_image_columns(dataset: Dataset) -> None:
     for name in {"image", "images"} & set(dataset.column_names):
         for table in dataset.select_columns(name).with_format("arrow").iter(1000):
             images = table[name].combine_chunks()

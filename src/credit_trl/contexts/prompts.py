@@ -2,9 +2,13 @@
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
+from datasets import IterableDataset
+
 from credit_trl.rollout.batch import Prompt, content_key
+from credit_trl.sandbox.user_code import explained_errors
 from credit_trl.trl_compat import prepare_multimodal_messages
 
 # Chained ones too, such as `zip://picture.png::https://host/pictures.zip`.
@@ -46,28 +50,46 @@ def _is_message(value: Any) -> bool:
     return isinstance(content, str) or is_parts or bool(value.get("tool_calls"))
 
 
-def check_rows(name: str, prompts: Iterable[Any], *, needs_user: bool = False) -> None:
+def check_rows(name: str, prompts: Iterable[Any], *, needs_user: bool = False, form: type | None = None) -> None:
     """Check that all prompts have the form of the first, which a run may reach only after hours.
+
+    `form` is the type of a first prompt that is not among them.
 
     Raises:
         ValueError: one is neither text nor messages, or has another form than the first, or is the text of
             messages, or has no user turn although `needs_user`, or an address as an image.
     """
-    expected_type = None
     for row, prompt in enumerate(prompts):
-        expected_type = expected_type or type(prompt)
+        form = form or type(prompt)
         fix = None
         if not is_prompt(prompt):
             fix = "Give the column `prompt` text, or messages with `role` and `content`."
-        elif not isinstance(prompt, expected_type):
+        elif not isinstance(prompt, form):
             fix = "Give all prompts the form of the first: text, or messages."
-        elif isinstance(prompt, str) and re.match(r"""\s*\[\s*\{\s*['"](role|content)['"]""", prompt):
+        elif isinstance(prompt, str) and re.match(r"""\s*\[?\s*\{\s*['"](role|content)['"]""", prompt):
             fix = "It is the text of messages: store lists, as `json.loads` or `ast.literal_eval` read them."
         elif needs_user and isinstance(prompt, list) and "user" not in _roles(prompt):
             fix = "The teacher's prompt needs a user turn: add a message with the role 'user'."
         if fix is not None:
             raise ValueError(f"Row {row} of {name} is the prompt {prompt!r:.80}. {fix}")
         check_local_images(prompt)
+
+
+@lru_cache(maxsize=4)
+def first_streamed_row(dataset: Any) -> dict[str, Any] | None:
+    """First row of a stream that does not tell its columns; None of other data.
+
+    Raises:
+        ValueError: there is no row. An error of the function that makes the rows keeps its type.
+    """
+    if not (isinstance(dataset, IterableDataset) and dataset.column_names is None):
+        return None
+    with explained_errors("Reading a stream", "Each row is a dictionary of columns: correct what makes them."):
+        row = next(iter(dataset), None)
+    if not isinstance(row, dict):
+        problem = "has no rows" if row is None else f"has the row {row!r:.80}"
+        raise ValueError(f"A stream {problem}. Let it yield dictionaries with the column `prompt`.")
+    return row
 
 
 def user_text(prompt: Prompt) -> str:
@@ -111,7 +133,7 @@ def remote_image(prompt: Prompt, images: Iterable[Any] = ()) -> str | None:
     while pending:
         value = pending.pop()
         if isinstance(value, dict):
-            pending += value.values()
+            pending += value.values() if value.get("bytes") is None else ()  # whose path is a name only
         elif isinstance(value, list | tuple):
             pending += value
         elif isinstance(value, str) and _ADDRESS.search(value):

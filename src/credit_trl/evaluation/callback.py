@@ -58,6 +58,9 @@ class EvaluationCallback(TrainerCallback):
     ) -> None:
         if eval_steps < 1:
             raise ValueError(f"`eval_steps` must be at least 1, got {eval_steps}.")
+        if not isinstance(trainer, Trainer):
+            kind = type(trainer).__name__
+            raise TypeError(f"`trainer` must be a trainer, got {kind}. The order of the arguments is trainer, task.")
         args = trainer.args
         self.folder = Path(args.output_dir)
         on_error = getattr(args, "on_verifier_error", "raise")

@@ -43,7 +43,7 @@ class SamplingConfig:
                 value = getattr(self, name, None)
                 if value is None and (name in ("max_prompts", "batch_size") or not hasattr(self, name)):
                     continue
-                if value is None or not holds(value):
+                if value is None or (isinstance(value, str) and name != "engine") or not holds(value):
                     raise ValueError(f"`{name}` must be {words}, got {value!r}.")
 
 

@@ -21,7 +21,7 @@ from tqdm.auto import tqdm
 
 from credit_trl import run_directory as files
 from credit_trl import tasks
-from credit_trl.contexts.images import check_image_columns
+from credit_trl.contexts.images import with_local_images
 from credit_trl.contexts.prompts import check_rows, row_prompt
 from credit_trl.evaluation.config import EvaluationConfig, SamplingConfig, evaluation_config
 from credit_trl.evaluation.engines import Engine, TrainerEngine, TransformersEngine, VLLMEngine
@@ -136,8 +136,7 @@ def task_rows(task: Task, config: EvaluationConfig) -> list[dict[str, Any]]:
     dataset = config.dataset
     if dataset is None:
         dataset = task.build(config.split, config.path)
-    check_image_columns(dataset)
-    rows = list(itertools.islice(dataset, config.max_prompts))
+    rows = list(itertools.islice(with_local_images(dataset), config.max_prompts))
     if not rows:
         raise ValueError(f"Task {task.name!r} has no rows to evaluate.")
     check_column_names(f"The data of task {task.name!r}", set().union(*rows))

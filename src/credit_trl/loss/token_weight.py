@@ -55,10 +55,10 @@ def weigh_tokens(token_weight: TokenWeight, credit: TokenCredit) -> dict[str, Fl
         returned = token_weight(replace(credit, **copies))  # the loss reads the tensors that it may edit
     if not isinstance(returned, Mapping) or not all(isinstance(values, Tensor) for values in returned.values()):
         text = " ".join(repr(returned).split())
-        raise TypeError(f"A token weight returns a dictionary of tensors, not {text:.60}.")
+        raise TypeError(f"A token weight must return a dictionary of tensors, got {text:.60}.")
     for loss, values in returned.items():
         if loss not in ("distillation", "grpo"):
-            raise ValueError(f"A token weight returns weights of 'distillation' or 'grpo', got {loss!r}.")
+            raise ValueError(f"A token weight must return weights of 'distillation' or 'grpo', got {loss!r}.")
         if values.shape != credit.mask.shape:
             raise ValueError(
                 f"The token weights of {loss!r} have shape {tuple(values.shape)}; return one for each token, "

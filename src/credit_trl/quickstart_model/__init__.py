@@ -46,4 +46,5 @@ def naming_model(name: str) -> Iterator[None]:
     except OSError as error:
         if not str(error).startswith(("We couldn't connect to", "Repo id must")):
             raise
-        raise OSError(f"The model `{name}` is neither a folder nor in the cache. {error}") from error
+        text = f"The model `{name}` is neither a folder nor in the cache, and no hub has it or none is reached."
+        raise OSError(f"{text} Give the folder of a saved model, or check name and network.") from error

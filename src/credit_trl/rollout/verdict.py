@@ -76,6 +76,10 @@ class Verdict:
             if not isinstance(value, Mapping):
                 raise TypeError(f"Verdict.{name} must be a mapping, got {type(value).__name__}. Write {form}.")
         for name, value in self.metrics.items():
+            if not isinstance(name, str):
+                raise TypeError(
+                    f"Verdict.metrics must have names that are text, got {name!r:.80}. Write it in quotes."
+                )
             if not _is_number(value):
                 kind = type(value).__name__
                 raise TypeError(f"Verdict.metrics[{name!r}] must be a number, got {kind}. Leave the name out.")
@@ -364,6 +368,8 @@ def as_verdicts(name: str, output: Any, arguments: Mapping[str, Any]) -> list[Ve
         raise ValueError(f"The reward function {name!r} returned {count} elements for {expected} completions. {fix}")
     verdicts = []
     for index, element in enumerate(elements):
+        if isinstance(element, int) and not _is_number(element):
+            element = math.inf  # above every float
         if not (element is None or isinstance(element, Verdict) or _is_number(element)):
             kind = type(element).__name__
             raise TypeError(f"The reward function {name!r} returned a {kind} for completion {index}. {fix}")

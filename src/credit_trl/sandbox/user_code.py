@@ -6,6 +6,7 @@ such as random generators. Neither changes the run.
 
 import json
 import os
+import posix
 import random
 import signal
 import sysconfig
@@ -89,8 +90,7 @@ def undisturbed(key: Sequence[int], warn: Callable[[str], Any]) -> Iterator[None
     with ExitStack() as restored:
         restored.enter_context(_own_generators(key))
         restored.enter_context(_signal_handlers())
-        restored.callback(setattr, os, "_exit", os._exit)
-        os._exit = _exit_of_children(os._exit)
+        restored.enter_context(exit_raises())
         restored.callback(setattr, signal, "signal", signal.signal)
         signal.signal = _timers_of_main_thread(signal.signal, refused)
         try:
@@ -157,16 +157,26 @@ def _signal_handlers() -> Iterator[None]:
                 install(number, handler)
 
 
-def _exit_of_children(exit_now: Callable[[int], Any]) -> Callable[[int], None]:
-    """`os._exit` that ends children of this process, and raises in the process itself, whose run is not finished."""
+@contextmanager
+def exit_raises() -> Iterator[None]:
+    """`os._exit` ends children of this process in the block, and raises in it, whose run is not finished.
+
+    That holds for a module that is imported in the block, too. A function that was imported earlier, or is called
+    through ctypes, ends the process; the launcher of `trl credit` reports that.
+    """
     process = os.getpid()
+    exit_now = os._exit
 
     def exit_of_children(status: int) -> None:
         if os.getpid() != process:
             exit_now(status)
         raise SystemExit(status)
 
-    return exit_of_children
+    try:
+        os._exit = posix._exit = exit_of_children
+        yield
+    finally:
+        os._exit = posix._exit = exit_now
 
 
 def _timers_of_main_thread(install: Callable[..., Any], refused: list[str]) -> Callable[..., Any]:
@@ -185,7 +195,7 @@ def user_line(trace: TracebackType | None) -> str | None:
     """`my_verifier.py, line 12`: the innermost frame in a file that is not installed; None without any."""
     for frame in reversed(traceback.extract_tb(trace)):
         path = Path(frame.filename)
-        is_installed = any(path.is_relative_to(folder) for folder in _INSTALLED)
+        is_installed = "site-packages" in path.parts or any(path.is_relative_to(folder) for folder in _INSTALLED)
         if path.is_file() and not is_installed and path.name not in ("trl", "credit-trl"):  # the scripts in bin/
             return f"{path.name}, line {frame.lineno}"
     return None
@@ -208,8 +218,8 @@ def explained(error: Exception, subject: str, advice: str, kind: type[Exception]
         return error
     line = user_line(error.__traceback__)
     place = "" if line is None or isinstance(error, SyntaxError) else f" ({line})"  # whose text has it
-    cause = " ".join(str(error).split())[:_MAX_TEXT].rstrip(".")
-    text = f"{subject} failed{place} with {type(error).__name__}: {cause}. {advice}"
+    cause = ": ".join(filter(None, [type(error).__name__, " ".join(str(error).split())[:_MAX_TEXT].rstrip(".")]))
+    text = f"{subject} failed{place} with {cause}. {advice}"
     kind = kind or type(error)
     fields = {"__str__": lambda self: text, "is_explained": True, "__module__": kind.__module__}
     try:
@@ -250,12 +260,12 @@ def explained_verifier(error: Exception, name: str, completion: Any) -> Exceptio
     if isinstance(completion, list) and _reads(error, ("list", "dict")):
         kind = TypeError
         advice = (
-            "If it read a completion: in a conversation it is a list of messages, with the text in "
-            "completion[-1]['content']."
+            "If it read a completion, take the text of completion[-1]['content']: in a conversation a completion is "
+            "a list of messages."
         )
     if isinstance(completion, str) and _reads(error, ("string indices", "'str' object")):
         kind = TypeError
-        advice = "For a prompt that is text the completion is text too, not a list of messages."
+        advice = "Read the completion as text: for a prompt that is text it is no list of messages."
     return explained(error, f"The reward function {name!r}", advice, kind)
 
 

@@ -97,9 +97,11 @@ def read_dataset(path: str | Path, option: str, streaming: bool = False) -> Data
     """Rows of a local file; errors name the option that gave the path."""
     loader = LOADERS.get(Path(path).suffix)
     if loader is None or not Path(path).is_file():
-        problem = "no such file" if loader else f"expected one of {', '.join(LOADERS)}"
-        raise ValueError(f"`{option} {path}`: {problem}.")
-    return _load(f"`{option} {path}`", "", loader, data_files=[str(path)], split="train", streaming=streaming)
+        problem = "no such file. Check" if loader else f"expected one of {', '.join(LOADERS)}. Change"
+        raise ValueError(f"`{option} {path}`: {problem} the path.")
+    return _load(
+        f"`{option} {path}`", ". Correct the file.", loader, data_files=[str(path)], split="train", streaming=streaming
+    )
 
 
 def _load(source: str, remedy: str, builder: str, **options: Any) -> Dataset:

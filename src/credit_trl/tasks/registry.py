@@ -19,7 +19,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
-from credit_trl.sandbox.user_code import explained
+from credit_trl.sandbox.user_code import exit_is_an_error, exit_raises, explained
 from credit_trl.tasks.records import read_dataset
 from credit_trl.tasks.task import Task, batch_of, renamed
 
@@ -89,7 +89,7 @@ def as_task(target: Any, name: str, option: str | None = None) -> Task:
         missing = ", ".join(f"`{column}`" for column in ("prompt", "answer") if column not in columns)
         if missing:
             listed = ", ".join(columns)
-            raise ValueError(f"Task {name!r}: `build` has no column {missing}; its columns are {listed}.")
+            raise ValueError(f"Task {name!r}: `build` has no column {missing}; its columns are {listed}. Add it.")
         return dataset
 
     batch = getattr(target, "reward", None)
@@ -100,7 +100,8 @@ def as_task(target: Any, name: str, option: str | None = None) -> Task:
 def import_named(module: str, missing: ValueError) -> Any:
     """Import a module that the user names, or raise `missing` if it does not exist."""
     try:
-        return importlib.import_module(module)
+        with exit_is_an_error(f"The module {module!r}"), exit_raises():
+            return importlib.import_module(module)
     except Exception as error:
         is_missing = isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}.")
         if is_missing and error.name:  # and not one that it imports

@@ -36,7 +36,7 @@ def check_model(model: nn.Module, accelerator: Accelerator, *, reads_padding: bo
     base_model = unwrap_adapters(model)
     name = type(base_model).__name__
     if base_model.config.is_encoder_decoder:
-        raise ValueError(f"`{name}` is an encoder-decoder; CREDIT trains causal language models.")
+        raise ValueError(f"`{name}` is an encoder-decoder. Give a causal language model.")
     check_logits(model, accelerator)
     if not _is_whole(model, accelerator):
         return

@@ -50,7 +50,7 @@ from credit_trl.teacher.causal_lm import load_renamed_weights
 from credit_trl.teacher.models import Teacher
 from credit_trl.teacher.sharding import full_tensor
 from credit_trl.training.metrics import Alarms
-from credit_trl.training.run_options import describe_change, run_options
+from credit_trl.training.run_options import STREAM_ROWS, describe_change, run_options
 from credit_trl.training.weights import (
     LossReport,
     NonFiniteError,
@@ -181,11 +181,13 @@ class ResumableTrainer(GRPOTrainer):
             self.run_start = start = shared[0]
             if start.checkpoint is not None:
                 self._check_options(start, resume_changes)
-                self.alarms.raise_if(start.options["data"] is None, "stream_resumed", checkpoint=start.checkpoint)
+                is_stream = isinstance(self.train_dataset, IterableDataset)
+                self.alarms.raise_if(is_stream, "stream_resumed", rows=STREAM_ROWS, checkpoint=start.checkpoint)
                 # A checkpoint stores tied weights once; transformers would report the others as missing.
                 self.model._keys_to_ignore_on_save = {*self.model.all_tied_weights_keys}
             elif resume_from_checkpoint is True:
                 raise ValueError(f"{output_dir} has no checkpoint of this run. `{LATEST}` starts a run without one.")
+            self.run_log.hold_back()
             self._step = 0
             self._buffered_inputs = None  # of an earlier call
             self._last_loaded_step = -1  # so that vLLM loads the weights

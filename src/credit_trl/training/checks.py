@@ -1,22 +1,19 @@
 """Checks of data, prompts and machine, before the first rollout, of what would train on wrong numbers or fail late."""
 
 import inspect
-import os
 from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import suppress
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset, IterableDataset
+from datasets import Dataset
 from torch import nn
 from transformers import AutoConfig
 
 from credit_trl.config import CreditConfig
 from credit_trl.contexts.builder import ContextBuilder
 from credit_trl.contexts.contrast import find_source, source_columns
-from credit_trl.contexts.images import check_image_columns
-from credit_trl.contexts.prompts import check_rows, images_of, row_prompt, user_text
+from credit_trl.contexts.prompts import check_rows, first_streamed_row, images_of, row_prompt, user_text
 from credit_trl.contexts.tokens import PrivilegedContext
 from credit_trl.loss.sampling import SamplingDistribution, unknown_option
 from credit_trl.mistakes import check_vocabulary, refusal
@@ -28,28 +25,42 @@ from credit_trl.training.step import engine_role
 from credit_trl.trl_compat import get_callable_name
 
 
-def check_paths(args: CreditConfig) -> None:
-    """Refuse an `output_dir` that is a file, or a link without a target, and a teacher that cannot be loaded.
+def check_paths(args: CreditConfig, model: Any, reward_funcs: Any) -> None:
+    """Check the models that arguments name, and make `output_dir`.
 
     Raises:
-        ValueError: see above.
+        OSError: see `check_models`.
+        ValueError: `output_dir` is a file or a link to nothing, or cannot be made.
     """
-    folder = Path(args.output_dir)
-    if os.path.lexists(folder) and not folder.is_dir():
-        kind = "a link to nothing" if folder.is_symlink() and not folder.exists() else "a file"
-        raise ValueError(f"`output_dir={args.output_dir}` is {kind}. Name a folder, which may be new.")
-    check_teacher(args)
-
-
-def check_teacher(args: CreditConfig) -> None:
-    """Read the configuration of `teacher_model_name_or_path`, so that a mistyped one fails before the policy loads."""
-    name = args.teacher_model_name_or_path
+    check_models(args, model, reward_funcs)
     try:
-        if name is not None:
-            AutoConfig.from_pretrained(name, **teacher_place(args))
-    except OSError as error:
-        cause = " ".join(str(error).split())
-        raise OSError(f"`teacher_model_name_or_path={name!r}` cannot be loaded: {cause}") from error
+        Path(args.output_dir).mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError, RuntimeError) as error:  # a file, a loop of links, a null character
+        cause = getattr(error, "strerror", None) or error
+        raise refusal("output_dir", name=str(args.output_dir)[:200], cause=cause) from error
+
+
+def check_models(args: CreditConfig, model: Any, reward_funcs: Any) -> None:
+    """Read the configurations of the models that arguments name, so that none fails after another has loaded.
+
+    Raises:
+        OSError: one cannot be read, in one line that names the argument.
+    """
+    place = {"trust_remote_code": args.trust_remote_code}
+    _check_loads("model", model, revision=(args.model_init_kwargs or {}).get("revision"), **place)
+    _check_loads("teacher_model_name_or_path", args.teacher_model_name_or_path, **teacher_place(args))
+    for func in reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]:
+        _check_loads("reward_funcs", func, **place)
+
+
+def _check_loads(option: str, name: Any, **place: Any) -> None:
+    if not isinstance(name, str):
+        return
+    try:
+        AutoConfig.from_pretrained(name, **place)
+    except (OSError, ValueError) as error:
+        cause = " ".join(str(error).split()).rstrip(".") + "."
+        raise refusal("not_loaded", OSError, option=option, name=name, cause=cause) from error
 
 
 def reads_engine(args: CreditConfig) -> bool:
@@ -98,33 +109,30 @@ def _columns(dataset: Any) -> list[str] | None:
     """Columns of the rows of a dataset, which a transform may change; None where it does not tell."""
     if isinstance(dataset, Dataset) and dataset.format["type"] == "custom" and len(dataset) > 0:
         return list(dataset[0])
-    row = _row_without_columns(dataset)
+    row = first_streamed_row(dataset)
     return getattr(dataset, "column_names", None) if row is None else list(row)
 
 
-@lru_cache(maxsize=4)
-def _row_without_columns(dataset: Any) -> dict[str, Any] | None:
-    """First row of a stream that does not tell its columns; None of other data."""
-    if isinstance(dataset, IterableDataset) and dataset.column_names is None:
-        return next(iter(dataset), None)
-    return None
-
-
-def check_stream_rows(name: str, rows: Sequence[dict[str, Any]], *, needs_user: bool) -> None:
+def check_stream_rows(name: str, dataset: Any, rows: Sequence[dict[str, Any]], *, needs_user: bool) -> None:
     """Check rows of a stream, of which the checks before a run see the first at most.
 
     Raises:
-        ValueError: a row has no prompt, a reserved column or feedback that is no text, or see `check_rows`.
+        ValueError: a row has no prompt, a reserved column or feedback that is no text, lacks a column of the first
+            row, or see `check_rows`.
     """
     check_column_names(name, set().union(*rows))
-    for row in rows:
+    example = first_streamed_row(dataset) or rows[0]
+    for number, row in enumerate(rows):
         if "prompt" not in row:
             raise refusal("no_prompt", name=name, columns=", ".join(row))
+        if missing := sorted(example.keys() - row.keys() - {"image", "images", "privileged_context"}):
+            raise ValueError(f"Row {number} of {name} has no column `{missing[0]}`, which the first row has. Add it.")
         feedback = row.get("privileged_context")
         if not isinstance(feedback, str | None):
             kind = type(feedback).__name__
             raise ValueError(f"{name} has the column `privileged_context` of {kind}. Write it as text.")
-    check_rows(name, (row["prompt"] for row in rows), needs_user=needs_user)
+    form = type(example["prompt"])
+    check_rows(name, (row["prompt"] for row in rows), needs_user=needs_user, form=form)
 
 
 def check_datasets(
@@ -138,7 +146,7 @@ def check_datasets(
     Raises:
         ValueError: a dataset has no column `prompt` or none for a parameter of a reward function, has a
             column that hides an argument of reward functions, or has no rows or columns to draw contrast prompts
-            from, or has an address as an image; or there is no such contrast source.
+            from; or there is no such contrast source.
     """
     draws = distills and args.contrasts
     columns_of_source = source_columns(find_source(args.contrastive_source)) if draws else []
@@ -151,15 +159,14 @@ def check_datasets(
     for name, dataset in datasets.items():
         if isinstance(dataset, dict):
             raise ValueError(f"`{name}` is a dictionary of splits: give one, dataset[{next(iter(dataset))!r}].")
-        check_image_columns(dataset)
         columns = _columns(dataset)
         if columns is None:
             continue
         if "prompt" not in columns and not has_environments:
-            raise refusal("no_prompt", name=name, columns=", ".join(columns))
+            raise refusal("no_prompt", name=f"`{name}`", columns=", ".join(columns))
         check_column_names(f"`{name}`", columns)
         if isinstance(dataset, Dataset) and len(dataset) == 0:
-            raise ValueError(f"`{name}` has no rows.")
+            raise ValueError(f"`{name}` has no rows. Add some, or leave it out.")
         passed = set(columns)
         if args.remove_unused_columns:
             passed &= _KEPT
@@ -247,9 +254,9 @@ def check_prompts(trainer: Any, datasets: dict[str, Any], *, distills: bool) -> 
     is_changed = trainer.environment_factories is not None or trainer.rollout_func is not None
     for name, dataset in datasets.items():
         _check_feedback_column(name, dataset)
-        streamed = _row_without_columns(dataset)
+        streamed = first_streamed_row(dataset)
         if streamed is not None and not is_changed:
-            check_stream_rows(f"`{name}`", [streamed], needs_user=distills)
+            check_stream_rows(f"`{name}`", dataset, [streamed], needs_user=distills)
         has_prompts = isinstance(dataset, Dataset) and len(dataset) > 0 and "prompt" in (_columns(dataset) or ())
         if has_prompts and not is_changed:
             check_rows(f"`{name}`", _all_prompts(dataset), needs_user=distills)

@@ -16,6 +16,7 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers import TrainerCallback
+from transformers.integrations import TensorBoardCallback
 
 from credit_trl import run_directory as files
 from credit_trl.contexts.images import thumbnail
@@ -89,12 +90,17 @@ class RunLog(TrainerCallback):
         self.rows: dict[str, Any] = {}
         self.has_begun = False  # to write
         self._first_step = 0
+        self._tensorboard: TensorBoardCallback | None = None  # which would make its files when a run begins
         self._unwritten: list[dict[str, Any]] = []
+
+    def hold_back(self) -> None:
+        """Write nothing until the first update, and let TensorBoard not either."""
+        self.has_begun = False
+        self._tensorboard = self.trainer.pop_callback(TensorBoardCallback) or self._tensorboard
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         is_over = state.global_step >= state.max_steps
         self.trainer.alarms.raise_if(is_over, "nothing_to_do", step=state.global_step, last=state.max_steps)
-        self.has_begun = False
         self._first_step = state.global_step
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -128,6 +134,12 @@ class RunLog(TrainerCallback):
         files.store_rows(folder, self.facts["data"], self.rows)
         files.write_json(folder / files.RUN_FILE, self._description(folder, args, model, step))
         self._write_logs(folder)
+        if self._tensorboard is not None:
+            self.trainer.add_callback(self._tensorboard)
+            self._tensorboard.on_train_begin(args, state, None, model=model)
+            for logs in state.log_history:
+                if logs["step"] == self._first_step == state.global_step:  # an evaluation before the first update
+                    self._tensorboard.on_log(args, state, None, logs)
 
     def _description(self, folder: Path, args: Any, model: nn.Module, step: int | None) -> dict[str, Any]:
         """Content of `run.json`."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import xxhash
 from accelerate.utils import is_peft_model
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 
 # Options that do not change what is learnt: places, logs, evaluations, checkpoints, the length of the run, and how
 # fast it is computed.
@@ -39,6 +39,8 @@ _ADAPTER_FIELDS = (
 )
 # Rows of a data set of which the fingerprint reads all; of a larger one it reads as many, evenly spaced.
 MAX_ROWS = 100_000
+# First rows of a stream that are compared.
+STREAM_ROWS = 8
 
 
 def run_options(trainer: Any) -> dict[str, Any]:
@@ -78,10 +80,14 @@ def _sorted_or_text(value: Any) -> Any:
 
 
 def fingerprint(dataset: Any) -> str | None:
-    """Number and hash of the rows of a data set, in their order; None for a stream.
+    """Number and hash of the rows of a data set, in their order; of a stream of its first rows.
 
     The fingerprint of `datasets` depends on the functions that made the rows, and so on the process.
     """
+    if isinstance(dataset, IterableDataset):
+        stream = dataset if dataset.features is None else dataset.decode(False)
+        text = json.dumps(list(stream.take(STREAM_ROWS)), default=lambda value: type(value).__name__, sort_keys=True)
+        return f"a stream, {xxhash.xxh3_128(text.encode()).hexdigest()}"
     if not isinstance(dataset, Dataset):
         return None
     stride = max(math.ceil(len(dataset) / MAX_ROWS), 1)
