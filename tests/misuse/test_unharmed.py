@@ -9,6 +9,7 @@ import torch
 import yaml
 from datasets import Dataset
 from peft import LoraConfig
+from transformers import TrainerCallback
 
 from credit_trl import EvaluationCallback
 from credit_trl.tasks.task import Task
@@ -26,6 +27,21 @@ def failing(error: BaseException):
         raise error
 
     return function
+
+
+def failing_at(count: int):
+    """A function of rows that raises an error at its call of this number."""
+    calls = []
+
+    def function(rows):
+        calls.append(rows)
+        return rows if len(calls) < count else {}["no such column"]
+
+    return function
+
+
+def callback(event: str) -> TrainerCallback:
+    return type("Failing", (TrainerCallback,), {event: failing(KeyError("no such column"))})()
 
 
 def wait(completions, **columns):
@@ -56,6 +72,13 @@ OBJECTS = {
     "verifier that exits": lambda dataset: failing(SystemExit(3)),
     "verifier without memory": lambda dataset: failing(torch.OutOfMemoryError("out of memory")),
     "verifier that waits": lambda dataset: wait,
+    "callback that fails at the start": lambda dataset: [callback("on_train_begin")],
+    "callback that fails at the first step": lambda dataset: [callback("on_pre_optimizer_step")],
+    "rollout that fails": lambda dataset: failing(ConnectionError("no engine answers")),
+    "rows that fail": lambda dataset: dataset.with_transform(failing_at(3)),
+    "stream that fails later": lambda dataset: dataset.to_iterable_dataset().map(failing_at(3)),
+    "LoRA of no layer": lambda dataset: LoraConfig(r=4, target_modules=["nothing"]),
+    "environment that fails": lambda dataset: failing(KeyError("no such column")),
     "sums": lambda dataset: dataset,
     "other sums": changed,
     "one sum less": lambda dataset: dataset.select(range(11)),

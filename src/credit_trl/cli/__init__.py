@@ -90,8 +90,8 @@ def _run_companion(name: str, argv: list[str]) -> int:
     parser.usage = parser.prog
     for action in parser._actions:
         if not action.option_strings:
-            name = action.metavar or action.dest
-            parser.usage += f" {name} [{name} ...]" if action.nargs == "+" else f" [{name}]"
+            place = action.metavar or action.dest
+            parser.usage += f" {place} [{place} ...]" if action.nargs == "+" else f" [{place}]"
     parser.usage += " [options]"
     options, unknown = parser.parse_known_args(argv)
     if unknown:
