@@ -31,6 +31,8 @@ GRID = tomllib.loads((Path(__file__).parent / "trl_options.toml").read_text("utf
 BASE, VALUES, NOT_RUN, BESIDE, BY_CHANCE = (
     GRID[name] for name in ("base", "values", "not_run", "beside", "by_chance")
 )
+DETERMINISM = ("CUDA_LAUNCH_BLOCKING", "CUBLAS_WORKSPACE_CONFIG", "FLASH_ATTENTION_DETERMINISTIC")
+DETERMINISM += ("ASCEND_LAUNCH_BLOCKING", "HCCL_DETERMINISTIC")
 FIX = re.compile(r"\b(set|lower|increase|use|install|train|give|remove|write)\b", re.IGNORECASE)
 
 
@@ -118,7 +120,7 @@ def global_state():
     deterministic = torch.are_deterministic_algorithms_enabled()
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for name in ("CUDA_LAUNCH_BLOCKING", "CUBLAS_WORKSPACE_CONFIG", "FLASH_ATTENTION_DETERMINISTIC"):
+        for name in DETERMINISM:
             patch.setenv(name, "")
         yield
     torch.use_deterministic_algorithms(deterministic)

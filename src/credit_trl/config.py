@@ -387,6 +387,8 @@ def _resolve_defaults(config: CreditConfig) -> None:
         bounds = (config.vllm_importance_sampling_clip_min, config.vllm_importance_sampling_clip_max)
         by_token = "token_mask" if bounds == (None, None) else "token_truncate"  # which needs a bound
         config.vllm_importance_sampling_mode = by_token if distills else "sequence_mask"
+    if config.packed is None and config.neftune_noise_alpha is not None:
+        config.packed = False
     if config.report_to is None:  # `null` in YAML
         config.report_to = "none"
     if config.bf16 is None and (config.use_cpu or not torch.accelerator.is_available()):
@@ -461,6 +463,8 @@ def _check_values(config: CreditConfig) -> None:
     # Before transformers tells accelerate by the environment.
     if compiles and (config.distillation_weight > 0.0 or config.packed):
         raise refusal("torch_compile")
+    if config.packed and config.neftune_noise_alpha is not None:
+        raise refusal("neftune")
     for name, placeholders in _PLACEHOLDERS.items():
         template = getattr(config, name)
         try:

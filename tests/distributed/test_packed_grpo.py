@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from distributed.launching import finished, launch, losses, needs, weights
+from packed_runs import LOSSES, loss_options
 
 COMMON = {"max_steps": 3, "optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0, "batch": 8}
 CASES = [
@@ -14,11 +15,6 @@ CASES = [
         for weight in (0.0, 0.5)
         for options in ({}, {"lora": True}, {"loss_type": "dapo", "num_iterations": 2, "entropy_coef": 0.1})
         if (wrapper, weight, options) != ("ddp", 0.0, {})
-    ),
-    *(
-        pytest.param("ddp", {"distillation_weight": 0.0, "loss_type": loss_type} | options, marks=pytest.mark.slow)
-        for loss_type in ("bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo")
-        for options in ({}, {"top_entropy_quantile": 0.5})
     ),
     pytest.param("ddp", {"distillation_weight": 0.5, "routed": True}, marks=pytest.mark.slow),
 ]
@@ -33,3 +29,15 @@ def test_packed_rows_in_two_processes_equal_padded_ones(tmp_path, wrapper, optio
         facts = finished(launch(folder, 2, wrapper=wrapper, packed=packed, **COMMON | options))
         runs[packed] = losses(facts), weights(folder)["weights"]
     torch.testing.assert_close(runs[True], runs[False], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("cells", [LOSSES, loss_options()], ids=["loss types", "options"])
+def test_packed_grpo_equals_trls_in_two_processes(tmp_path, cells):
+    for process in finished(launch(tmp_path, 2, limit=3500, job="packed_run", cells=cells)):
+        assert {name: text for name, text in process["differences"].items() if text} == {}
+
+
+def test_the_grid_has_a_hundred_cells():
+    assert len(LOSSES) + len(loss_options()) >= 100

@@ -217,7 +217,9 @@ def make_trainer(out: Path, variant: str, processes: int) -> CreditTrainer:
     rows = [{"prompt": [{"role": "user", "content": q}], "answer": str(int(q[0]) + int(q[2]))} for q in questions]
     saving = {"save_steps": 100 if "rarely" in variant else 1, "save_total_limit": 2 if "jumps" in variant else 1}
     sizes = {"per_device_train_batch_size": 4 // processes, "max_steps": STEPS}
-    options = FAULTS["options"] | ({"steps_per_generation": 3} if "jumps" in variant else {})
+    options = FAULTS["options"] | FAULTS["variants"].get(variant, {})
+    if "jumps" in variant:
+        options["steps_per_generation"] = 3
     config = CreditConfig(str(out), **sizes, **saving, **options)
     adapter = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     torch.manual_seed(0)
@@ -229,9 +231,10 @@ def digests(trainer: CreditTrainer) -> dict[str, Any]:
     """Digests of the final state of a run, and its logged losses and rewards."""
     optimizer = trainer.optimizer.optimizer if hasattr(trainer.optimizer, "optimizer") else trainer.optimizer
     moments = [s[key] for s in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
+    teacher = trainer.teacher.named_weights() if trainer.credit_step else {}
     return {
         "weights": digest(p for _, p in sorted(trainer.accelerator.unwrap_model(trainer.model).named_parameters())),
-        "teacher": digest(p for _, p in sorted(trainer.teacher.named_weights().items())),
+        "teacher": digest(p for _, p in sorted(teacher.items())),
         "optimizer": digest(moments),
         "losses": [row["loss"] for row in trainer.state.log_history if "loss" in row],
         "rewards": [row.get("reward") for row in trainer.state.log_history if "loss" in row],

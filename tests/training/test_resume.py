@@ -33,7 +33,8 @@ class Begun(TrainerCallback):
 
 def weights(trainer):
     student = {f"student.{n}": p for n, p in trainer.model.named_parameters()}
-    stored = getattr(trainer.teacher, "named_weights", dict)()  # none for a live teacher
+    teacher = getattr(trainer, "teacher", None)  # none at weight 0
+    stored = getattr(teacher, "named_weights", dict)()  # none for a live teacher
     return student | {f"teacher.{n}": p for n, p in stored.items()}
 
 

@@ -63,16 +63,24 @@ FAULTS = {
 }
 
 
+CASES = [
+    *((fault, {}) for fault in FAULTS),
+    ("NaN in a gradient", {"distillation_weight": 0.0, "packed": True}),
+    ("NaN loss with a finite gradient", {"distillation_weight": 0.5, "packed": True}),
+]
+
+
 @pytest.fixture(scope="module")
-def undisturbed() -> list[torch.Tensor]:
-    """Weights after three steps without a fault, once they are known."""
-    return []
+def undisturbed() -> dict[str, list[torch.Tensor]]:
+    """Weights after three steps without a fault, by the options of the run, once they are known."""
+    return {}
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_nonfinite_step_ends_the_run_before_the_optimizer(make_trainer, tmp_path, undisturbed, fault):
+@pytest.mark.parametrize(("fault", "options"), CASES)
+def test_nonfinite_step_ends_the_run_before_the_optimizer(make_trainer, tmp_path, undisturbed, fault, options):
     happen, source = FAULTS[fault]
-    trainer = make_trainer(max_steps=3)
+    make_trainer = partial(make_trainer, max_steps=3, **options)
+    trainer = make_trainer()
     trainer.add_callback(At(2, lambda: happen(trainer)))
     with pytest.raises(NonFiniteError) as ended:
         trainer.train()
@@ -80,13 +88,13 @@ def test_nonfinite_step_ends_the_run_before_the_optimizer(make_trainer, tmp_path
     assert source in str(ended.value)
     assert f"The last checkpoint is {tmp_path / 'run' / 'checkpoint-2'}." in str(ended.value)
     assert nonfinite_weight(trainer.model, {}) is None
-    resumed = make_trainer(max_steps=3)
+    resumed = make_trainer()
     resumed.train("latest")
-    if not undisturbed:
-        uninterrupted = make_trainer(max_steps=3, output_dir=str(tmp_path / "whole"), save_strategy="no")
+    if str(options) not in undisturbed:
+        uninterrupted = make_trainer(output_dir=str(tmp_path / "whole"), save_strategy="no")
         uninterrupted.train()
-        undisturbed.extend(uninterrupted.model.parameters())
-    assert all(map(torch.equal, resumed.model.parameters(), undisturbed))
+        undisturbed[str(options)] = list(uninterrupted.model.parameters())
+    assert all(map(torch.equal, resumed.model.parameters(), undisturbed[str(options)]))
 
 
 @pytest.mark.parametrize("options", [{}, {"packed": True}, {"distillation_weight": 0.5, "packed": True}], ids=str)
