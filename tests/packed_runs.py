@@ -4,12 +4,10 @@ Weights move by SGD, since Adam divides a gradient by its size: rounding of a gr
 """
 
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
 from datasets import Dataset
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOTrainer
 
 from credit_trl import CreditConfig, CreditTrainer
 from tables import tables_of
@@ -42,14 +40,7 @@ class Run:
         return max(gradient.abs().max().item() for step in self.gradients for gradient in step.values())
 
 
-def train(
-    folder: Path,
-    config_class: type[GRPOConfig],
-    given: dict[str, Any],
-    model: Any = None,
-    verdicts: Any = mixed_rewards,
-    **parts: Any,
-) -> Run:
+def train(folder, config_class, given, model=None, verdicts=mixed_rewards, **parts):
     """Train by the trainer of a configuration; `parts` are arguments of the trainer."""
     tokenizer = build_tokenizer()
     sums = [(a, b) for a in range(3) for b in (1, 2)]
@@ -67,14 +58,12 @@ def train(
     return recorded(trainer)
 
 
-def recorded(trainer: GRPOTrainer) -> Run:
+def recorded(trainer):
     """Train, and record each optimizer step."""
-    losses: list[float] = []
-    gradients: list[dict[str, torch.Tensor]] = []
-    step_losses: list[float] = []
+    losses, gradients, step_losses = [], [], []
     training_step = trainer.training_step
 
-    def step(model: torch.nn.Module, *arguments: Any, **keywords: Any) -> torch.Tensor:
+    def step(model, *arguments, **keywords):
         loss = training_step(model, *arguments, **keywords)
         step_losses.append(loss.item())
         if trainer.accelerator.sync_gradients:
@@ -90,7 +79,7 @@ def recorded(trainer: GRPOTrainer) -> Run:
     return Run(losses, gradients, {name: p.detach().clone() for name, p in policy.named_parameters()}, trainer)
 
 
-def assert_equal(ours: Run, theirs: Run, tolerance: float = 1e-6) -> None:
+def assert_equal(ours, theirs, tolerance=1e-6):
     """Losses, gradients and weights of a run on packed rows are those of TRL's pass."""
     assert theirs.largest_gradient > 1e-3
     tolerance *= max(1.0, theirs.largest_gradient)  # rounding grows with what is summed
@@ -98,6 +87,6 @@ def assert_equal(ours: Run, theirs: Run, tolerance: float = 1e-6) -> None:
         torch.testing.assert_close(getattr(ours, name), getattr(theirs, name), rtol=tolerance, atol=tolerance)
 
 
-def loss_options() -> dict[str, dict[str, Any]]:
+def loss_options():
     """Options of the installed TRL that change the loss or the update, each with those beside which it acts."""
     return {name: BESIDE.get(name, {}) | {name: options()[name]} for name in TABLES["of_the_loss"].split()}

@@ -465,6 +465,8 @@ def _check_values(config: CreditConfig) -> None:
         raise refusal("torch_compile")
     if config.packed and config.neftune_noise_alpha is not None:
         raise refusal("neftune")
+    if config.packed and config.use_transformers_continuous_batching:
+        raise refusal("continuous_batching")
     for name, placeholders in _PLACEHOLDERS.items():
         template = getattr(config, name)
         try:

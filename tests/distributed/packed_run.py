@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 from trl import GRPOConfig
@@ -12,7 +11,7 @@ from distributed import jobs
 from packed_runs import PACKED, REFUSALS, assert_equal, train
 
 
-def run(folder: str, rank: int, processes: int, port: int, limit: float, options: dict[str, Any]) -> None:
+def run(folder, rank, processes, port, limit, options):
     """Write `facts_<rank>.json` with how each of the runs `cells` differs, "" where it does not; as `jobs.run`."""
     out = Path(folder)
     jobs.begin(out, rank, limit)
@@ -27,7 +26,7 @@ def run(folder: str, rank: int, processes: int, port: int, limit: float, options
     dist.destroy_process_group()
 
 
-def difference(folder: Path, given: dict[str, Any]) -> str:
+def difference(folder, given):
     try:
         theirs = train(folder, GRPOConfig, given)
     except REFUSALS as error:

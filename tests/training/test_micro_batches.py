@@ -155,15 +155,6 @@ def test_every_model_that_scores_packed_rows_keeps_them_apart(make_trainer, kind
     assert {attention_of(model) for model in trainer.teacher.models()} == {PACKED_SDPA}
 
 
-def test_weight_zero_keeps_trls_batches(make_trainer):
-    options = ACCUMULATED | {"distillation_weight": 0.0, "max_steps": 2, "packed": None}
-    with padding_kept():
-        expected = trained(make_trainer(**options))
-    result = trained(make_trainer(**options))
-    assert result[0] == expected[0]
-    assert all(torch.equal(weight, result[1][name]) for name, weight in expected[1].items())
-
-
 lengths_and_count = st.integers(1, 6).flatmap(
     lambda count: st.tuples(
         st.lists(st.integers(1, 900), min_size=count, max_size=6 * count).map(lambda x: x[: len(x) // count * count]),

@@ -8,12 +8,11 @@ from typing import NamedTuple, Self
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from credit_trl import objective
 from credit_trl.config import CreditConfig
 from credit_trl.loss.head import HeadGradients, LMHead, accumulation_dtype, chunks
-from credit_trl.loss.projection import DeferredGradients, TokenPolicy, token_policy
+from credit_trl.loss.projection import LossGradients, TokenPolicy, token_policy
 from credit_trl.loss.scores import Scores, SupportConfig
 from credit_trl.loss.student import Normalizers, Student, SupportStudent, VocabularyStudent
 
@@ -115,24 +114,6 @@ class MicroBatchLoss:
     policy: TokenPolicy | None = None  # (B, T), where GRPO's loss reads the same pass
 
 
-class _Loss(torch.autograd.Function):
-    """A loss whose gradients are known: the backward pass scales them in place, so that torch refuses a second one."""
-
-    @staticmethod
-    def forward(ctx, loss: Tensor, gradients: HeadGradients, *inputs: Tensor | None) -> Tensor:
-        ctx.save_for_backward(gradients.hidden, gradients.weight, gradients.bias)
-        return loss.clone()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        gradients = ctx.saved_tensors
-        for gradient in gradients:
-            if gradient is not None:
-                gradient.mul_(upstream)
-        return (None,) * 2 + gradients
-
-
 def credit_loss(
     student_hidden: Float[Tensor, "N H"],
     head: LMHead,
@@ -174,21 +155,22 @@ def credit_loss(
     with torch.no_grad():
         product_head = head.detached().for_products(hidden)
         result = _loss_in_chunks(hidden, product_head, tokens, gradients, teacher, support, config, chunk_size)
-    if gradients is not None and gradients.deferred is not None:
-        loss, logps, entropy = DeferredGradients.apply(
-            gradients, result.loss, result.policy_logps, result.entropy, student_hidden, head.weight, head.bias
-        )
-        return result._replace(loss=loss, policy_logps=logps, entropy=entropy)
-    if with_policy and (needs_gradient or support.tail == "renormalize"):
+    is_deferred = gradients is not None and gradients.deferred is not None
+    if with_policy and not is_deferred and (needs_gradient or support.tail == "renormalize"):
         policy = token_policy(student_hidden, head, tokens.ids)
         result = result._replace(policy_logps=policy.logps, entropy=policy.entropies)
     if not needs_gradient:
         return result
+    if is_deferred:
+        loss, logps, entropy = LossGradients.apply(
+            gradients, result.loss, result.policy_logps, result.entropy, student_hidden, head.weight, head.bias
+        )
+        return result._replace(loss=loss, policy_logps=logps, entropy=entropy)
     # One after the other, so that at most one exists in two precisions.
     gradients.hidden = _in_dtype_of(student_hidden, gradients.hidden)
     gradients.weight = _in_dtype_of(head.weight, gradients.weight)
     gradients.bias = _in_dtype_of(head.bias, gradients.bias)
-    loss = _Loss.apply(result.loss, gradients, student_hidden, head.weight, head.bias)
+    loss, _, _ = LossGradients.apply(gradients, result.loss, None, None, student_hidden, head.weight, head.bias)
     return result._replace(loss=loss)
 
 

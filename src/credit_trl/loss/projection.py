@@ -1,5 +1,6 @@
 """Projection of hidden states on the vocabulary and its backward pass, one chunk of tokens at a time."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -254,34 +255,19 @@ class DeferredChunk(NamedTuple):
     value_grads: Float[Tensor, "n K"] | None = None  # of another loss, whose scale is known then
     outside_grads: Float[Tensor, " n"] | None = None
 
-    def backward(
-        self, loss_grad: Tensor | None, token_grads: Float[Tensor, " n"] | None, entropy_grads: Tensor | None
-    ) -> None:
-        """Add the gradients of this loss and of another one's `token_logps` and entropies to those of the head."""
-        for grads in (self.value_grads, self.outside_grads):
-            if grads is not None:
-                grads.mul_(0.0 if loss_grad is None else loss_grad)
-        backward_logps(
-            self.head,
-            self.projection,
-            self.hidden,
-            self.gradients,
-            self.value_grads,
-            self.outside_grads,
-            token_grads,
-            entropy_grads,
-        )
 
-
-class DeferredGradients(torch.autograd.Function):
-    """A loss, log-probabilities and entropies of deferred chunks; torch refuses a second backward pass."""
+class LossGradients(torch.autograd.Function):
+    """A loss whose gradients are known, or formed from deferred chunks with those of their tokens' log-probabilities
+    and entropies, which else are None; changed in place, so that torch refuses a second backward pass.
+    """
 
     @staticmethod
-    def forward(ctx: Any, gradients: HeadGradients, *values: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, gradients: HeadGradients, *values: Tensor | None) -> tuple[Tensor | None, ...]:
         ctx.save_for_backward(gradients.hidden, gradients.weight, gradients.bias)
         ctx.chunks = gradients.deferred
         ctx.set_materialize_grads(False)
-        return tuple(value.clone() for value in values[:3])  # the others are hidden states, weight and bias
+        # The values after the third are hidden states, weight and bias.
+        return tuple(None if value is None else value.clone() for value in values[:3])
 
     @staticmethod
     @once_differentiable
@@ -289,15 +275,26 @@ class DeferredGradients(torch.autograd.Function):
         ctx: Any, loss_grad: Tensor | None, logp_grads: Tensor | None, entropy_grads: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         buffers = ctx.saved_tensors
+        if ctx.chunks is None:
+            _scale(buffers, loss_grad)
+            return (None,) * 4 + buffers
         end = 0
         for chunk in ctx.chunks:
             rows = slice(end, end + len(chunk.hidden))
             end = rows.stop
+            _scale((chunk.value_grads, chunk.outside_grads), loss_grad)
             chunk_logp_grads = None if logp_grads is None else logp_grads[rows]
             chunk_entropy_grads = None if entropy_grads is None else entropy_grads[rows]
-            chunk.backward(loss_grad, chunk_logp_grads, chunk_entropy_grads)
+            backward_logps(*chunk, chunk_logp_grads, chunk_entropy_grads)
         del ctx.chunks
         return (None,) * 4 + buffers
+
+
+def _scale(gradients: Sequence[Tensor | None], loss_grad: Tensor | None) -> None:
+    """Multiply gradients of a loss in place by that of the loss, which is None where nothing reads it."""
+    for gradient in gradients:
+        if gradient is not None:
+            gradient.mul_(0.0 if loss_grad is None else loss_grad)
 
 
 def token_policy(student_hidden: Float[Tensor, "N H"], head: LMHead, token_ids: Int[Tensor, " N"]) -> TokenPolicy:
@@ -319,7 +316,7 @@ def token_policy(student_hidden: Float[Tensor, "N H"], head: LMHead, token_ids: 
     logps = torch.cat([chunk.projection.token_logps for chunk in gradients.deferred])
     entropies = torch.cat([chunk.projection.entropy for chunk in gradients.deferred])
     loss = logps.new_zeros(())
-    _, logps, entropies = DeferredGradients.apply(
+    _, logps, entropies = LossGradients.apply(
         gradients, loss, logps, entropies, student_hidden, head.weight, head.bias
     )
     return TokenPolicy(logps, entropies)
