@@ -33,7 +33,8 @@ from credit_trl.contexts import gather
 from credit_trl.contexts.images import with_local_images
 from credit_trl.contexts.prompts import images_of, remote_image, row_prompt, user_text
 from credit_trl.contexts.tokens import PrivilegedContext, TokenContexts
-from credit_trl.evaluation import evaluate
+from credit_trl.evaluation import SamplingConfig, evaluate
+from credit_trl.evaluation.engines import TransformersEngine
 from credit_trl.lab.analysis.callback import CreditMapCallback
 from credit_trl.lab.analysis.responses import data_url
 from credit_trl.lab.analysis.tokenmap import read_maps
@@ -265,6 +266,16 @@ def test_weight_0_is_grpo(make_config):
         trainer.train()
         ends.append({name: p.detach().clone() for name, p in trainer.model.named_parameters()})
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+
+
+@pytest.mark.parametrize("weight", [0.0, 1.0])
+def test_marks_of_a_processors_template_are_those_of_the_run(make_config, weight):
+    model, processor = build_vlm("Qwen2_5_VL")
+    processor.chat_template += "{# <mm:think> and </mm:think> #}"
+    config = make_config(distillation_weight=weight, num_generations=2)
+    trainer = CreditTrainer(model, image_verdicts, config, Dataset.from_list(rows()), processing_class=processor)
+    [response] = TransformersEngine(model, processor).generate([rows()[0]["prompt"]], [0], SamplingConfig(2))
+    assert trainer.context_builder.marks == response.marks == (("<mm:think>", "</mm:think>"),)
 
 
 @pytest.fixture

@@ -40,7 +40,7 @@ from credit_trl.rollout.batch import (
     mask_skipped_tokens,
     total_rewards,
 )
-from credit_trl.rollout.thinking import mark_thinking, use_marks
+from credit_trl.rollout.thinking import mark_thinking, thinking_marks, use_marks
 from credit_trl.rollout.verdict import VerdictLog, VerifierPolicy
 from credit_trl.rollout.vllm import PolicyGeneration
 from credit_trl.run_directory import describe_data
@@ -183,7 +183,8 @@ class CreditTrainer(ResumableTrainer):
         options = {"chat_template": self.chat_template} | self.chat_template_kwargs
         render = chat_renderer(self.processing_class, self._is_vlm, **options)
         reader = ImageReader(self.processing_class) if self._is_vlm and distills else None
-        return ContextBuilder(self._tokenizer, self.args, self.eos_token_ids, render, reader)
+        marks = thinking_marks(self.processing_class, self.chat_template)
+        return ContextBuilder(self._tokenizer, self.args, self.eos_token_ids, render, reader, marks)
 
     @cached_property
     def clock(self) -> reporting.StageClock:

@@ -13,6 +13,7 @@ from credit_trl.evaluation import EvaluationConfig, SamplingConfig
 from credit_trl.evaluation.engines import TransformersEngine, VLLMEngine, encode_prompt, seeded, weight_fingerprint
 from credit_trl.evaluation.generation import generate_ids, read_responses
 from credit_trl.evaluation.protocol import make_engine
+from credit_trl.rollout.thinking import COMMON_MARKS
 from tables import rows_of
 
 PROMPT = [{"role": "user", "content": "2+2="}]
@@ -94,7 +95,7 @@ def completion_ids(tokenizer, text, end=True):
 @pytest.mark.parametrize("end", [True, False])
 def test_responses_to_conversations_are_parsed_as_trl_does(parsing, text, end):
     ids, prefix = completion_ids(parsing, text, end), encode_prompt(parsing, PROMPT)
-    [response] = read_responses(parsing, [PROMPT], [prefix], [ids], [parsing.eos_token_id])
+    [response] = read_responses(parsing, [PROMPT], [prefix], [ids], [parsing.eos_token_id], COMMON_MARKS)
     assert response.message == parse_response(parsing, ids, prefix=prefix)
     assert response.text == response.message["content"]
     assert (response.length, response.truncated) == (len(ids), not end)
@@ -103,10 +104,10 @@ def test_responses_to_conversations_are_parsed_as_trl_does(parsing, text, end):
 def test_texts_and_other_tokenizers_are_not_parsed(parsing, tokenizer):
     prompts = ["2+2=", PROMPT]
     ids = [completion_ids(parsing, THOUGHT)] * 2
-    text, answer = read_responses(parsing, prompts, [[1], [2, 3]], ids, [])
+    text, answer = read_responses(parsing, prompts, [[1], [2, 3]], ids, [], COMMON_MARKS)
     assert (text.text, text.message) == (THOUGHT, None)
     assert (answer.text, answer.message["role"]) == ("weather(Oslo)", "assistant")
-    for response in read_responses(tokenizer, prompts, [[1], [2, 3]], ids, []):
+    for response in read_responses(tokenizer, prompts, [[1], [2, 3]], ids, [], COMMON_MARKS):
         assert "hotels(Oslo)" in response.text
 
 

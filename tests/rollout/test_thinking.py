@@ -110,7 +110,8 @@ def test_verifiers_of_an_evaluation_read_the_marks_of_its_tokenizer():
     prompt = [{"role": "user", "content": "1+1="}]
     texts = ["<mm:think>2</mm:think>3", "<think>2</think>3"]
     ids = [tokenizer(text)["input_ids"] for text in texts]
-    responses = read_responses(tokenizer, [prompt] * 2, [[]] * 2, ids, [tokenizer.eos_token_id])
+    marks = thinking_marks(tokenizer)
+    responses = read_responses(tokenizer, [prompt] * 2, [[]] * 2, ids, [tokenizer.eos_token_id], marks)
 
     def reward(completions, **columns):
         return [Verdict(0.0, split_thinking(response_text(completion))[1]) for completion in completions]
@@ -118,3 +119,12 @@ def test_verifiers_of_an_evaluation_read_the_marks_of_its_tokenizer():
     task = Task("sums", lambda split: None, reward, reward)
     verdicts = task_verdicts(task, [{"prompt": prompt}] * 2, responses)
     assert [verdict.feedback for verdict in verdicts] == ["3", "<think>2</think>3"]
+
+
+def test_marks_of_processor_tokenizer_and_run_count():
+    tokenizer = SimpleNamespace(added_tokens_decoder={}, chat_template="<think></think>")
+    processor = SimpleNamespace(tokenizer=tokenizer, chat_template="<mm:think></mm:think>")
+    of_tokenizer, of_processor, of_run = COMMON_MARKS[0], ("<mm:think>", "</mm:think>"), COMMON_MARKS[1]
+    assert set(thinking_marks(processor)) == {of_tokenizer, of_processor}
+    assert set(thinking_marks(processor, "[THINK][/THINK]")) == {of_tokenizer, of_processor, of_run}
+    assert thinking_marks(tokenizer) == (of_tokenizer,)

@@ -21,7 +21,7 @@ from credit_trl.contexts.images import ImageReader, PromptImages
 from credit_trl.contexts.prompts import Prompt, Render, chat_renderer, images_of, parts_of, with_user_text
 from credit_trl.contexts.tokens import PrivilegedContext, TokenContexts
 from credit_trl.rollout.batch import content_key
-from credit_trl.rollout.thinking import thinking_marks
+from credit_trl.rollout.thinking import ThinkingMarks, thinking_marks
 
 _CUT = "\n[… cut …]\n"  # stands for the middle of a text that is too long
 _MAX_MISSES = 32  # contrasts that do not fit beside z before a sample has none
@@ -58,10 +58,10 @@ class ContextBuilder:
         render: see `chat_renderer`; None renders with the tokenizer's own chat template.
         reader: of a multimodal model, whose processor adds the tokenizer's special tokens, such as BOS, to the
             student's prompts, unless the rendered prompt begins with BOS; None for a text model.
+        marks: see `thinking_marks`; None for those that the tokenizer declares.
 
     Attributes:
         source: the contrast source; None where λ = 0.
-        marks: see `thinking_marks`.
         encoder: encodes trusted text with slots, and the parts of z.
 
     Raises:
@@ -75,13 +75,14 @@ class ContextBuilder:
         eos_token_ids: Sequence[int] = (),
         render: Render | None = None,
         reader: ImageReader | None = None,
+        marks: ThinkingMarks | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.reader = reader
         self.config = config
         self.render = render or chat_renderer(tokenizer)
         self.source = find_source(config.contrastive_source) if config.contrasts else None
-        self.marks = thinking_marks(tokenizer)
+        self.marks = marks or thinking_marks(tokenizer)
         placeholder_ids = reader.placeholder_ids if reader is not None else ()
         self.encoder = TextEncoder(tokenizer, {*eos_token_ids, *placeholder_ids})
         self._prompt_place = placeholder()

@@ -22,6 +22,7 @@ from credit_trl.evaluation.config import SamplingConfig
 from credit_trl.evaluation.generation import Response, end_of_turn_ids, generate_ids, read_responses
 from credit_trl.quickstart_model import model_path, naming_model
 from credit_trl.rollout.batch import Prompt
+from credit_trl.rollout.thinking import thinking_marks
 from credit_trl.teacher.models import eval_mode
 from credit_trl.teacher.sharding import local_part, reshard
 from credit_trl.trl_compat import VLLMGeneration, unwrap_model_for_generation
@@ -74,7 +75,8 @@ class Engine:
         images = list(map(images_of, prompts))
         image_inputs = {"images": images} if any(images) else {}
         ids = self.sample(prompt_ids, list(seeds), sampling, **image_inputs)
-        return read_responses(self.tokenizer, prompts, prompt_ids, ids, self.eos_token_ids)
+        marks = thinking_marks(self.processor, self.chat_template_kwargs.get("chat_template"))
+        return read_responses(self.tokenizer, prompts, prompt_ids, ids, self.eos_token_ids, marks)
 
     def share(self, value: Any) -> Any:
         """Broadcast the main process's value."""

@@ -28,7 +28,7 @@ from transformers import (
 from credit_trl.contexts.images import PromptImages, joined_images
 from credit_trl.evaluation.config import SamplingConfig
 from credit_trl.rollout.batch import Prompt
-from credit_trl.rollout.thinking import ThinkingMarks, mark_thinking, thinking_marks
+from credit_trl.rollout.thinking import ThinkingMarks, mark_thinking
 from credit_trl.tasks.task import response_text
 from credit_trl.trl_compat import parse_response
 
@@ -147,6 +147,7 @@ def read_responses(
     prompt_ids: Sequence[Sequence[int]],
     ids: Sequence[Sequence[int]],
     eos_token_ids: Sequence[int],
+    marks: ThinkingMarks,
 ) -> list[Response]:
     """Decode completion ids; a completion without an end of turn counts as truncated.
 
@@ -156,7 +157,6 @@ def read_responses(
     """
     texts = tokenizer.batch_decode([list(row) for row in ids], skip_special_tokens=True)
     parses = any(getattr(tokenizer, name, None) is not None for name in ("response_template", "response_schema"))
-    marks = thinking_marks(tokenizer)
     responses = []
     for prompt, prefix, row, text in zip(prompts, prompt_ids, ids, texts, strict=True):
         message = None

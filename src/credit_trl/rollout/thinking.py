@@ -37,10 +37,17 @@ _TAG = re.compile(r"[<\[◁]\|?/?[\w:]*(?:think|thinking|thought|reasoning)\|?[>
 _run_marks: ContextVar[ThinkingMarks | None] = ContextVar("run_marks", default=None)
 
 
-def thinking_marks(tokenizer: PreTrainedTokenizerBase) -> ThinkingMarks:
-    """The marks that a tokenizer or its chat template declares; `<think>` and `</think>` without any."""
+def thinking_marks(processor: Any, template: str | None = None) -> ThinkingMarks:
+    """The marks that a tokenizer or chat template declares; `<think>` and `</think>` without any.
+
+    Args:
+        processor: tokenizer, or processor of a multimodal model, whose template and tokenizer count.
+        template: of the run, where another one than theirs.
+    """
+    tokenizer = getattr(processor, "tokenizer", processor)
+    templates = [template, *(getattr(owner, "chat_template", None) for owner in (processor, tokenizer))]
     added = [token.content for token in tokenizer.added_tokens_decoder.values()]
-    declared = " ".join([str(getattr(tokenizer, "chat_template", None)), *added])
+    declared = " ".join([*map(str, templates), *added])
     pairs = list(COMMON_MARKS)
     for tag in _TAG.findall(declared):
         pairs += _pairs_of(tag)

@@ -100,7 +100,8 @@ class CreditMapCallback(OptionalEvents, TrainerCallback):
         batch = trainer._generation_batch
         config = with_contrasts(trainer.args)
         of_run = trainer.context_builder
-        builder = ContextBuilder(of_run.tokenizer, config, trainer.eos_token_ids, of_run.render, of_run.reader)
+        ends, marks = trainer.eos_token_ids, of_run.marks
+        builder = ContextBuilder(of_run.tokenizer, config, ends, of_run.render, of_run.reader, marks)
         rollouts = []
         for sample, contexts in enumerate(build_contexts(batch, builder)):
             if contexts.teacher is not None:

@@ -22,6 +22,7 @@ from credit_trl.evaluation.config import SamplingConfig
 from credit_trl.evaluation.engines import encode_prompt
 from credit_trl.evaluation.generation import end_of_turn_ids, generate_ids
 from credit_trl.quickstart_model import model_path, naming_model
+from credit_trl.rollout.thinking import ThinkingMarks, thinking_marks
 from credit_trl.teacher.models import TEACHER_FILE, CopyTeacher, Teacher, make_teacher
 from credit_trl.training.check_model import check_logits
 
@@ -101,10 +102,15 @@ class Checkpoint:
         default = Path(checkpoint).name if checkpoint is not None else model.rstrip("/").split("/")[-1]
         return cls(name or default, tokenizer, student, lagged, chat_template_kwargs or {})
 
+    @property
+    def marks(self) -> ThinkingMarks:
+        """See `thinking_marks`."""
+        return thinking_marks(self.tokenizer, self.chat_template_kwargs.get("chat_template"))
+
     def context_builder(self, config: CreditConfig) -> ContextBuilder:
         """Builder of the teacher's and the contrast prompts of this checkpoint."""
         render = chat_renderer(self.tokenizer, **self.chat_template_kwargs)
-        return ContextBuilder(self.tokenizer, config, self.end_ids(), render)
+        return ContextBuilder(self.tokenizer, config, self.end_ids(), render, marks=self.marks)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt as the student reads it."""

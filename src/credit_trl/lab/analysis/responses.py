@@ -156,7 +156,8 @@ def grade_rollouts(
     """Verdicts of sampled ids by one call of the task's reward function; `rows` are the data set rows of each."""
     prompts = [row["prompt"] for row in rows]
     prompt_ids = list(map(checkpoint.encode, prompts))
-    responses = read_responses(checkpoint.tokenizer, prompts, prompt_ids, token_ids, checkpoint.end_ids())
+    ends = checkpoint.end_ids()
+    responses = read_responses(checkpoint.tokenizer, prompts, prompt_ids, token_ids, ends, checkpoint.marks)
     return task_verdicts(task, rows, responses)
 
 
