@@ -1,11 +1,13 @@
 """One trainer in a run directory: a second one is refused with the name of the first, a dead lock is taken over."""
 
 import errno
+import gc
 import os
 import socket
 import subprocess
 import sys
 import threading
+import weakref
 from pathlib import Path
 
 import pytest
@@ -80,7 +82,7 @@ def test_of_many_that_start_at_once_one_takes_the_lock(tmp_path):
         try:
             with run_lock(tmp_path):
                 acquired.append(1)
-                finished.wait(10)
+                finished.wait(600)
         except RunLockedError:
             refused.append(1)
             if len(refused) == 7:
@@ -132,8 +134,12 @@ def test_moved_folder_is_noticed_and_a_new_one_has_a_lock_of_its_own(tmp_path):
 
 
 def test_lock_leaves_nothing_behind(tmp_path):
-    with run_lock(tmp_path):
-        pass
+    """Neither a file nor, in a process that trains often, the lock itself."""
+    with run_lock(tmp_path) as lock:
+        of_lock = weakref.ref(lock)
+    del lock
+    gc.collect()
+    assert of_lock() is None
     assert list(tmp_path.iterdir()) == []
 
 

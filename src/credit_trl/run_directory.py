@@ -31,6 +31,7 @@ from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 logger = logging.getLogger(__name__)
 
@@ -190,8 +191,7 @@ class RunLock:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._descriptors: dict[Path, int] = {}
-        # A child would hold the lock beyond the death of this process.
-        os.register_at_fork(after_in_child=self._close)
+        _LOCKS.add(self)
 
     def acquire(self) -> None:
         """Take the lock, as `run_lock`."""
@@ -256,6 +256,19 @@ class RunLock:
         for descriptor in self._descriptors.values():
             os.close(descriptor)
         self._descriptors.clear()
+
+
+# One hook for all of them, as a hook cannot be removed.
+_LOCKS: WeakSet[RunLock] = WeakSet()
+
+
+def _close_in_child() -> None:
+    """Close the locks in a forked process, which would hold them beyond the death of this one."""
+    for lock in _LOCKS:
+        lock._close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 def _holder(path: Path) -> str:
