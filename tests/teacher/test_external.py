@@ -62,9 +62,14 @@ def test_training_leaves_the_teacher_as_it_was(make_trainer, save_teacher, optio
     assert not any("credit/teacher_drift" in row for row in trainer.state.log_history)
 
 
-def test_a_teacher_is_loaded_by_the_quantizer_of_its_options(make_trainer, save_teacher):
+@pytest.mark.parametrize("stored", [False, True], ids=["of its options", "of its files"])
+def test_a_teacher_is_loaded_by_the_quantizer(make_trainer, save_teacher, stored):
     path = save_teacher()
-    plain, quantized = (make_trainer(path, teacher_model_init_kwargs=o, **PLAIN) for o in (None, rounding.OPTIONS))
+    plain = make_trainer(path, **PLAIN)
+    if stored:
+        file = Path(path) / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | rounding.OPTIONS))
+    quantized = make_trainer(path, teacher_model_init_kwargs=None if stored else rounding.OPTIONS, **PLAIN)
     weights = [dict(t.teacher.model.named_parameters()) for t in (plain, quantized)]
     for name, weight in weights[0].items():
         is_linear = "proj" in name or "lm_head" in name
