@@ -32,7 +32,7 @@ def first_notebook():
     notebook.cells.append(nbformat.v4.new_code_cell(paths))
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("OMP_NUM_THREADS", "1")  # beside other workers
-        return runpy.run_path(str(FOLDER / "run.py"))["execute"](notebook, timeout=280)
+        return runpy.run_path(str(FOLDER / "run.py"))["execute"](notebook, timeout=800)
 
 
 @pytest.mark.parametrize("name", NAMES)

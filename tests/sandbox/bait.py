@@ -167,7 +167,7 @@ def next_verdicts(sandbox: PoolSandbox) -> list[str]:
 
 
 def _left_behind(sandbox: PoolSandbox) -> list[str]:
-    give_up = time.monotonic() + 3
+    give_up = time.monotonic() + 60
     while True:
         remaining = [pid for pid in descendants(sandbox.server_pid) if pid != sandbox.server_pid]
         if not remaining:

@@ -109,7 +109,6 @@ OUTPUTS = [
 ]
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("row", OUTPUTS, ids=lambda row: row["case"])
 def test_outputs_compare_by_line_as_text_or_numbers(row):
     assert same_output(row["printed"], row["expected"]) is row["same"]

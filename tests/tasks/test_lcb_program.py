@@ -19,7 +19,6 @@ BLOCKS = [
 ]
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("row", BLOCKS, ids=lambda row: row["case"])
 def test_find_program_takes_longest_python_block(row):
     assert find_program(row["response"]) == row["code"]

@@ -272,7 +272,7 @@ def test_programs_of_a_timed_out_verifier_do_not_block_the_next(sandbox):
     endless, answer = fenced("while True:\n    pass"), stdin_answer(*[("1", "1")] * 5, time_limit=60)
     arguments = {"completions": [endless], "answer": [answer], "sandbox": sandbox}
     assert VerifierPolicy("skip", timeout=0.5).call("tests", livecodebench.reward, arguments) is FAILED
-    [outcome] = sandbox.run([Program("print(1)")], deadline=10)
+    [outcome] = sandbox.run([Program("print(1)")], deadline=120)
     assert outcome.stdout == "1\n"
 
 
@@ -324,13 +324,13 @@ def test_wrong_answers_are_rejected_in_the_batch():
     assert [outcome.status for outcome in box.kept] == ["ok", "rejected", "ok", "timeout"]
 
 
-@pytest.mark.parametrize("seconds", [30.0, None])
+@pytest.mark.parametrize("seconds", [3000.0, None])
 def test_the_deadline_of_the_reward_function_call_applies(seconds):
     box = RecordingSandbox(ok("6"), ok("20"))
     with deadline_in(seconds):
         livecodebench.verify(fenced("print(1)"), DOUBLE, sandbox=box)
     limit = livecodebench.BATCH_SECONDS if seconds is None else seconds + 1
-    assert limit - 5 < box.options["deadline"] <= limit
+    assert 0.9 * limit < box.options["deadline"] <= limit
 
 
 @pytest.mark.parametrize(("outcomes", "reward"), TABLES["outcomes"])

@@ -74,9 +74,9 @@ def test_asynchronous_reward_has_the_deadline_in_a_daemon_thread():
     async def reward(completions, **columns):
         return [remaining_seconds(), threading.current_thread().daemon]
 
-    with deadline_in(5.0):
+    with deadline_in(500.0):
         seconds, daemon = call_reward(reward, completions=["x"])
-    assert 0 < seconds <= 6.0
+    assert 400.0 < seconds <= 501.0
     assert daemon
 
 
