@@ -7,8 +7,9 @@ VLLM_VENV := .venv-vllm
 OPTIONAL_VENV := .venv-optional
 TRL ?=
 TRL_VENV := .venv-trl
+NEWEST_VENV := .venv-newest
 
-.PHONY: quickstart smollm ifeval test test-optional test-slow test-shard test-random mutants test-faults test-trl test-vllm notebooks docs wheel bench lint format clean
+.PHONY: quickstart smollm ifeval test test-optional test-slow test-shard test-random mutants test-faults test-trl test-newest test-vllm notebooks docs wheel bench lint format clean
 
 quickstart: $(INSTALLED)  ## Train on the embedded task with CREDIT on this CPU and show the result
 	$(BIN)/credit-trl credit-quickstart
@@ -45,6 +46,9 @@ mutants: $(INSTALLED)  ## Change the core, one mutant at a time, and run the tes
 test-trl: $(INSTALLED)  ## Tests of the trainer with the oldest and the newest TRL, or more with one: make test-trl TRL=1.15.0 [WITH="transformers==5.6.2"]
 	tests/training/other_trl.sh $(VENV) $(TRL_VENV) "$(TRL)" $(WITH)
 
+test-newest: $(INSTALLED)  ## A part of the tests with the newest transformers and torch, a week after .ci/newest.json's
+	$(BIN)/python tests/training/newest.py $(VENV) $(NEWEST_VENV)
+
 test-vllm:  ## Generation with a real vLLM engine on this CPU, in a separate environment
 	PYTHON=$(PYTHON) tests/vllm_engine/run.sh $(VLLM_VENV)
 
@@ -73,7 +77,7 @@ format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(OPTIONAL_VENV) $(TRL_VENV) .mutants runs site dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(OPTIONAL_VENV) $(TRL_VENV) $(NEWEST_VENV) .mutants runs site dist .pytest_cache .ruff_cache .hypothesis
 
 # torch is installed first and pinned, because `pip install` of a newer one may add gigabytes of CUDA libraries.
 $(INSTALLED): pyproject.toml constraints.txt

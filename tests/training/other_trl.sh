@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Tests with other versions of TRL, each in a small environment on top of .venv. `make test-trl` takes the oldest and the
 # newest supported version, unless `make test` has it, and a part of the tests; `make test-trl TRL=1.15.0` takes one
-# version and all tests of trainer, parity and command line. Only TRL, what its requirements need in another version, and
-# further requirements are installed: `make test-trl TRL=1.16.0 WITH="transformers==5.6.2 accelerate==1.10.1"`.
+# version and all tests of trainer, parity and command line, or those in TESTS. Only TRL, what its requirements need in
+# another version, and further requirements are installed: `make test-trl TRL=1.16.0 WITH="transformers==5.6.2"`.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 base=$1
@@ -41,8 +41,9 @@ run_tests() {
 
 if [ -n "$version" ]; then
   install "$version"
-  run_tests tests/test_trl_compat.py tests/test_trainer.py tests/test_trainer_parity.py tests/test_config.py \
-    tests/training tests/cli tests/rollout tests/evaluation tests/contexts/test_turns.py
+  # shellcheck disable=SC2086
+  run_tests ${TESTS:-tests/test_trl_compat.py tests/test_trainer.py tests/test_trainer_parity.py tests/test_config.py
+    tests/training tests/cli tests/rollout tests/evaluation tests/contexts/test_turns.py}
   exit
 fi
 versions=$("$base/bin/python" tests/training/trl_versions.py)

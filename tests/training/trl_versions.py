@@ -19,14 +19,18 @@ def choose(available: list[str], tested: tuple[str, ...]) -> tuple[list[str], li
     return [supported[0], supported[-1]], newer
 
 
-def main() -> int:
-    command = [sys.executable, "-m", "pip", "index", "versions", "trl"]
-    listed = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+def listed_versions(name: str) -> list[str]:
+    """Versions of a package that pip finds; without one, the program ends with pip's message."""
+    command = [sys.executable, "-m", "pip", "index", "versions", name]
+    listed = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     match = re.search(r"Available versions: (.+)", listed.stdout)
     if match is None:
-        print(f"pip lists no version of TRL: {listed.stderr.strip()[-300:]}", file=sys.stderr)
-        return 1
-    supported, newer = choose(match[1].split(", "), TESTED_TRL)
+        sys.exit(f"pip lists no version of {name}: {listed.stderr.strip()[-300:]}")
+    return match[1].split(", ")
+
+
+def main() -> int:
+    supported, newer = choose(listed_versions("trl"), TESTED_TRL)
     if newer:
         print(f"not tested, newer than {supported[-1]}: TRL {', '.join(newer)}", file=sys.stderr)
     else:
