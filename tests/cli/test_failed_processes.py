@@ -45,11 +45,20 @@ def test_last_line_is_the_cause_of_the_failed_process(run, task, code, reason):
     assert ("Traceback" in failed.stderr) == (task != "Unasked")  # tracebacks of the other processes
 
 
+# Options of accelerate's launcher for two processes on a CPU, where it wraps the model as DDP instead of FSDP2.
+FSDP2 = ["--config_file", str(ROOT / "examples/accelerate/fsdp2_8gpu.yaml"), *TWO[:2], "--mixed_precision", "no"]
+LAUNCHERS = {
+    "trl credit": [*TRL, *TWO],
+    "accelerate launch": ["-m", "accelerate.commands.launch", *FSDP2, "-m", "credit_trl.cli.training"],
+}
+
+
 @pytest.mark.slow
-def test_two_processes_train_on_a_cpu(run):
-    trained = run(*TRL, *TWO, "--task", "tasks:Asked", *RUN)
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_two_processes_train_on_a_cpu_and_say_how_they_wrap(run, launcher):
+    trained = run(*LAUNCHERS[launcher], "--task", "tasks:Asked", *RUN)
     assert trained.returncode == 0, trained.stderr[-3000:]
-    assert "on 2 x cpu" in trained.stdout
+    assert trained.stdout.splitlines()[0] == "trl credit: tasks:Asked on 2 x cpu (DDP), output in run"
 
 
 @pytest.mark.slow

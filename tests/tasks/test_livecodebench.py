@@ -324,7 +324,7 @@ def test_wrong_answers_are_rejected_in_the_batch():
     assert [outcome.status for outcome in box.kept] == ["ok", "rejected", "ok", "timeout"]
 
 
-@pytest.mark.parametrize("seconds", [3000.0, None])
+@pytest.mark.parametrize("seconds", [500.0, None])
 def test_the_deadline_of_the_reward_function_call_applies(seconds):
     box = RecordingSandbox(ok("6"), ok("20"))
     with deadline_in(seconds):
