@@ -193,18 +193,54 @@ def next_trl(tmp_path):
     return write
 
 
+def run_with(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
+    """Run Python with the TRL of a folder."""
+    paths = [str(folder), str(SOURCE), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=800)
+
+
+def test_comparison_that_hangs_is_an_error(monkeypatch):
+    monkeypatch.setattr(trl_compat, "version", lambda name: "1.17.0")
+    monkeypatch.setattr(trl_compat, "PARITY_SECONDS", 0.01)
+    with pytest.raises(ImportError, match=ADVICE):
+        check_behaviour()
+
+
+@pytest.mark.slow
+def test_loss_of_another_size_in_the_next_minor_is_an_error(next_trl):
+    """Without the imports of `trl credit`, which take as long as the comparison."""
+    folder = next_trl(TABLES["loss of another size"])
+    ran = run_with(folder, "-c", "from credit_trl.trl_compat import check_behaviour; check_behaviour()")
+    error = ran.stderr.strip().splitlines()[-1].removeprefix("ImportError: ")
+    assert re.match(ADVICE, error), ran.stderr
+    assert "fails a two-step comparison with TRL's trainers (AssertionError: the distillation loss is" in error
+
+
+@pytest.mark.slow
+def test_minor_before_the_oldest_ends_in_one_sentence(tmp_path):
+    """With the wheel of TRL 1.14, from Python and from the command line."""
+    install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(tmp_path), "trl==1.14.2"]
+    installed = subprocess.run(install, capture_output=True, text=True, timeout=800)
+    if installed.returncode != 0:
+        pytest.skip(f"pip installs no TRL 1.14.2: {installed.stderr[-300:]}")
+    runs = {
+        "ImportError": ["-c", "from credit_trl import CreditTrainer"],
+        "trl credit: error": ["-m", "credit_trl", "credit", *TABLES["run"].split()],
+    }
+    for prefix, arguments in runs.items():
+        error = run_with(tmp_path, *arguments).stderr.strip().splitlines()[-1]
+        assert error.startswith(f"{prefix}: TRL 1.14.2 has `GRPOTrainer."), error
+        assert re.match(ADVICE, error.removeprefix(f"{prefix}: ")), error
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("change", CHANGES)
 def test_next_minor_ends_in_one_sentence_or_a_warning(next_trl, change):
     """One step of `trl credit` with a changed copy of TRL."""
     case = CHANGES[change]
-    folder = next_trl(case["edits"])
-    paths = [str(folder), str(SOURCE), os.environ.get("PYTHONPATH", "")]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "credit_trl", "credit", *TABLES["run"].split()]
-    ran = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=900, check=False
-    )
+    ran = run_with(next_trl(case["edits"]), "-m", "credit_trl", "credit", *TABLES["run"].split())
     if case["says"] is None:
         assert ran.returncode == 0, ran.stderr
         assert "TRL 1.17.0 is installed, and credit_trl is tested with 1.15 and 1.16" in ran.stderr

@@ -152,7 +152,10 @@ def check_behaviour() -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith(_OF_LAUNCHERS)}
     environment |= {_CHECKED: installed, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-m", f"{__package__}.trl_parity"]
-    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PARITY_SECONDS, check=False)
+    try:
+        ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PARITY_SECONDS)
+    except subprocess.TimeoutExpired as error:
+        raise unsupported(f"does not end a two-step comparison in {PARITY_SECONDS} seconds") from error
     if ran.returncode != 0:
         lines = ran.stderr.strip().splitlines() or ["no message"]
         raise unsupported(f"fails a two-step comparison with TRL's trainers ({lines[-1].strip().rstrip('.')})")
