@@ -106,7 +106,8 @@ def trained(make_trainer, no_engine):
         if "beta" in options:  # a reference without a second model
             sizes["peft_config"] = LoraConfig(r=2, target_modules="all-linear")
         trainer = make_trainer(**sizes | options)
-        trainer.vllm_generation.sync_weights = lambda: None
+        if trainer.use_vllm:
+            trainer.vllm_generation.sync_weights = lambda: None
         batches = []
         score = trainer._generate_and_score_completions
 
@@ -181,6 +182,20 @@ def test_loss_and_gradient_of_truncated_samples_have_no_factor(trained):
     plain, _ = trained(rollout_func=sampled_at_80)
     for name in ("loss", "grad_norm"):
         assert log_of_first_step(plain)[name] == pytest.approx(reported[name], rel=1e-4)
+
+
+@pytest.mark.parametrize("use", TABLES["passes"])
+def test_options_of_generate_change_no_log_probability(trained, use):
+    """All ratios are between passes of models over the whole vocabulary."""
+    two_updates = {"steps_per_generation": 2, "per_device_train_batch_size": 4, "max_completion_length": 6}
+    options = TABLES["generate"] | two_updates | TABLES["passes"][use]
+    trainer, batch = trained(use_vllm=False, rollout_func=None, **options)
+    names = {"old_per_token_logps", "ref_per_token_logps"} & batch.keys()
+    assert names
+    assert "sampling_per_token_logps" not in batch
+    for sample, expected in enumerate(whole_logps(trainer, batch)):
+        for name in names:
+            assert_close(batch[name][sample][: len(expected)], expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(("options", "named"), TABLES["refused"], ids=str)
