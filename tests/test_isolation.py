@@ -35,7 +35,7 @@ def test_a_leftover_fails_its_test_and_no_later_one(request, monkeypatch, leftov
     check = unwrap(plugin.leaves_nothing_behind)
     monkeypatch.setenv("PRESENT", "1")
     monkeypatch.setattr(isolation, "MAX_JOIN_SECONDS", 0.1)
-    before = isolation.ProcessState.now()
+    initial = isolation.ProcessState.now()
     of_test = check()
     next(of_test)
     LEFTOVERS[leftover]()
@@ -43,7 +43,7 @@ def test_a_leftover_fails_its_test_and_no_later_one(request, monkeypatch, leftov
         next(of_test)
     MAY_END.set()
     monkeypatch.setattr(isolation, "MAX_JOIN_SECONDS", 60.0)
-    assert before.differences() == []
+    assert initial.differences() == []
 
 
 def test_each_test_is_checked(request):

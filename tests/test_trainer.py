@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-from pathlib import Path
 
 import pytest
 import torch
@@ -254,10 +253,3 @@ def test_a_trainer_without_its_constructor_is_trls(make_model, make_config, data
             trainer._get_per_token_logps_and_entropies(trainer.model, ids, ids > 0, 3)[0] for trainer in (bare, built)
         ]
     assert torch.equal(*logps)
-
-
-@pytest.mark.parametrize("kind", [str, Path])
-def test_the_model_may_be_a_folder(make_model, tokenizer, train, tmp_path, kind):
-    make_model().save_pretrained(tmp_path / "model")
-    trainer = train(model=kind(tmp_path / "model"), max_steps=1)
-    assert trainer.model.name_or_path == str(tmp_path / "model")
