@@ -191,7 +191,11 @@ class ResumableTrainer(GRPOTrainer):
             self._step = 0
             self._buffered_inputs = None  # of an earlier call
             self._last_loaded_step = -1  # so that vLLM loads the weights
-            return super().train(start.checkpoint, *args, **kwargs)
+            output = super().train(start.checkpoint, *args, **kwargs)
+            if self.args.load_best_model_at_end and self.state.best_model_checkpoint is not None:
+                self._load_renamed(self.state.best_model_checkpoint)
+                self._last_loaded_step = -1
+            return output
 
     def _find_start(self, output_dir: Path, resume_from_checkpoint: str | bool | None) -> RunStart:
         """Find the checkpoint to resume, whose files are all read, and describe the run. Changes nothing."""
@@ -399,12 +403,6 @@ class ResumableTrainer(GRPOTrainer):
 
     def _get_output_dir(self, trial: Any) -> str:
         return self._save_dir or super()._get_output_dir(trial)
-
-    def _load_best_model(self) -> None:
-        """Load the best model with all of its weights, before the callbacks of the end see it."""
-        super()._load_best_model()
-        self._load_renamed(self.state.best_model_checkpoint)
-        self._last_loaded_step = -1
 
     def _load_renamed(self, checkpoint: str) -> None:
         is_whole = self.accelerator.distributed_type not in ("FSDP", "DEEPSPEED")
