@@ -1,13 +1,16 @@
 """CREDIT in a plain PyTorch loop, without a trainer: three optimizer steps on the embedded task.
 
-    python examples/own_loop.py
+    python examples/own_loop.py            # on the samples of the present policy
+    python examples/own_loop.py --lag 2    # on samples that are two updates old, as of an asynchronous sampler
 
-`CreditLoop` scores the samples and computes the loss; sampling and optimizer are this file's. A test compares
-the losses with `CreditTrainer`'s on the same samples.
+`CreditLoop` scores the samples and computes the loss; sampling and optimizer are this file's. With a lag each token's
+loss is multiplied by its importance ratio π_θ / π_rollout, at most `distillation_is_clip`; the samples bring their
+log-probabilities. Tests compare the losses with `CreditTrainer`'s on the same samples, and with dense passes.
 """
 
+import argparse
 import itertools
-import sys
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -37,6 +40,7 @@ OPTIONS: dict[str, Any] = {
     "report_to": "none",
     **quickstart.TEMPLATES,
 }
+OPTIONS_WITH_LAG = OPTIONS | {"distillation_topk": None, "distillation_is_clip": 2.0}
 
 
 def load() -> tuple[torch.nn.Module, Any]:
@@ -74,30 +78,43 @@ def grade(row: dict[str, Any], ids: list[int], tokenizer: Any) -> Any:
     return quickstart.verify(tokenizer.decode(ids, skip_special_tokens=True), row["answer"], truncated=truncated)
 
 
-def batches(rows: Sequence[dict[str, Any]], prompts: int, samples: int) -> Iterator[list[dict[str, Any]]]:
-    """Rows of successive generation batches, each row repeated for its samples."""
-    for start in itertools.count(0, prompts):
-        yield [row for row in rows[start : start + prompts] for _ in range(samples)]
+@torch.no_grad()
+def logps_of(model: torch.nn.Module, prompt: list[int], ids: list[int]) -> torch.Tensor:
+    """Log-probabilities of a completion; a sampler that has them returns its own."""
+    logits = model(input_ids=torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
+    return logits.log_softmax(dim=-1).gather(1, torch.tensor(ids)[:, None]).squeeze(1)
 
 
-def train(rows: Sequence[dict[str, Any]], steps: int = STEPS) -> list[float]:
-    """Losses of the optimizer steps."""
+def sampled_batches(
+    loop: CreditLoop, model: torch.nn.Module, rows: Sequence[dict[str, Any]], with_logps: bool
+) -> Iterator[list[LoopSample]]:
+    """Successive generation batches, sampled with the weights of the time when each is asked for."""
+    tokenizer = loop.step.context_builder.tokenizer
+    size = loop.config.generation_batch_size // loop.config.num_generations
+    for seed in itertools.count():
+        batch = [row for row in rows[seed * size : (seed + 1) * size] for _ in range(loop.config.num_generations)]
+        prompts = [loop.prompt_ids(row["prompt"]) for row in batch]
+        samples = []
+        for row, prompt, ids in zip(batch, prompts, sample(model, tokenizer, prompts, seed), strict=True):
+            logps = logps_of(model, prompt, ids) if with_logps else None
+            samples.append(LoopSample(row["prompt"], ids, grade(row, ids, tokenizer), logps))
+        yield samples
+
+
+def train(rows: Sequence[dict[str, Any]], steps: int = STEPS, lag: int = 0) -> list[float]:
+    """Losses of the optimizer steps. From step `lag` on, the samples are `lag` updates old."""
     model, tokenizer = load()
     model.train()
-    config = CreditConfig("unused", **OPTIONS)
+    config = CreditConfig("unused", **(OPTIONS_WITH_LAG if lag else OPTIONS))
     loop = make_loop(model, tokenizer, config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, weight_decay=0.0)
-    prompts_per_batch = config.generation_batch_size // config.num_generations
+    batches = sampled_batches(loop, model, rows, with_logps=lag > 0)
+    waiting = deque(itertools.islice(batches, lag))
     losses = []
-    for step, batch in zip(range(steps), batches(rows, prompts_per_batch, config.num_generations), strict=False):
-        prompts = [loop.prompt_ids(row["prompt"]) for row in batch]
-        completions = sample(model, tokenizer, prompts, seed=step)
-        samples = [
-            LoopSample(row["prompt"], ids, grade(row, ids, tokenizer))
-            for row, ids in zip(batch, completions, strict=True)
-        ]
+    for _ in range(steps):
+        waiting.append(next(batches))
         losses.append(0.0)
-        for micro_batch in loop.micro_batches(samples):
+        for micro_batch in loop.micro_batches(waiting.popleft()):
             loss = loop.loss(model, micro_batch)
             loss.backward()
             losses[-1] += loss.item()
@@ -108,12 +125,10 @@ def train(rows: Sequence[dict[str, Any]], steps: int = STEPS) -> list[float]:
     return losses
 
 
-def main() -> int:
-    torch.set_num_threads(1)
-    for step, loss in enumerate(train(quickstart.build("train").to_list()), 1):
-        print(f"step {step}  loss {loss:.6f}")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lag", type=int, default=0, help="updates between sampling and training")
+    lag = parser.parse_args().lag
+    torch.set_num_threads(1)
+    for step, loss in enumerate(train(quickstart.build("train").to_list(), lag=lag)):
+        print(f"step {step}  samples {min(step, lag)} updates old  loss {loss:.6f}")

@@ -1,7 +1,6 @@
 """`examples/credit_in_one_file.py` against TRL's SDPO and against this package."""
 
 import runpy
-import sys
 from pathlib import Path
 
 import pytest
@@ -33,13 +32,6 @@ def make_trainer(script, tmp_path):
         return trainer(path, script["reward"], config, script["make_rows"](8))
 
     return make
-
-
-def test_documented_command_trains(make_trainer, tmp_path, monkeypatch):
-    words = f"--model_name_or_path {save_model(tmp_path / 'own')} --max_steps 1 --use_cpu true --bf16 false"
-    options = f"--max_completion_length 4 --output_dir {tmp_path / 'run'} --save_strategy no"
-    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *words.split(), *options.split()])
-    runpy.run_path(str(SCRIPT), run_name="__main__")
 
 
 def test_lambda_0_equals_sdpo_bit_for_bit(make_trainer):

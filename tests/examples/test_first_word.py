@@ -1,6 +1,5 @@
 """`examples/smollm/first_word.py` on a tiny random model."""
 
-import csv
 import sys
 
 import numpy as np
@@ -44,16 +43,6 @@ def test_demonstration_writes_a_page_with_both_arms(first_word, monkeypatch, tmp
     assert page.count('<span style="background:rgba(') > 10  # tokens before training, colored by R_t
     assert page.count("<th>") == 5  # the prompt, and before and after training for both arms
     assert "guide, λ = 1.5       step   2" in capsys.readouterr().out
-
-
-def test_study_appends_rows_once(first_word, monkeypatch, tmp_path):
-    table = tmp_path / "rows.csv"
-    for _ in range(2):
-        run(first_word, monkeypatch, tmp_path, "--csv", str(table), "--every", "1", "--arms", "GRPO", "CREDIT λ=0.1")
-    rows = list(csv.DictReader(table.open(encoding="utf-8")))
-    assert [(row["arm"], row["step"]) for row in rows] == [(a, s) for a in ("GRPO", "CREDIT λ=0.1") for s in "012"]
-    assert all(float(row["kl"]) == pytest.approx(0.0, abs=1e-6) for row in rows if row["step"] == "0")
-    assert all(row["commit"] and row["trl"] for row in rows)
 
 
 def test_perplexity_is_the_inverse_of_the_geometric_mean_of_probabilities(first_word):

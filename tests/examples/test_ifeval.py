@@ -4,10 +4,8 @@ import json
 import re
 import sys
 
-import numpy as np
 import pandas as pd
 import pytest
-from scipy import stats
 
 from credit_trl.cli import main, training
 from credit_trl.tasks import load_task
@@ -263,39 +261,6 @@ def test_base_rates_have_every_generated_type(run, prompts, tmp_path):
     assert rates["strict"].between(0.0, 1.0).all()
 
 
-def test_study_appends_rows_once(run, tmp_path, published):
-    table = tmp_path / "rows.csv"
-    options = ("--csv", str(table), "--official", str(published), "--prompts", "2")
-    for _ in range(2):
-        module = run(*options, "--arms", "GRPO", "CREDIT λ=0.1", "--feedback", "A", "B", "--seeds", "3")
-    rows = pd.read_csv(table)
-    assert list(rows.columns) == module.COLUMNS
-    assert not rows.duplicated([*module.RUN, "set", "type"]).any()
-    runs = rows.groupby(["arm", "feedback"]).size()
-    assert set(runs.index) == {(arm, style) for arm in ("GRPO", "CREDIT λ=0.1") for style in "AB"}
-    base = rows[rows["arm"] == "base"].set_index("set")
-    assert set(base.index) == {"topics", "rules", "official", "unrelated"}
-    assert base.loc["unrelated", "kl"] == pytest.approx(0.0, abs=1e-6)
-    assert base.loc["official", "prompts"] == 1
-    assert rows[["version", "commit", "trl"]].notna().all(axis=None)
-
-
-def test_learning_rates_come_from_unreported_seeds(run, tmp_path):
-    table = tmp_path / "rates.csv"
-    options = ("--official", "none", "--prompts", "1", "--arms", "GRPO")
-    module = run("--csv", str(table), *options, "--rates", "1e-6", "1e-4", "--seeds", "100")
-    rows = pd.read_csv(table)
-    topics = rows["set"] == "topics"
-    rows.loc[topics, "strict"] = (rows.loc[topics, "learning_rate"] == 1e-4).astype(float)
-    rows.to_csv(table, index=False)
-    assert module.chosen_rates(table, [0]) == {("GRPO", "A"): 1e-4}
-    with pytest.raises(ValueError, match=r"seeds \[100\]"):
-        module.chosen_rates(table, [0, 100])
-    main = tmp_path / "rows.csv"
-    run("--csv", str(main), *options, "--rates_from", str(table))
-    assert pd.read_csv(main)["learning_rate"].dropna().unique().tolist() == [1e-4]
-
-
 def rows_of_scores(module, scores):
     """Rows of a table with the strict score of each arm on held-out topics, by seed."""
     rows = [
@@ -308,31 +273,11 @@ def rows_of_scores(module, scores):
     return frame.reindex(columns=module.COLUMNS)
 
 
-def test_table_has_paired_tests_with_holms_adjustment(ifeval):
-    module = ifeval("run")
-    rng = np.random.default_rng(0)
-    scores = {"SDPO": rng.random(8), "GRPO": rng.random(8), "CREDIT λ=0.5": rng.random(8)}
-    *_, grpo, credit = module.study_table(rows_of_scores(module, scores)).splitlines()
-    p_values = [stats.ttest_rel(scores[arm], scores["SDPO"]).pvalue for arm in ("GRPO", "CREDIT λ=0.5")]
-    smaller, larger = sorted(p_values)
-    adjusted = {smaller: min(1.0, 2 * smaller), larger: min(1.0, max(2 * smaller, larger))}
-    for line, arm, p in zip((grpo, credit), ("GRPO", "CREDIT λ=0.5"), p_values, strict=True):
-        assert line.startswith(f"| {arm} A | 8 | {scores[arm].mean():.3f} ±")
-        assert line.endswith(f"| {adjusted[p]:.3f} |")
-
-
 def test_scores_are_means_over_prompts_not_types(ifeval):
     module = ifeval("run")
     rows = rows_of_scores(module, {"GRPO": [0.0]})
     rows["prompts"], rows["strict"] = [30, 10], [0.2, 0.6]
     assert module.by_run(rows)["topics"].tolist() == pytest.approx([0.3])
-
-
-def test_predicted_order_is_compared_on_every_seed(ifeval):
-    module = ifeval("run")
-    rows = rows_of_scores(module, {"SDPO": [0.1, 0.5], "CREDIT λ=0.5": [0.2, 0.3], "GRPO": [0.0, 0.9]})
-    predicted = pd.DataFrame({"arm": ["SDPO", "CREDIT λ=0.5"], "feedback": "A", "target": [0.1, 0.2]})
-    assert module.order_text(predicted, rows).startswith("Predicted order of 2 targets: on 1 of 2 seeds")
 
 
 def test_predictions_have_the_target_of_every_distilled_arm(run, tmp_path):

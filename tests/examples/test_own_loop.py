@@ -1,4 +1,4 @@
-"""`CreditLoop` in the plain loops of `examples/` against the trainer, and against dense passes on stale samples."""
+"""`CreditLoop` in the plain loop of `examples/` against the trainer, and against dense passes on stale samples."""
 
 import importlib
 from pathlib import Path
@@ -15,10 +15,10 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @pytest.fixture
-def example(monkeypatch):
-    """A function that imports a file of `examples/`."""
+def loop(monkeypatch):
+    """The module `examples/own_loop.py`."""
     monkeypatch.syspath_prepend(EXAMPLES)
-    return importlib.import_module
+    return importlib.import_module("own_loop")
 
 
 @pytest.fixture(scope="module")
@@ -26,9 +26,7 @@ def rows():
     return quickstart.build("train", rows_per_cue=1).to_list()
 
 
-def test_plain_loop_has_the_losses_of_the_trainer(example, rows, tmp_path):
-    loop = example("own_loop")
-
+def test_plain_loop_has_the_losses_of_the_trainer(loop, rows, tmp_path):
     def rollout(prompts, trainer):
         tokenizer = trainer.processing_class
         encoded = [tokenizer.apply_chat_template(prompt, add_generation_prompt=True) for prompt in prompts]
@@ -59,21 +57,20 @@ def dense_logps(model, prompt, ids):
     return logits.double().log_softmax(dim=-1)
 
 
-def test_stale_samples_have_the_dense_loss_with_the_ratio(example, rows, monkeypatch):
+def test_stale_samples_have_the_dense_loss_with_the_ratio(loop, rows, monkeypatch):
     """The ratio is of the policies before and after two updates, computed from weights that the test stores."""
-    stale = example("stale_samples")
     expected = []
     without_ratio = []
     sampled = {}  # first completion of a batch -> the policy that sampled it
-    original_sample = stale.Sampler.sample
+    original_sample = loop.sample
     prepare = CreditStep.prepare
 
-    def sample(self, model):
-        samples = original_sample(self, model)
-        policy, _ = stale.load()
+    def sample(model, tokenizer, prompts, seed):
+        completions = original_sample(model, tokenizer, prompts, seed)
+        policy, _ = loop.load()
         policy.load_state_dict(model.state_dict())
-        sampled[tuple(map(tuple, (sample.completion_ids for sample in samples)))] = policy
-        return samples
+        sampled[tuple(map(tuple, completions))] = policy
+        return completions
 
     @torch.no_grad()
     def dense(step, batch, tensors):
@@ -100,17 +97,16 @@ def test_stale_samples_have_the_dense_loss_with_the_ratio(example, rows, monkeyp
         dense(self, batch, tensors)
         return prepare(self, batch, tensors, contexts)
 
-    monkeypatch.setattr(stale.Sampler, "sample", sample)
+    monkeypatch.setattr(loop, "sample", sample)
     monkeypatch.setattr(CreditStep, "prepare", prepare_and_compare)
-    losses = stale.train(rows, steps=4)
+    losses = loop.train(rows, steps=4, lag=2)
     torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-6)
     differences = torch.tensor(losses) - torch.tensor(without_ratio)
     assert differences[0].abs() < 1e-5  # sampled by the policy that is trained
-    assert differences[stale.LAG :].abs().min() > 1e-4
+    assert differences[2:].abs().min() > 1e-4
 
 
-def test_loop_refuses_a_mixture_with_grpo(example):
-    loop = example("own_loop")
+def test_loop_refuses_a_mixture_with_grpo(loop):
     model, tokenizer = loop.load()
     with pytest.raises(ValueError, match="`distillation_weight=1`"):
         loop.make_loop(model, tokenizer, CreditConfig("unused", **loop.OPTIONS, distillation_weight=0.5))

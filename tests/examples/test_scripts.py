@@ -12,7 +12,6 @@ from trl.chat_template_utils import qwen3_chat_template
 from tiny import SMALL, save_model
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-EVALUATED = {"avg_at_k": 1, "avg_at_k_steps": 1, "max_eval_rows": 1}
 
 
 @pytest.fixture
@@ -36,71 +35,9 @@ def tiny_model(tmp_path) -> str:
     return save_model(tmp_path / "model", qwen3_chat_template)
 
 
-def science_rows(path: Path, count: int) -> Path:
-    """Rows in SDPO's published format."""
-    same = {"kind": "mcq", "dataset": "sciknoweval", "system": "Answer with <answer>letter</answer>."}
-    texts = [f"Larger?\n\nA: {2 * i + 1}\nB: {2 * i + i % 2 * 2}\nPlease reason." for i in range(count)]
-    return write_rows(
-        path, [{"idx": i, "answer": "AB"[i % 2], "prompt": text, **same} for i, text in enumerate(texts)]
-    )
-
-
-def tool_rows(path: Path, count: int) -> Path:
-    """Records in SDPO's training format."""
-    calls = [json.dumps([{"Action": "getWeather", "Action_Input": f'{{"city": "{i}"}}'}]) for i in range(count)]
-    rows = [{"prompt": f"Tools: getWeather(city). Question: {i}?", "answer": c, "idx": i} for i, c in enumerate(calls)]
-    return write_rows(path, rows)
-
-
-def write_rows(path: Path, rows: list[dict]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
-
-
 def first_log(output: Path) -> dict:
     lines = map(json.loads, (output / "log.jsonl").read_text("utf-8").splitlines())
     return next(line for line in lines if "reward" in line)
-
-
-def test_sciknoweval_trains_and_evaluates(run, tiny_model, tmp_path, capsys):
-    train, test = (science_rows(tmp_path / f"physics-{split}.jsonl", 4) for split in ("train", "test"))
-    options = {"task": "sciknoweval:physics", "dataset_path": train, "eval_dataset_path": test, **EVALUATED}
-    output = run("train_task", model_name_or_path=tiny_model, **options)
-    assert (output / "final" / "model.safetensors").is_file()
-    steps = re.findall(r"^step +(\d+)  avg@1", capsys.readouterr().out, flags=re.MULTILINE)
-    assert steps == ["0", "1"]  # before the first and after the last step
-
-
-def test_toolalpaca_trains_and_evaluates(run, tiny_model, tmp_path, capsys):
-    rows = {"dataset_path": tool_rows(tmp_path / "train.jsonl", 4)}
-    rows["eval_dataset_path"] = tool_rows(tmp_path / "test.jsonl", 2)
-    output = run("train_task", model_name_or_path=tiny_model, task="toolalpaca", **rows, avg_at_k=2)
-    assert (output / "final" / "model.safetensors").is_file()
-    assert "avg@2" in capsys.readouterr().out
-
-
-def test_livecodebench_runs_programs_in_the_sandbox(run, tiny_model):
-    from credit_trl.sandbox import SandboxError, open_sandbox
-
-    try:
-        open_sandbox().close()
-    except SandboxError as error:
-        pytest.skip(f"no sandbox is available on this machine: {error}")
-    options = {"task": "livecodebench:examples", "generation_batch_size": 4, "max_train_rows": 2, **EVALUATED}
-    log = first_log(run("train_task", model_name_or_path=tiny_model, **options))
-    assert log["reward"] == 0.0  # random tokens are no program
-    assert log["credit/frac_with_feedback"] == 1.0  # the feedback reports it
-
-
-def test_custom_verifier_trains_and_its_feedback_names_the_error(run):
-    output = run("custom_verifier")
-    assert (output / "final" / "model.safetensors").is_file()
-    assert first_log(output)["credit/frac_with_feedback"] == 1.0
-    grade = runpy.run_path(str(EXAMPLES / "custom_verifier.py"))["grade"]
-    assert grade("It is 42.", "42").reward == 1.0
-    assert "3 digits, the sum has 2" in grade("421", "42").feedback
-    assert "place 2 should be 2" in grade("47", "42").feedback
-    assert "no number" in grade("I do not know", "42").feedback
 
 
 @pytest.mark.slow

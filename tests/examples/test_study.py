@@ -169,12 +169,3 @@ def test_success_of_a_prefix_is_the_mean_over_its_tokens(study):
     weighted = [tree[leaf[:-1]][0] * tree[leaf[:-1]][1][leaf[-1]] * values[leaf] for leaf in leaves]
     assert values[()] == pytest.approx(sum(weighted))
     assert all(leaf[-1] in checkpoint.end_ids() for leaf in leaves)
-
-
-def test_each_style_is_that_of_an_arm_or_of_committed_rows(study):
-    """An arm with further options has the style of its name."""
-    arms = study("arms")
-    named = {*arms.ARMS}
-    for file in RESULTS.glob("*.csv"):
-        named |= {row.get("arm", "") for row in csv.DictReader(file.open(encoding="utf-8"))}
-    assert not {style for style in arms.STYLES if not any(f"{name} ".startswith(f"{style} ") for name in named)}
