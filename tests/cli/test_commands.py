@@ -93,11 +93,21 @@ def test_trl_commands_receive_the_unchanged_line(monkeypatch, argv):
     assert received == [argv]
 
 
+def ended(launch):
+    """A launch whose processes come to their end."""
+
+    def launch_and_end(launched):
+        launch(launched)
+        Path(os.environ["CREDIT_TRL_ENDED"]).touch()
+
+    return launch_and_end
+
+
 @pytest.fixture
 def launched(monkeypatch):
     """Arguments of the launches, none of which is started."""
     calls = []
-    monkeypatch.setattr("accelerate.commands.launch.launch_command", calls.append)
+    monkeypatch.setattr("accelerate.commands.launch.launch_command", ended(calls.append))
     return calls
 
 
@@ -122,7 +132,7 @@ def parsed(monkeypatch):
         script, config, *_ = training.make_parser().parse_args_and_config(words, fail_with_unknown_args=False)
         calls.append((script, config, launched))
 
-    monkeypatch.setattr("accelerate.commands.launch.launch_command", read)
+    monkeypatch.setattr("accelerate.commands.launch.launch_command", ended(read))
     return calls
 
 
