@@ -53,6 +53,7 @@ def over_masked_entries(credit):
         (lambda credit: {"distillation": torch.rand(credit.mask.shape)}, "differ"),
         (lambda credit: {"grpo": over_the_local_mean(credit)["distillation"]}, "Two processes weigh differently"),
         (lambda credit: {"grpo": -credit.entropy}, "finite and at least 0"),
+        (lambda credit: {"grpo": credit.entropy / 0.0}, "finite and at least 0"),
     ],
 )
 def test_a_wrong_weight_fails(weight, message):

@@ -7,12 +7,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tokenizers import decoders, models, pre_tokenizers
+from tokenizers import decoders, models, pre_tokenizers, processors
 
 from credit_trl.contexts.builder import ContextBuilder
 from credit_trl.contexts.contrast import Contrast
 from credit_trl.contexts.gather import build_contexts, gather_contrast_batch
-from credit_trl.contexts.prompts import chat_renderer, user_text
+from credit_trl.contexts.prompts import chat_renderer, images_of, share_images, user_text
 from credit_trl.contexts.tokens import PrivilegedContext, demonstration_text
 from credit_trl.contexts.turns import place_turns
 from credit_trl.rollout.batch import GenerationBatch, is_successful, total_rewards
@@ -48,12 +48,16 @@ def test_default_wording_is_the_papers(builder, tokenizer):
 @pytest.mark.parametrize("has_template", [True, False], ids=["chat model", "base model"])
 def test_plain_text_follows_z_and_ends_as_the_students(make_config, has_template):
     tokenizer = build_tokenizer()
+    bos = ""
     if not has_template:
         tokenizer.chat_template = None
+        bos = "<|endoftext|>"
+        special = {"single": f"{bos} $A", "special_tokens": [(bos, tokenizer.convert_tokens_to_ids(bos))]}
+        tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(**special)
     builder = ContextBuilder(tokenizer, make_config())
     built = builder.build("Q: 2+2? A:", PrivilegedContext("4", "Not 5."), [Contrast("Q: 3+3? A:")])
     texts = [tokenizer.decode(ids) for ids in context_ids(built)]
-    z = "Correct solution:\n4\n\nPrevious assessment:\nNot 5.\n\n"
+    z = f"{bos}Correct solution:\n4\n\nPrevious assessment:\nNot 5.\n\n"
     assert texts == [f"{z}Q: 2+2? A:", f"{z}Q: 3+3? A:"]
     assert builder.encode("Q: 2+2? A:", PrivilegedContext()) == student_ids(tokenizer, "Q: 2+2? A:")
 
@@ -197,6 +201,14 @@ def test_contexts_of_exactly_the_budget_are_whole(tokenizer, make_config, z):
         assert built.cut != is_whole
 
 
+def test_the_shortest_cut_feedback_has_a_token_on_each_side(tokenizer, make_config):
+    shortest = "f\n[… cut …]\nf"
+    length = len(ContextBuilder(tokenizer, make_config()).encode(PROMPT, PrivilegedContext(None, shortest)))
+    for budget, expected in ((length, shortest), (length - 1, None)):
+        builder = ContextBuilder(tokenizer, make_config(max_reprompt_len=budget))
+        assert builder.build(PROMPT, PrivilegedContext(None, "f" * 99)).privileged.feedback == expected
+
+
 def test_only_the_last_user_turn_reads_z(builder, tokenizer):
     dialogue = [ask("1+1?")[1], {"role": "assistant", "content": "2"}, ask("2+2?")[1]]
     text = tokenizer.decode(builder.encode(dialogue, PrivilegedContext(None, "Not 5.")))
@@ -208,6 +220,13 @@ def test_only_the_last_user_turn_reads_z(builder, tokenizer):
 def test_text_of_a_turn_is_that_of_its_text_parts():
     parts = [{"type": "image"}, {"type": "text", "text": "2+2?"}, {"type": "text", "text": "3+3?"}]
     assert user_text([{"role": "user", "content": parts}]) == "2+2? 3+3?"
+
+
+def test_images_of_equal_content_are_shared():
+    shared = {}
+    for _ in range(2):
+        [image] = images_of(share_images([{"content": [{"type": "image", "image": torch.ones(2)}]}], shared))
+        assert image is next(iter(shared.values()))
 
 
 def test_whitespace_before_z_is_encoded_as_before_a_word(make_config):

@@ -118,6 +118,7 @@ def test_completed_prompt_is_not_its_own_contrast(make_config, tokenizer):
     contexts = contexts_of(tokenizer, config, prompts, data, rows=list(data))
     assert ["owl" in contrast for _, contrast in contexts] == [True, False]
     assert not any("door" in contrast for _, contrast in contexts)
+    assert contexts == contexts_of(tokenizer, config, prompts, {"prompt": data["prompt"]}, rows=list(data))
 
 
 def test_rollouts_of_one_row_do_not_contrast_each_other(make_config, tokenizer):

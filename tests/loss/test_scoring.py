@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 from functools import partial
+from itertools import pairwise
 
 import pytest
 import torch
@@ -122,12 +123,15 @@ sequences = st.lists(st.integers(1, 200), min_size=1, max_size=40).map(
 
 @given(sequences, st.integers(1, 600), st.booleans())
 def test_passes_hold_every_sequence_once_within_the_budget(sequences, batch_tokens, packed):
+    def fits(batch):
+        real = sum(map(len, batch))
+        tokens = real if packed else len(batch) * max(map(len, batch))
+        return tokens <= batch_tokens and tokens - real <= batch_tokens / 16
+
     batches = list(passes(sequences, batch_tokens, packed))
     assert sorted(s.sample for batch in batches for s in batch) == list(range(len(sequences)))
-    for batch in batches:
-        tokens = sum(map(len, batch)) if packed else len(batch) * max(map(len, batch))
-        assert tokens <= batch_tokens or len(batch) == 1
-        assert tokens - sum(map(len, batch)) <= batch_tokens / 16
+    assert all(fits(batch) or len(batch) == 1 for batch in batches)
+    assert not any(fits([*batch, following[0]]) for batch, following in pairwise(batches))
 
 
 tokens_of_two = st.lists(st.integers(0, 1), max_size=20).map(lambda ids: torch.tensor(ids, dtype=torch.long))

@@ -167,9 +167,9 @@ def statement_lines(source: str, line: int) -> range:
 
 
 def chosen_tests(measured: Measured, module: str, source: str, line: int, seconds: float) -> list[str]:
-    """Tests of a mutant that execute its statement: those that mirror the module, then all, the fastest first.
+    """Tests of a mutant that execute its statement: those of the module, those that mirror it, then all.
 
-    They take `seconds` of a processor at most, on the unchanged copy.
+    The fastest are first. They take `seconds` of a processor at most, on the unchanged copy.
     """
     mirrors = tuple(PLAN["modules"][module])
     executing = set()
@@ -177,7 +177,9 @@ def chosen_tests(measured: Measured, module: str, source: str, line: int, second
         executing.update(measured.lines[module].get(number, ()))
     total = 0.0
     selected = []
-    for test in sorted(executing, key=lambda test: (not test.startswith(mirrors), measured.seconds[test])):
+    file = f"/test_{Path(module).stem}.py:"
+    order = [(file not in test, not test.startswith(mirrors), measured.seconds[test], test) for test in executing]
+    for *_, test in sorted(order):
         total += measured.seconds[test]
         if total <= seconds or not selected:
             selected.append(test)

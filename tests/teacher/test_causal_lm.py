@@ -24,10 +24,11 @@ def test_head_dtype_matches_models_own_head(row):
 
 
 def test_4_bit_layers_keep_their_layout():
-    layer = torch.nn.Linear(1, 1)
-    layer.support_avx512bf16_for_cpu = True
-    causal_lm.keep_quantized_differentiable(torch.nn.Sequential(layer, torch.nn.ReLU()))
-    assert not layer.support_avx512bf16_for_cpu
+    quantized, layer = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+    quantized.support_avx512bf16_for_cpu = True
+    causal_lm.keep_quantized_differentiable(torch.nn.Sequential(quantized, layer))
+    assert not quantized.support_avx512bf16_for_cpu
+    assert not hasattr(layer, "support_avx512bf16_for_cpu")
 
 
 @pytest.mark.filterwarnings("ignore:The trained weights are bfloat16")

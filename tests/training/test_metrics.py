@@ -11,7 +11,14 @@ from credit_trl import CreditConfig, Verdict
 from credit_trl.contexts.tokens import PrivilegedContext, TokenContexts
 from credit_trl.loss.credit_loss import CreditLoss, MicroBatchLoss
 from credit_trl.rollout.batch import GenerationBatch
-from credit_trl.training.metrics import Alarms, CreditWarning, TokenMetrics, context_metrics, teacher_success_weights
+from credit_trl.training.metrics import (
+    Alarms,
+    CreditWarning,
+    TokenMetrics,
+    context_metrics,
+    micro_batch_fidelity,
+    teacher_success_weights,
+)
 from tables import tables_of
 from tiny import length_verdicts
 
@@ -125,6 +132,13 @@ def test_context_shares():
     shares = context_metrics(built, True, lambda counts: counts)
     assert shares == TABLES["shares"]
     assert context_metrics(built, False, lambda counts: counts)["credit/frac_without_contrast"] == 0.0
+
+
+def test_fidelity_of_one_token_is_its_weighted_gap():
+    fidelity = micro_batch_fidelity(
+        torch.tensor([2.0]), torch.tensor([[True]]), torch.tensor([0]), torch.tensor([3.0])
+    )
+    assert fidelity == 6.0
 
 
 def test_success_weights_compare_successes_with_failures():
