@@ -74,6 +74,7 @@ def test_loss_and_gradients_are_those_of_algorithm_1(make_problem, alpha, count,
 def test_packed_passes_equal_algorithm_1(make_problem, support):
     """To the rounding of the model's norms, which compute in fp32 and see sums in another order."""
     problem = make_problem(support=support, packed=True)
+    assert not problem.step.serves_grpo
     assert_algorithm_1(problem, tolerance=1e-6)
 
 

@@ -226,6 +226,11 @@ def rewarded(reward) -> Task:
     return Task("letters", letters, graded, reward)
 
 
+def test_a_sample_with_a_reward_is_decided():
+    task = rewarded(lambda completions, **columns: [Verdict(1.0, None, {"undecided": 1.0})] * len(completions))
+    assert evaluate(FakeEngine(), task, 1, progress=False).score == 1.0
+
+
 def test_a_verifier_that_does_not_apply_to_a_row_raises():
     unfit = rewarded(lambda completions, **columns: [None] * len(completions))
     with pytest.raises(ValueError, match="no finite reward for prompt 'q0'"):

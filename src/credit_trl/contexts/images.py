@@ -118,13 +118,13 @@ class ImageReader:
         ids = outputs.pop("input_ids")[0].tolist()
         outputs.pop("attention_mask", None)
         name = next((name for name in _TYPE_INPUTS if name in outputs), None)
-        types = outputs.pop(name)[0].tolist() if name else [0] * len(ids)
+        types = outputs.pop(name)[0].tolist() if name else ()
         if unknown := sorted(set(outputs) - _IMAGE_INPUTS):
             raise ValueError(
                 f"`{type(self.processor).__name__}` returns {', '.join(unknown)}, which cannot be formed for the "
                 "longer prompt of the teacher. Set `distillation_weight=0` (GRPO), or use a model of another family."
             )
-        modalities = {token: modality for token, modality in zip(ids, types, strict=True) if modality}
+        modalities = {token: modality for token, modality in zip(ids, types, strict=False) if modality}
         inputs = PromptImages(dict(outputs), modalities, name)
         return _ReadImages(images, inputs, recorder.text.split(_MARK))
 

@@ -147,8 +147,8 @@ def _deviations(matrix: Array, seeds: tuple[Array, Array], prompts: tuple[Array,
     prompt_weights, prompt_tails = prompts
     by_seed = matrix.mean(axis=1)
     by_prompt = matrix.mean(axis=0)
-    seed_part = (seed_weights - 1.0 / matrix.shape[0]) @ (by_seed - by_seed.mean())
-    prompt_part = (prompt_weights - 1.0 / matrix.shape[1]) @ (by_prompt - by_prompt.mean())
+    seed_part = seed_weights @ (by_seed - by_seed.mean())
+    prompt_part = prompt_weights @ (by_prompt - by_prompt.mean())
     residual = matrix - by_seed[:, None] - by_prompt + matrix.mean()
     interaction = np.einsum("bs,sn,bn->b", seed_weights, residual, prompt_weights, optimize=True)
     return seed_part * seed_tails + prompt_part * prompt_tails + interaction
