@@ -124,15 +124,6 @@ def test_one_pass_has_the_gradients_of_both_losses(make_problem, support, option
     assert len(result.terms.token_loss) == problem.tensors["teacher_mask"].float() @ torch.tensor(LENGTHS).float()
 
 
-def test_accumulated_micro_batches_equal_algorithm_1(make_problem):
-    problem = make_problem()
-    parts = [[0, 3, 5], [1, 2, 4], [6, 7]]
-    ours = sum(problem.step.loss(problem.policy, problem.rows(rows), accumulation=3.0).terms.loss for rows in parts)
-    teacher = scoring_model(problem)
-    theirs = sum(naive_loss(problem, teacher, rows) for rows in parts) / 3
-    same(ours, theirs, problem.policy)
-
-
 @pytest.mark.parametrize("ratios", [1, 7], ids=["of samples", "of tokens"])
 @pytest.mark.parametrize("loss_type", SHARES)
 def test_tokens_have_the_shares_of_grpos_reduction(make_problem, loss_type, ratios):
@@ -146,6 +137,8 @@ def test_tokens_have_the_shares_of_grpos_reduction(make_problem, loss_type, rati
         for row, length in enumerate(LENGTHS):
             expected[row, :length] = ratio[row, :length] * SHARES[loss_type](length, steps) / 5.0
         assert_close(shares, expected, rtol=1e-6, atol=0)
+    inputs["completion_mask"] = torch.zeros_like(inputs["completion_mask"])
+    assert problem.step.loss_shares(problem.policy, inputs, 1.0).sum() == 0.0
 
 
 @pytest.mark.parametrize("support", TOPK)

@@ -12,7 +12,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 from credit_trl.contexts.builder import ContextBuilder
 from credit_trl.contexts.contrast import Contrast
 from credit_trl.contexts.gather import build_contexts, gather_contrast_batch
-from credit_trl.contexts.prompts import chat_renderer, images_of, share_images, user_text
+from credit_trl.contexts.prompts import chat_renderer, user_text
 from credit_trl.contexts.tokens import PrivilegedContext, demonstration_text
 from credit_trl.contexts.turns import place_turns
 from credit_trl.rollout.batch import GenerationBatch, is_successful, total_rewards
@@ -131,6 +131,8 @@ def test_a_contrast_may_exchange_z(tokenizer, make_config):
     assert not built.cut
     with pytest.raises(ValueError, match=r"exchanges z.*Use a source of prompts"):
         builder.build(PROMPT, PrivilegedContext(turns={0: "x"}), [Contrast(PROMPT, other_z)])
+    with pytest.raises(ValueError, match="exchanges z"):
+        builder.build(PROMPT, z, [Contrast(PROMPT, PrivilegedContext(turns={0: "x"}))])
 
 
 @settings(max_examples=30, suppress_health_check=[function_fixtures], deadline=None)
@@ -220,13 +222,6 @@ def test_only_the_last_user_turn_reads_z(builder, tokenizer):
 def test_text_of_a_turn_is_that_of_its_text_parts():
     parts = [{"type": "image"}, {"type": "text", "text": "2+2?"}, {"type": "text", "text": "3+3?"}]
     assert user_text([{"role": "user", "content": parts}]) == "2+2? 3+3?"
-
-
-def test_images_of_equal_content_are_shared():
-    shared = {}
-    for _ in range(2):
-        [image] = images_of(share_images([{"content": [{"type": "image", "image": torch.ones(2)}]}], shared))
-        assert image is next(iter(shared.values()))
 
 
 def test_whitespace_before_z_is_encoded_as_before_a_word(make_config):

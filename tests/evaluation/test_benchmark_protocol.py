@@ -204,6 +204,8 @@ def test_verifier_gets_the_arguments_of_training():
     responses = [Response("<answer>B</answer>", 2, False, ids=(3, 4))]
     assert task_verdicts(Task.from_dataset({}, check), [letters()[0]], responses) == [Verdict(1.0)]
     assert seen == {"ids": [(3, 4)]}
+    task = Task.from_dataset({}, lambda completions, prompts, answer, truncated, task, id: [0.0])
+    assert task_verdicts(task, [letters()[0]], responses) == [Verdict(0.0)]
 
 
 def test_sample_seeds_are_unique():

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.testing import assert_close
 from transformers import LogitsProcessorList, MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from credit_trl.loss.credit_loss import engine_correction
 from credit_trl.loss.head import LMHead
 from credit_trl.loss.sampling import SamplingDistribution, engine_options, sampling_logps
 from credit_trl.training.checks import check_server
@@ -21,12 +20,6 @@ from tables import tables_of
 TABLES = tables_of(__file__)
 OPTIONS = TABLES["options"]
 SAME = 2e-3  # of a mean ratio; 1e-6 measured
-
-
-def test_a_ratio_at_a_bound_of_the_correction_is_kept():
-    bounds = dict.fromkeys(("vllm_importance_sampling_clip_min", "vllm_importance_sampling_clip_max"), 1.0)
-    config = SimpleNamespace(vllm_importance_sampling_mode="token_mask", **bounds)
-    assert engine_correction(torch.tensor([-0.1, 0.0, 0.1]), torch.zeros(3), config).tolist() == [0.0, 1.0, 0.0]
 
 
 def engine_logps(logits: Tensor, config) -> Tensor:

@@ -49,8 +49,10 @@ def test_fp32_head_reproduces_model_logps(make_model, make_trainer):
     assert trainer.state.log_history[0]["grad_norm"] > 0.0
 
 
-@pytest.mark.parametrize(("casts", "expected"), [(False, BF16), (True, FP32)])
-def test_student_and_teacher_use_same_head_dtype(make_trainer, monkeypatch, casts, expected):
+@pytest.mark.parametrize(
+    ("bf16", "casts", "expected"), [(True, False, BF16), (True, True, FP32), (False, False, FP32)]
+)
+def test_student_and_teacher_use_same_head_dtype(make_trainer, monkeypatch, bf16, casts, expected):
     """Apply the rule of a GPU on a CPU."""
     entered = {"student": set(), "teacher": set()}
     loss, states = step.credit_loss, scores.token_states
@@ -67,7 +69,7 @@ def test_student_and_teacher_use_same_head_dtype(make_trainer, monkeypatch, cast
     monkeypatch.setattr(causal_lm, "head_dtype", lambda h, w, device, autocast: head_dtype(h, w, "cuda", autocast))
     monkeypatch.setattr(step, "credit_loss", record_loss)
     monkeypatch.setattr(scores, "token_states", record_states)
-    trainer = make_trainer(bf16=True, cast_lm_head_to_fp32=casts)
+    trainer = make_trainer(bf16=bf16, cast_lm_head_to_fp32=casts)
     trainer.train()
     assert entered == {"student": {expected}, "teacher": {expected}}
     assert trainer.state.log_history[0]["grad_norm"] > 0.0

@@ -9,6 +9,7 @@ import torch
 from trl import DistillationConfig, DistillationTrainer
 
 import rounding
+from credit_trl.teacher import external
 from test_trainer_parity import assert_close, loss_and_gradients, prepared
 from tiny import QUIET, save_model
 
@@ -49,6 +50,18 @@ def test_the_students_prompt_is_read_token_for_token(make_trainer, dataset, save
     assert inputs["teacher_mask"].all()
     for i, contexts in enumerate(trainer.contexts):
         assert contexts.teacher == inputs["prompt_ids"][i][inputs["prompt_mask"][i].bool()].tolist()
+
+
+def test_a_teacher_is_frozen_before_it_is_placed(make_trainer, save_teacher, monkeypatch):
+    trainable = []
+
+    def place(model, accelerator):
+        trainable.extend(parameter.requires_grad for parameter in model.parameters())
+        return model
+
+    monkeypatch.setattr(external, "place_frozen", place)
+    make_trainer(save_teacher())
+    assert set(trainable) == {False}
 
 
 @pytest.mark.slow

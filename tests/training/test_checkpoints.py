@@ -40,7 +40,9 @@ def names(folder: Path) -> list[str]:
 def test_only_complete_checkpoints_within_limit_remain(make_trainer, tmp_path):
     make_trainer().train()
     assert names(tmp_path / "run") == ["checkpoint-3"]
-    assert set(TABLES["files"]) <= {path.name for path in (tmp_path / "run" / "checkpoint-3").iterdir()}
+    files = {path.name for path in (tmp_path / "run" / "checkpoint-3").iterdir()}
+    assert set(TABLES["files"]) <= files
+    assert "rollouts_0.pt" not in files
 
 
 @pytest.mark.parametrize("damage", [{"step": 0}, {"files": "{}"}], ids=["progress", "manifest"])

@@ -10,14 +10,12 @@ import torch
 from credit_trl import CreditConfig, Verdict
 from credit_trl.contexts.tokens import PrivilegedContext, TokenContexts
 from credit_trl.loss.credit_loss import CreditLoss, MicroBatchLoss
-from credit_trl.rollout.batch import GenerationBatch
 from credit_trl.training.metrics import (
     Alarms,
     CreditWarning,
     TokenMetrics,
     context_metrics,
     micro_batch_fidelity,
-    teacher_success_weights,
 )
 from tables import tables_of
 from tiny import length_verdicts
@@ -139,26 +137,6 @@ def test_fidelity_of_one_token_is_its_weighted_gap():
         torch.tensor([2.0]), torch.tensor([[True]]), torch.tensor([0]), torch.tensor([3.0])
     )
     assert fidelity == 6.0
-
-
-def test_success_weights_compare_successes_with_failures():
-    """Two mixed groups of unequal sizes, one without a failure, and samples without teacher, loss or reward."""
-    rewards = [1.0, 0.0, 0.0, 1.0, 1.0, 0.0, 1.0, 1.0, 0.0, math.nan, 1.0, 0.0]
-    has_teacher = [True] * 11 + [False]
-    has_loss = torch.tensor([[True]] * 8 + [[False]] + [[True]] * 3)
-    batch = GenerationBatch([{}] * 12, [""] * 12, [[1]] * 12, rewards, [None] * 12, 0, group_size=4)
-    contexts = [TokenContexts([1] if taught else None) for taught in has_teacher]
-    weights, mixed, scored = teacher_success_weights(batch, contexts, has_loss, 1.0)
-    values = torch.randn(12, generator=torch.Generator().manual_seed(0))
-    differences = [
-        values[[0, 3]].mean() - values[[1, 2]].mean(),
-        values[[4, 6, 7]].mean() - values[5],
-    ]
-    assert (mixed, scored) == (2, 10)
-    torch.testing.assert_close((weights * values).sum(), torch.stack(differences).mean())
-    without_mixed, mixed, _ = teacher_success_weights(batch, contexts, torch.zeros(12, 1, dtype=torch.bool), 1.0)
-    assert mixed == 0
-    assert without_mixed.isnan().all()
 
 
 @pytest.mark.parametrize(("no_teacher", "skipped", "dropped", "warns"), TABLES["no_teacher"])
