@@ -83,7 +83,9 @@ class CreditFormula:
                 for distribution, candidate_logps in zip(passes, chosen, strict=True)
             ]
         student, teacher, contrasts = chosen
-        return self._target(teacher, contrasts) - student
+        if not len(contrasts):
+            return objective.self_distillation_reward(teacher, student)
+        return objective.credit_advantages(teacher, contrasts, student, self.contrastive_coef, self.form)
 
     def policy_mean(self, logps: CreditLogps) -> Float[Tensor, " n"]:
         """Mean of R_t under the policy, over the buckets of the loss. A step raises the tokens whose R_t is larger."""
