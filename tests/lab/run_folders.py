@@ -54,5 +54,7 @@ def make_run(
         for n, value in enumerate(row):
             group = None if groups is None else groups[n % len(groups)]
             prompts.append({"id": f"p{n}", "group": group, "score": float(value)})
-        write_json(folder / "evaluations" / f"step-{2 * i:06d}" / "result.json", {**result, "prompts": prompts})
+        rates = {group: {"format": (i + 1) / 8} for group in groups or ()}
+        full_result = {**result, "prompts": prompts, "group_metrics": rates}
+        write_json(folder / "evaluations" / f"step-{2 * i:06d}" / "result.json", full_result)
     return folder

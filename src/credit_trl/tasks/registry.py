@@ -16,7 +16,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import Any
 
 from credit_trl.sandbox.user_code import exit_is_an_error, exit_raises, explained
@@ -172,8 +171,9 @@ def _reward(described: Mapping[str, Any]) -> Any:
             f"The reward function `{described['called']}` of this run has no import name. Define it with `def` in a "
             "module of its own, such as my_rewards.py, and give `--reward_funcs my_rewards.my_reward`."
         )
+    module, _, path = described["name"].partition(":")
     try:
-        return resolve_name(described["name"])
+        return attrgetter(path)(importlib.import_module(module))
     except (ImportError, AttributeError) as error:
         raise ValueError(
             f"The reward function {described['name']} of this run is not found ({error}). Run from the folder of "

@@ -23,9 +23,10 @@ def test_arm_is_named_by_its_method(options, name):
     assert method_name(options) == name
 
 
-def test_answer_has_the_paired_gain_of_the_task_and_its_groups(tmp_path, scores):
+def test_answer_has_the_paired_gain_of_the_task_and_its_groups(open_page, tmp_path, scores):
     run = make_run(tmp_path / "r", scores[0], groups=("easy", "hard"))
-    answer = read_json(write_report([run]).with_suffix(".json"))["answer"]
+    path = write_report([run])
+    answer = read_json(path.with_suffix(".json"))["answer"]
     at_start, at_end = scores[0][0], scores[0][-1]
     expected = paired_bootstrap(at_end, at_start, paired_seeds=True)
     line = answer["lines"][0]
@@ -36,6 +37,8 @@ def test_answer_has_the_paired_gain_of_the_task_and_its_groups(tmp_path, scores)
     )
     assert f"{100 * expected.low:+.1f} to {100 * expected.high:+.1f}" in line
     assert [row["group"] for row in answer["groups"]] == ["easy", "hard"]
+    rates = f"12.5 → {100 * len(scores[0]) / 8:.1f} %"
+    assert open_page(path).locator("#answer tbody td:last-child").all_inner_texts() == [rates] * 2
     for start, row in enumerate(answer["groups"]):
         interval = bootstrap_ci(at_end[start::2])
         assert row["before"] == pytest.approx(at_start[start::2].mean())

@@ -213,7 +213,7 @@ def _several_arms(comparison: Sequence[Mapping[str, Any]]) -> Headline:
         verdict = {"good": "better than", "bad": "worse than", "unclear": "no clear difference from"}[status]
         change = _difference_text(row["difference"], row["difference_low"], row["difference_high"])
         score = _percent(row["score"])
-        lines.append(f"{row['arm']} on {row['task']}: {score}, {verdict} {baseline}, {change}.")
+        lines.append(f"{row['arm']}: {score} on {row['task']}, {verdict} {baseline}, {change}.")
     if not lines:
         return Headline("unmeasured", "The arms have no scores on shared prompts.", [])
     title = f"{clear} of {pluralized(len(lines), 'difference')} from the first arm clear of zero."
@@ -221,13 +221,14 @@ def _several_arms(comparison: Sequence[Mapping[str, Any]]) -> Headline:
 
 
 def _groups(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Scores of the groups of a task that has several."""
+    """Scores of the groups of a task that has several, and the verdict metrics of each run before and after."""
     names = runs[-1].groups(runs[-1].final["step"])
     rows = []
     for name in names if len(names) > 1 else []:
         result = gain(runs, name)
         if result is not None:
-            rows.append({"group": visible(name)} | result)
+            metrics = [[run.group_metrics(step, name) for step in (0, run.final["step"])] for run in runs]
+            rows.append({"group": visible(name), "metrics": metrics} | result)
     return rows
 
 

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -25,6 +26,8 @@ _IGNORED_OPTIONS = re.compile(
 )
 # Options -> words in the name of an arm, where the option's name says less.
 _OPTION_WORDS = {
+    "include_environment_feedback": "feedback",
+    "use_successful_as_teacher": "demonstration",
     "contrastive_count": "contrast prompts",
     "contrastive_source": "contrast prompts from",
     "distillation_topk": "top-K",
@@ -155,6 +158,10 @@ class Run:
                 names[prompt["group"]] = None
         return list(names)
 
+    def group_metrics(self, step: int, group: str) -> dict[str, float]:
+        """Means of the verdicts' metrics over a group in the evaluation at a step."""
+        return self._result(step).get("group_metrics", {}).get(group, {})
+
     def settings(self, step: int) -> dict[str, Any]:
         """Settings of the evaluation at a step; empty where its results are missing."""
         return self._result(step).get("settings", {})
@@ -203,7 +210,7 @@ def load_run(folder: str | Path) -> Run:
 
 
 def arms_of(runs: Sequence[Run]) -> dict[str, list[Run]]:
-    """Runs by method and the options in which they differ from each other; seeds of one arm share a name.
+    """Runs by method and the options in which they differ from most others; seeds of one arm share a name.
 
     Without either the first run's folder names them. Runs with equal options and seeds are named with their folders
     too.
@@ -211,9 +218,10 @@ def arms_of(runs: Sequence[Run]) -> dict[str, list[Run]]:
     arms: dict[str, list[Run]] = {}
     name_of_options: dict[tuple[str, ...], str] = {}
     options = differing_options(runs)
+    usual_texts = {option: _text_of_most(runs, option) for option in options}
     for run, folder in zip(runs, short_names([run.folder for run in runs]), strict=True):
         texts = tuple(effective_text(run, option) for option in options)
-        name = _arm_name(run, options) or runs[0].folder.resolve().name
+        name = _arm_name(run, usual_texts) or runs[0].folder.resolve().name
         if texts not in name_of_options and name in name_of_options.values():
             name = f"{name} ({folder})"
         name = name_of_options.setdefault(texts, name)
@@ -223,11 +231,17 @@ def arms_of(runs: Sequence[Run]) -> dict[str, list[Run]]:
     return arms
 
 
-def _arm_name(run: Run, differing: Sequence[str]) -> str:
-    """Method and differing options in words: `CREDIT λ = 0.1, learning rate 1e-05`."""
+def _text_of_most(runs: Sequence[Run], option: str) -> str:
+    """Text of an option that more than half of the runs have, or ""."""
+    [(text, count)] = Counter(effective_text(run, option) for run in runs).most_common(1)
+    return text if 2 * count > len(runs) else ""
+
+
+def _arm_name(run: Run, usual_texts: Mapping[str, str]) -> str:
+    """Method and unusual options in words: `CREDIT λ = 0.1, learning rate 1e-05`."""
     parts = [run.method]
-    for option in differing:
-        if option in METHOD_OPTIONS or not effective_text(run, option):
+    for option, usual_text in usual_texts.items():
+        if option in METHOD_OPTIONS or effective_text(run, option) in ("", usual_text):
             continue
         title = _OPTION_WORDS.get(option, option.replace("_", " "))
         value = run.text(option, words)

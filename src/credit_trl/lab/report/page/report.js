@@ -167,6 +167,14 @@ function buildProbe() {
 }
 
 // ---------------------------------------------------------------- answer
+// Mean of a verdict metric over runs, before and after training; a rate in per cent.
+function metricText(metrics, name) {
+  const [before, after] = [0, 1].map((i) => metrics.reduce((sum, run) => sum + run[i][name] / metrics.length, 0));
+  if (Number.isNaN(before + after)) return "–";
+  const isRate = Math.min(before, after) >= 0 && Math.max(before, after) <= 1;
+  return isRate ? percent(before) + " → " + percent(after) + " %" : before.toPrecision(4) + " → " + after.toPrecision(4);
+}
+
 
 function buildAnswer() {
   const answer = data.answer, section = byId("answer"), box = section.lastElementChild;
@@ -185,11 +193,13 @@ function buildAnswer() {
   }
   box.append(...lines);
   if (answer.groups.length) {
+    const metrics = Object.keys(answer.groups[0].metrics[0][1]);
     const rows = answer.groups.map((row) => [
       row.group, String(row.prompts), percent(row.before), percent(row.after), interval(row.low, row.high),
-      percent(row.difference, true), interval(row.difference_low, row.difference_high, true),
+      percent(row.difference, true), interval(row.difference_low, row.difference_high, true), ...metrics.map((name) => metricText(row.metrics, name)),
     ]);
-    box.append(tableOf(["group", "prompts", "before, %", "after, %", "95 % interval", "difference", "95 % interval"], rows, "stacked"));
+    const titles = ["group", "prompts", "before, %", "after, %", "95 % interval", "difference", "95 % interval", ...metrics];
+    box.append(tableOf(titles, rows, "stacked"));
   }
   if (!answer.warnings.length) return;
   const list = element("ul");
