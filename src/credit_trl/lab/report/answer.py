@@ -227,7 +227,9 @@ def _groups(runs: Sequence[Run]) -> list[dict[str, Any]]:
     for name in names if len(names) > 1 else []:
         result = gain(runs, name)
         if result is not None:
-            metrics = [[run.group_metrics(step, name) for step in (0, run.final["step"])] for run in runs]
+            metrics = []
+            for run in runs:
+                metrics.append([run.group_metrics(0, name), run.group_metrics(run.final["step"], name)])
             rows.append({"group": visible(name), "metrics": metrics} | result)
     return rows
 
