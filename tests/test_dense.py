@@ -8,7 +8,7 @@ from credit_trl.contexts.builder import ContextBuilder
 from credit_trl.rollout.batch import GenerationBatch
 from credit_trl.teacher.models import make_teacher
 from credit_trl.teacher.passes import policy_states
-from credit_trl.training.step import CreditStep
+from credit_trl.training.step import CreditStep, choose_packing
 from dense import LENGTHS, gradients, logps, naive_loss, naive_token_losses, padded, scoring_model, step_problem
 
 TOPK = {"bucket": (5, "bucket"), "renormalize": (5, "renormalize"), "K = V": (None, "bucket")}
@@ -75,6 +75,7 @@ def test_packed_passes_equal_algorithm_1(make_problem, support):
     """To the rounding of the model's norms, which compute in fp32 and see sums in another order."""
     problem = make_problem(support=support, packed=True)
     assert not problem.step.serves_grpo
+    assert choose_packing(None, problem.step.teacher, may_have_images=True) == (False, False)
     assert_algorithm_1(problem, tolerance=1e-6)
 
 

@@ -141,7 +141,8 @@ def test_renormalising_forgets_the_normaliser(shape, seed, shift):
 def test_guide_is_the_papers_target_unflattened(shape, seed, coef):
     """f + λ (f − Ĝ) = (f − μ Ĝ) / (1 − μ) with μ = λ / (1 + λ)."""
     g = torch.Generator().manual_seed(seed)
-    teacher, generic, mu = logps(g, *shape), logps(g, *shape), coef / (1 + coef)
-    guide = objective.credit_target(teacher, generic, torch.full(shape[:1], coef, dtype=torch.float64), "guide")
+    teacher, generic, mu = logps(g, 2, *shape), logps(g, 2, *shape), coef / (1 + coef)
+    coefs = torch.full((2, shape[0]), coef, dtype=torch.float64)
+    guide = objective.credit_target(teacher, generic, coefs, "guide")
     paper = objective.credit_target(teacher, generic, mu)
     assert_close(guide, paper / (1 - mu), rtol=1e-9, atol=1e-9)

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from datasets import Dataset
+from datasets import Dataset, are_progress_bars_disabled
 
 from credit_trl import run_directory
 from credit_trl.run_directory import append_lines, keep_up_to, read_lines, write_atomically, write_json
@@ -16,6 +16,7 @@ def test_read_lines_skips_unfinished_and_names_broken_lines(tmp_path):
     with path.open("a") as file:
         file.write('{"step": 3, "lo')
     assert read_lines(path) == [{"step": 1, "loss": None}, {"step": 2, "text": "line\u2028separator"}]
+    assert path.stat().st_mode & 0o111 == 0
     keep_up_to(path, 1)
     assert path.read_text() == '{"step":1,"loss":null}\n'
     for broken in ("not json", '{"a":' * 100_000):
@@ -28,14 +29,23 @@ def test_rows_that_parquet_cannot_hold_end_no_run(tmp_path, caplog):
     data = {"task": None, "train": None}
     run_directory.store_rows(tmp_path, data, {"train": Dataset.from_list([{"prompt": "1+1=", "extra": {}}])})
     assert (data["train"], "The rows are not stored" in caplog.text) == (None, True)
+    assert not are_progress_bars_disabled()
+
+
+def test_names_of_saved_files_lead_nowhere_else():
+    assert list(filter(run_directory._is_name, ["a", "", ".", "..", "../a", "a/b", 3, None])) == ["a"]
 
 
 def test_failed_write_keeps_the_old_file(tmp_path, monkeypatch):
-    write_json(tmp_path / "a.json", {"old": 1})
+    path = tmp_path / "folder" / "a.json"
+    write_json(path, {"old": 1})
     monkeypatch.setattr("os.fsync", lambda fd: (_ for _ in ()).throw(OSError("No space left on device")))
     with pytest.raises(OSError, match="No space"):
-        write_atomically(tmp_path / "a.json", "new")
-    assert json.loads((tmp_path / "a.json").read_text()) == {"old": 1}
+        write_atomically(path, "new")
+    assert json.loads(path.read_text()) == {"old": 1}
+    monkeypatch.undo()
+    write_atomically(path, "new")  # beside what the failed one has left
+    assert path.read_text() == "new"
 
 
 @pytest.mark.parametrize("exists", [True, False])

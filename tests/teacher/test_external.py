@@ -11,7 +11,7 @@ from trl import DistillationConfig, DistillationTrainer
 import rounding
 from credit_trl.teacher import external
 from test_trainer_parity import assert_close, loss_and_gradients, prepared
-from tiny import QUIET, save_model
+from tiny import QUIET, build_tokenizer, save_model
 
 
 @pytest.fixture
@@ -60,7 +60,8 @@ def test_a_teacher_is_frozen_before_it_is_placed(make_trainer, save_teacher, mon
         return model
 
     monkeypatch.setattr(external, "place_frozen", place)
-    make_trainer(save_teacher())
+    trainer = make_trainer(save_teacher())
+    trainable.extend(parameter.requires_grad for parameter in trainer.teacher.model.parameters())
     assert set(trainable) == {False}
 
 
@@ -135,6 +136,10 @@ def test_another_vocabulary_is_an_error_with_the_first_differing_id(make_trainer
         ValueError, match=rf"first differing id is {first_id}, 'B' for the policy and 'C'.*2 of .*GOLD"
     ):
         make_trainer(str(path.parent), **PLAIN)
+    larger = build_tokenizer()
+    larger.add_tokens(["<new>"])
+    with pytest.raises(ValueError, match="None for the policy and '<new>' for the teacher"):
+        external.check_same_vocabulary(build_tokenizer(), larger, "larger")
 
 
 @pytest.mark.slow

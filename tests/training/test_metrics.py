@@ -152,6 +152,9 @@ def test_no_teacher_warns_where_nothing_explains_it(no_teacher, skipped, dropped
         warnings.simplefilter("always")
         alarms.check_contexts({f"credit/frac_{name}": share for name, share in shares.items()}, skipped)
     assert (alarms.raised == {"no_teacher"}) == warns
+    with pytest.warns(CreditWarning):
+        alarms.check_contexts({f"credit/frac_{name}": 0.5 * (name == "feedback_dropped") for name in shares})
+    assert "feedback_dropped" in alarms.raised
     assert len(caught) == warns
 
 
