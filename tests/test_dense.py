@@ -198,6 +198,7 @@ def test_token_weights_multiply_the_losses_of_tokens(make_problem):
     ours = problem.step.loss(problem.policy, problem.tensors).terms.loss
     same(ours, torch.stack(losses).mean(), problem.policy)
     assert problem.tensors["token_weight"].std() > 0.01
+    assert (problem.tensors["token_weight"][:, -1] == 1.0).all()  # padding
 
 
 @pytest.mark.parametrize("size", [2, len(LENGTHS)])

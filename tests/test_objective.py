@@ -55,12 +55,6 @@ def test_input_specific_and_input_generic_add_up_to_the_teacher(shape, seed, cou
     assert_close(generic.numpy(), np.mean(contrasts.numpy(), axis=0), rtol=0, atol=1e-12)
 
 
-@given(shapes, seeds, counts)
-def test_streamed_contrasts_give_the_input_generic_part(shape, seed, count):
-    contrasts = logps(torch.Generator().manual_seed(seed), count, *shape)
-    assert_close(objective.streamed_input_generic(iter(contrasts), count), objective.input_generic(contrasts))
-
-
 @given(shapes, seeds, counts, st.floats(0, 1))
 def test_gradient_of_the_reverse_kl_is_algorithm_1(shape, seed, count, coef):
     """Line 8: −Σ_v ∇p_t(v) · sg[R_t(v)], on the whole vocabulary, through the student's logits."""

@@ -32,6 +32,11 @@ def test_rows_that_parquet_cannot_hold_end_no_run(tmp_path, caplog):
     assert not are_progress_bars_disabled()
 
 
+def test_functions_without_an_import_name_have_none(tmp_path):
+    assert run_directory.describe_function(lambda: 0)["name"] is None
+    assert run_directory.file_versions(tmp_path / "none") == {}
+
+
 def test_names_of_saved_files_lead_nowhere_else():
     assert list(filter(run_directory._is_name, ["a", "", ".", "..", "../a", "a/b", 3, None])) == ["a"]
 

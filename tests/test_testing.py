@@ -25,6 +25,7 @@ def over_its_mean(credit):
 def test_good_weights_pass():
     check_weight(confident)
     check_weight(over_its_mean)
+    check_weight(lambda credit: {"grpo": 1.0 + credit.entropy + credit.mean(credit.entropy, credit.entropy < 0.0)})
 
 
 @pytest.mark.parametrize("losses", [("distillation",), ("grpo",), ("distillation", "grpo")], ids="+".join)

@@ -12,7 +12,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 from credit_trl.contexts.builder import ContextBuilder
 from credit_trl.contexts.contrast import Contrast
 from credit_trl.contexts.gather import build_contexts, gather_contrast_batch
-from credit_trl.contexts.prompts import chat_renderer, user_text
+from credit_trl.contexts.prompts import chat_renderer
 from credit_trl.contexts.tokens import PrivilegedContext, demonstration_text
 from credit_trl.contexts.turns import place_turns
 from credit_trl.rollout.batch import GenerationBatch, is_successful, total_rewards
@@ -217,11 +217,6 @@ def test_only_the_last_user_turn_reads_z(builder, tokenizer):
     student = tokenizer.decode(student_ids(tokenizer, dialogue))
     turn = "2+2?\n\nPrevious assessment:\nNot 5.\n\nNow solve this problem step by step."
     assert text == student.replace("2+2?", turn)
-
-
-def test_text_of_a_turn_is_that_of_its_text_parts():
-    parts = [{"type": "image"}, {"type": "text", "text": "2+2?"}, {"type": "text", "text": "3+3?"}]
-    assert user_text([{"role": "user", "content": parts}]) == "2+2? 3+3?"
 
 
 def test_whitespace_before_z_is_encoded_as_before_a_word(make_config):

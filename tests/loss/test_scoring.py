@@ -17,7 +17,7 @@ from credit_trl.loss.head import lm_head
 from credit_trl.loss.scores import SupportConfig, score_completions, score_tokens
 from credit_trl.teacher.models import Teacher
 from credit_trl.teacher.packing import enable_packing, model_inputs, packed_row
-from credit_trl.teacher.passes import TeacherSequence, passes
+from credit_trl.teacher.passes import PASSES_PER_GROUP, TeacherSequence, _samples_of_groups, passes
 from families import FAMILIES, SMALL, build_family
 from tables import tables_of
 from tiny import context_ids
@@ -132,6 +132,16 @@ def test_passes_hold_every_sequence_once_within_the_budget(sequences, batch_toke
     assert sorted(s.sample for batch in batches for s in batch) == list(range(len(sequences)))
     assert all(fits(batch) or len(batch) == 1 for batch in batches)
     assert not any(fits([*batch, following[0]]) for batch, following in pairwise(batches))
+
+
+@given(sequences, st.integers(1, 100))
+def test_groups_hold_samples_up_to_their_bound(sequences, batch_tokens):
+    def fits(group):
+        return sum(len(sequences[sample]) for sample in group) <= PASSES_PER_GROUP * batch_tokens
+
+    groups = list(_samples_of_groups({s.sample: [s] for s in sequences}, batch_tokens, packed=False))
+    assert all(fits(group) or len(group) == 1 for group in groups)
+    assert not any(fits([*group, following[0]]) for group, following in pairwise(groups))
 
 
 tokens_of_two = st.lists(st.integers(0, 1), max_size=20).map(lambda ids: torch.tensor(ids, dtype=torch.long))

@@ -130,7 +130,7 @@ def _is_message(node: NodeOrLeaf) -> bool:
     return False
 
 
-def sample(tree: Path, count: int, seed: int) -> list[WorkItem]:
+def sample(tree: Path, count: int) -> list[WorkItem]:
     """Mutants of functions that are spread evenly over the modules, at most two on a line."""
     items = []
     modules = list(PLAN["modules"])
@@ -138,7 +138,7 @@ def sample(tree: Path, count: int, seed: int) -> list[WorkItem]:
         quota = (count - len(items)) // (len(modules) - index)
         source = (tree / PACKAGE / module).read_text("utf-8")
         specs = list(candidates(module, source))
-        random.Random(f"{seed} {module}").shuffle(specs)
+        random.Random(f"0 {module}").shuffle(specs)
         on_line: Counter[int] = Counter()
         for spec in specs:
             line = spec.start_pos[0]
@@ -415,7 +415,6 @@ def write_table(decided: Sequence[tuple[WorkItem, WorkResult]], header: str) -> 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=440, help="mutants in all")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the choice of mutants")
     parser.add_argument("--workers", type=int, default=2, help="processes that decide mutants")
     parser.add_argument("--seconds", type=float, default=20.0, help="of a processor, of the tests of a mutant")
     parser.add_argument("--new", action="store_true", help="start again, with the present sources")
@@ -429,7 +428,7 @@ def main() -> int:
         copy_tree(folder / f"tree-{index}")
     with use_db(folder / "mutants.sqlite") as database:
         if not database.num_work_items:
-            database.add_work_items(sample(folder / "tree-0", options.count, options.seed))
+            database.add_work_items(sample(folder / "tree-0", options.count))
             command = ["git", "log", "-1", "--format=%h", "--", "src"]
             commit = subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
             (folder / "commit").write_bytes(commit.stdout)
@@ -450,7 +449,7 @@ def main() -> int:
     for process in workers:
         process.join()
     commit = (folder / "commit").read_text("utf-8").strip()
-    command = f"python tests/mutants/mutation.py --count {options.count} --seed {options.seed}"
+    command = f"python tests/mutants/mutation.py --count {options.count}"
     header = f"Mutants of the sources of commit {commit}, decided by `{command}` until {date.today()}:"
     with use_db(folder / "mutants.sqlite") as database:
         share = write_table(database.completed_work_items, header)

@@ -29,3 +29,19 @@ def test_mutants_change_functions_alone(change):
     source = "X = 1\nclass A:\n    b: int = 2\n    def f(self, x=3):\n        return 4\n"
     changes = mutation.changed_functions(source, source.replace(change, f"{change}0"))
     assert [new.co_name for _, new in changes] == ["f"] * (change == "return 4")
+
+
+def test_the_table_counts_the_mutants_of_the_plan():
+    counts = {}
+    for line in mutation.TABLE.read_text("utf-8").splitlines():
+        if line.endswith(" |") and line[-3].isdigit():
+            module, *cells = line.strip("|").split("|")
+            counts[module.strip()] = [int(cell) for cell in cells]
+    tried, killed, equivalent, _ = total = counts.pop("total")
+    assert [sum(column) for column in zip(*counts.values(), strict=True)] == total
+    assert {module: row[2] for module, row in counts.items()} == {
+        module: sum(row["module"] == module for row in mutation.PLAN["equivalent"])
+        for module in mutation.PLAN["modules"]
+    }
+    assert tried >= 400
+    assert killed >= mutation.REQUIRED_SHARE * (tried - equivalent)
