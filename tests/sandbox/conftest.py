@@ -5,49 +5,12 @@ import sys
 
 import pytest
 from observing import PROTECTED
+from tiers import ORDINARY_USER, SYSTEM_PYTHON, open_tier
 
 if not sys.platform.startswith("linux"):
     collect_ignore_glob = ["test_*.py"]
 
-ORDINARY_USER = 60799
-_SYSTEM_PYTHON = "/usr/bin/python3"
-
 TIERS = [*PROTECTED, *(pytest.param(f"{tier} as an ordinary user", marks=pytest.mark.slow) for tier in PROTECTED)]
-
-
-def start_as_ordinary_user(patch: pytest.MonkeyPatch) -> None:
-    """Start sandbox servers as an unprivileged user, as if the trainer were one. Needs root."""
-    from credit_trl.sandbox import pool
-
-    popen = pool.subprocess.Popen
-
-    def as_user(command: list[str], **options: object) -> object:
-        return popen(
-            [_SYSTEM_PYTHON, *command[1:]], user=ORDINARY_USER, group=ORDINARY_USER, extra_groups=[], **options
-        )
-
-    patch.setattr(pool.subprocess, "Popen", as_user)
-
-
-def open_tier(name: str, workers: int = 2):
-    """The sandbox of a tier, or a skip with the reason why this machine has none."""
-    import credit_trl
-    from credit_trl.sandbox import SandboxError, open_sandbox
-    from credit_trl.sandbox.interpreter import readable_by_others
-
-    tier, _, ordinary = name.partition(" as ")
-    package = os.path.dirname(os.path.abspath(credit_trl.__file__))
-    if ordinary and os.geteuid() != 0:
-        pytest.skip("not root: the tier itself already runs as an ordinary user")
-    if ordinary and not (os.path.exists(_SYSTEM_PYTHON) and readable_by_others(package)):
-        pytest.skip(f"an ordinary user cannot read {_SYSTEM_PYTHON} or the package")
-    with pytest.MonkeyPatch.context() as patch:
-        if ordinary:
-            start_as_ordinary_user(patch)
-        try:
-            return open_sandbox(tier, workers=workers)
-        except SandboxError as error:
-            pytest.skip(str(error).splitlines()[1])
 
 
 @pytest.fixture(scope="module", params=PROTECTED)
@@ -84,6 +47,6 @@ def opened_tier(request):
 @pytest.fixture
 def system_python():
     """Path of an interpreter that can be copied alone."""
-    if not os.path.exists(_SYSTEM_PYTHON):
+    if not os.path.exists(SYSTEM_PYTHON):
         pytest.skip("needs an interpreter that can be copied alone")
-    return _SYSTEM_PYTHON
+    return SYSTEM_PYTHON

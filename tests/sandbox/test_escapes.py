@@ -6,8 +6,8 @@ import pytest
 from bait import GOOD, Bait, judge
 from escape import DATA, ESCAPES
 from observing import PROTECTED, SOURCES, run_in_servers
+from tiers import open_tier
 
-from conftest import open_tier
 from credit_trl.sandbox import Program, open_sandbox
 
 USERS = [name for tier in PROTECTED for name in (tier, f"{tier} as an ordinary user")]
