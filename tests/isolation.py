@@ -10,7 +10,18 @@ import torch
 # Threads of libraries that serve the whole process: fsspec's event loop and TRL's, tqdm's monitor, a timer of pytest.
 SHARED_THREADS = ("fsspecIO", "TMonitor", "pytest_timeout", "IOPub", "Heartbeat", "GRPOTrainer-AsyncLoop")
 # Variables that libraries derive from a configuration, as transformers does for accelerate, or that pytest sets.
-LIBRARY_PREFIXES = ("ACCELERATE_", "FSDP_", "PYTEST_", "TORCH", "CUDA", "KMP_", "TRACKIO_", "TOKENIZERS_", "COV_")
+LIBRARY_PREFIXES = (
+    "ACCELERATE_",
+    "FSDP_",
+    "PYTEST_",
+    "TORCH",
+    "PYTORCH_",
+    "CUDA",
+    "KMP_",
+    "TRACKIO_",
+    "TOKENIZERS_",
+    "COV_",
+)
 MAX_JOIN_SECONDS = 30.0  # ends a hang: a thread that was told to end takes milliseconds
 
 
