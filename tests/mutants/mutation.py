@@ -243,7 +243,7 @@ class Worker:
         temporary = str(self.folder / f"temporary-{self.index}")
         options = ["-qs", "--basetemp", temporary, *"-p no:cacheprovider -p no:xdist".split()]
         if pytest.main([*options, *files], plugins=[self]):
-            raise RuntimeError("The tests of the unchanged copy were not collected.")
+            raise RuntimeError("The tests were not collected: with `--new` the copy has the present sources.")
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection(self) -> None:
