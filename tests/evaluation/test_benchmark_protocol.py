@@ -10,6 +10,7 @@ from contextlib import nullcontext
 
 import pytest
 from datasets import Dataset
+from torch import nn
 
 from credit_trl import Verdict
 from credit_trl.evaluation import EvaluationConfig, evaluate
@@ -282,6 +283,7 @@ def test_evaluation_with_nan_metrics_and_surrogates_resumes(tmp_path):
 @pytest.mark.parametrize(("arguments", "options", "message"), rows_of(__file__, "wrong_arguments"))
 def test_wrong_arguments_are_named_with_the_remedy(arguments, options, message):
     objects = {"engine": FakeEngine(), "task": TASK, "rows": list(letters()), "data": letters()}
+    objects["weights"] = nn.Linear(1, 1)
     with pytest.raises((TypeError, ValueError), match=re.escape(message)) as refused:
         evaluate(*(objects.get(name, name) for name in arguments), **options)
     assert "\n" not in str(refused.value)

@@ -215,3 +215,11 @@ def test_training_and_evaluation_grade_the_same_messages(make_trainer, parsing, 
     assert seen == trained
     assert seen[0][0]["content"] == "weather(Oslo)"
     assert (result.mean_length, result.truncated) == (len(ids), 0.0)
+
+
+@pytest.mark.parametrize("arguments", [("task", "trainer"), ("odd", "trainer"), (None, "task"), ("model", "task")])
+def test_arguments_in_another_order_are_named(make_trainer, arguments):
+    trainer = make_trainer(TASK.reward)
+    objects = {"task": TASK, "trainer": trainer, "model": trainer.model}
+    with pytest.raises(TypeError, match=r"^`trainer` must be a trainer, got \w+\. The order .* is trainer, task\.$"):
+        EvaluationCallback(*(objects.get(name, name) for name in arguments))

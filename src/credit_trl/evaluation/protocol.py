@@ -65,6 +65,9 @@ def evaluate(model: Any, task: str | Task, k: int = 16, **options: Any) -> Evalu
     if hasattr(model, "accelerator"):
         options.setdefault("max_completion_length", model.max_completion_length or 4096)
     config = evaluation_config("evaluate", k=k, **options)
+    if isinstance(model, Task) or _has_weights(task):
+        kinds = f"`model` is a {type(model).__name__} and `task` a {type(task).__name__}"
+        raise TypeError(f"{kinds}. Give the model first, then the task.")
     task = load_task(task)
     rows = task_rows(task, config)
     groups = _groups(rows, config.group_by)
@@ -94,6 +97,11 @@ def evaluate(model: Any, task: str | Task, k: int = 16, **options: Any) -> Evalu
         return result
 
     return _on_main(engine, finish)
+
+
+def _has_weights(value: Any) -> bool:
+    """Whether a value is a model, a trainer or an engine."""
+    return isinstance(value, nn.Module) or hasattr(value, "accelerator") or callable(getattr(value, "session", None))
 
 
 def make_engine(model: Any, config: EvaluationConfig) -> Engine:
