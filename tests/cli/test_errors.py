@@ -31,7 +31,7 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "latin.yaml").write_bytes("task: café\n".encode("latin-1"))
     (tmp_path / "deep.yaml").write_text("task: " + "[" * 5000)
     for name, text in TABLES["files"].items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)

@@ -277,6 +277,20 @@ def test_clean_up_removes_only_what_a_run_wrote(make_trainer, tmp_path):
     assert {path.name for path in run.glob(".*.tmp")} == {".my.notes.2026.tmp"}
 
 
+@pytest.mark.parametrize("name", ["run.json", "log.jsonl", "evaluations.jsonl", "evaluations", "_rows"])
+def test_path_of_the_wrong_kind_is_refused_with_the_run_unharmed(make_trainer, tmp_path, name):
+    path = tmp_path / "run" / name
+    if path.suffix:
+        (path / "mine").mkdir(parents=True)
+    else:
+        path.parent.mkdir()
+        path.write_text("mine")
+    expected = file_hashes(tmp_path)
+    with pytest.raises(ValueError, match=rf"{name} is a (file|folder), and a run writes a .* there\. Remove it"):
+        make_trainer().train()
+    assert file_hashes(tmp_path) == expected
+
+
 def rewrite(path: Path, content: bytes) -> None:
     """Replace a file of a checkpoint, and its hash in the manifest."""
     path.write_bytes(content)

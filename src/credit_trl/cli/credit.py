@@ -210,8 +210,9 @@ def processes_of(launched: Namespace) -> int:
         count = file.num_processes
     if count is None:
         count = max(torch.cuda.device_count(), 1)
-    if count < 1:
-        raise ValueError(f"--num_processes: must be at least 1, got {count}")
+    for name, number in {"processes": count, "machines": launched.num_machines}.items():
+        if number is not None and number < 1:
+            raise ValueError(f"--num_{name}: must be at least 1, got {number}")
     return count
 
 
