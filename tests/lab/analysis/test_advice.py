@@ -29,6 +29,9 @@ def arm_of(name, row, best):
 def advice_of(case):
     facts = {"mixed": {"mean": case["mixed"] / 100}, "best": {"mean": case["best"] / 100}}
     facts["read"] = change(case["read"])
+    facts["conditions"] = {}
+    for name, (mean, *pair) in case.get("wordings", {}).items():
+        facts["conditions"][f"wording: {name}"] = {"mean": mean / 100} | change(pair)
     facts["parts"] = {name: change(pair) for name, pair in case.get("parts", {}).items()}
     arms = [arm_of(name, row, case["best"]) for name, row in case["arms"].items()]
     ahead = {name: [change(pair) for pair in pairs] for name, pairs in case.get("lookahead", {}).items()}
@@ -40,7 +43,7 @@ def test_advice_of(name):
     advice = advice_of(CASES[name])
     assert [advice.kind, *advice.arms] == CASES[name]["advised"]
     assert sorted(advice.dropped) == sorted(CASES[name].get("dropped", []))
-    assert all(arm in advice.sentence for arm in advice.arms)
+    assert all(name in advice.sentence for name in [*advice.arms, *CASES[name].get("named", [])])
 
 
 def test_rule_names_its_thresholds():

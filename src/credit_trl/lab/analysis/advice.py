@@ -17,8 +17,8 @@ SIGMAS = 2.0  # standard errors of every other comparison
 
 RULE = f"""\
 1. Feedback harms where z lowers success by more than {SIGMAS:g} standard errors, or a part of the verdict by more than
-   {PART_ERRORS:g}. Then: GRPO if {MIXED:.0%} of the groups are mixed, else guide if its target beats the policy, else
-   another wording.
+   {PART_ERRORS:g}. Then: the wording under which z raises success by more than {SIGMAS:g}, if there is one; else GRPO
+   if {MIXED:.0%} of the groups are mixed, else guide if its target beats the policy, else another wording.
 2. An arm is dropped whose gated rollouts lose more than {SIGMAS:g} errors, or whose gated answers lose more than that
    and more than {LOST:.0%}.
 3. Where the best target is at most {NEAR:.0%} above the best answer of a group, GRPO suffices.
@@ -72,6 +72,12 @@ def advise(
     remaining = [arm for arm in arms if arm["name"] not in dropped]
     if harmed:
         because = f"reading z lowers {harmed[0]}, so SDPO and subtract can only unlearn"
+        wording = _readable_wording(facts["conditions"])
+        if wording is not None:
+            success = facts["conditions"][wording]["mean"]
+            name = wording.removeprefix("wording: ")
+            because = f"reading z lowers {harmed[0]}, and in {name} wording {success:.0%} succeed"
+            return Advice("wording", because, [], dropped)
         if learns:
             return Advice("arm", f"{because}, and {mixed:.0%} of the groups are mixed", ["GRPO"], dropped)
         rising = [arm for arm in remaining if arm["ceiling"]["change"] > SIGMAS * arm["ceiling"]["error"]]
@@ -102,6 +108,16 @@ def advise(
     if winners:
         return Advice("arm", "both seeds of the look-ahead agree", winners, dropped)
     return Advice("undecided", "neither facts nor targets separate them", candidates, dropped)
+
+
+def _readable_wording(conditions: Mapping[str, Mapping[str, float]]) -> str | None:
+    """The condition `wording: …` under which z raises success most, by more than the errors; None without any."""
+    best = None
+    for name, fact in conditions.items():
+        is_better = best is None or fact["mean"] > conditions[best]["mean"]
+        if name.startswith("wording: ") and fact["change"] > SIGMAS * fact["error"] and is_better:
+            best = name
+    return best
 
 
 def _within(change: Mapping[str, float], top: Mapping[str, float]) -> bool:
