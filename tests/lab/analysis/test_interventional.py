@@ -140,3 +140,6 @@ def test_policy_outcomes_continue_prefixes_and_grade_them(make_model, tokenizer,
     assert graded[:2] == [right, right]  # ended, so not continued
     assert graded[2][:2] == [6, 7]
     assert 3 <= len(graded[2]) <= 6
+    for truncated in ({"top_p": 0.95}, {"top_p": 1.0, "top_k": 20}):
+        with pytest.raises(ValueError, match="need `top_p=1` and `top_k=0`"):
+            iv.policy_outcomes(checkpoint, task, rows, SamplingConfig(**truncated))

@@ -93,8 +93,13 @@ def policy_outcomes(
         checkpoint: π_θ.
         task: O = 1 where its verifier gives a reward of at least 1.
         rows: the questions.
-        sampling: temperature and seed, and the length limit of one continuation; `top_p` must be 1.
+        sampling: temperature and seed, and the length limit of one continuation.
+
+    Raises:
+        ValueError: `sampling` cuts the policy's distribution off.
     """
+    if sampling.top_p < 1.0 or sampling.top_k:
+        raise ValueError("Outcomes of the policy itself need `top_p=1` and `top_k=0`.")
     contexts = [checkpoint.encode(row["prompt"]) for row in rows]
 
     def outcomes(questions: Sequence[int], prefixes: Sequence[Sequence[int]]) -> list[bool]:
@@ -108,7 +113,7 @@ def policy_outcomes(
         for i, continuation in zip(prompts, continuations, strict=True):
             responses[i] += continuation
         verdicts = grade_rollouts(checkpoint, task, [rows[question] for question in questions], responses)
-        return is_successful([float(verdict) for verdict in verdicts], 1.0)
+        return is_successful(list(map(float, verdicts)), 1.0)
 
     return outcomes
 
