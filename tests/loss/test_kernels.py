@@ -60,6 +60,16 @@ def test_loss_and_every_gradient_equal_dense(form, support, tail, alpha, shape, 
     assert_same_gradients(case, exact, expected.ratio, tolerance=3e-5)
 
 
+def test_error_of_a_small_bucket_is_the_rounding_of_fp32():
+    """Nothing of it is left in fp64; in fp32 terms of size 1 cancel to a loss of 0.01."""
+    case = make_case(n=3, v=15, h=3, bias=True, seed=307)
+    exact = case.copy(torch.float64)
+    problem = ("teacher_topk", "bucket", 1.0, 1)
+    expected = dense(exact, *problem).token_loss
+    assert_close(ours(exact, *problem).token_loss, expected, rtol=0, atol=1e-14)
+    assert_close(ours(case, *problem).token_loss.double(), expected, rtol=0, atol=2**-20)
+
+
 @pytest.mark.parametrize(("support", "tail", "alpha"), SUPPORTS)
 def test_guide_without_contrast_is_bitwise_sdpo(support, tail, alpha):
     results = []
