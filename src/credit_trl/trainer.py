@@ -53,7 +53,7 @@ from credit_trl.training import checks, micro_batches, reporting
 from credit_trl.training.card import card_writer
 from credit_trl.training.check_model import check_logits, check_model
 from credit_trl.training.check_run import check_run
-from credit_trl.training.checkpoints import ResumableTrainer
+from credit_trl.training.checkpoints import BestWeights, ResumableTrainer
 from credit_trl.training.metrics import Alarms, TokenMetrics, context_metrics, drop_undefined, teacher_success_weights
 from credit_trl.training.step import CreditStep
 from credit_trl.training.weights import WeightChange, reduce_gradients_in_fp32
@@ -205,6 +205,7 @@ class CreditTrainer(ResumableTrainer):
         self.alarms = Alarms(is_main, self.run_log.note_warning)
         self._eval_alarms = Alarms(is_main, self.run_log.note_warning)  # which replace none of training
         self.token_metrics = TokenMetrics(self.args, self._sum_over_processes)
+        self.callback_handler.callbacks.insert(0, BestWeights(self))
         self.add_callback(self.run_log)
         self.add_callback(WeightChange(self.alarms, self.model))
         self.num_completions_to_print = 0  # of TRL's table, see `print_completions`

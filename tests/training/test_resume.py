@@ -217,6 +217,13 @@ def test_each_evaluation_draws_the_same_contrasts(make_trainer, dataset, monkeyp
     assert steps[:3] == steps[3:]
 
 
+class AtEnd(TrainerCallback):
+    """Weights that the callbacks see at the end."""
+
+    def on_train_end(self, args, state, control, model, **kwargs):
+        self.weights = [parameter.clone() for parameter in model.parameters()]
+
+
 def test_weights_that_are_stored_by_other_names_are_loaded(train, make_family, dataset, tmp_path):
     """`save_pretrained` stores the fused experts of Qwen3-MoE one by one."""
     options = {"max_steps": 2, "save_steps": 1}
@@ -224,11 +231,13 @@ def test_weights_that_are_stored_by_other_names_are_loaded(train, make_family, d
     resumed = train(model=make_family("Qwen3Moe"), resume=str(tmp_path / "checkpoint-1"), **options)
     assert_same_weights(resumed, uninterrupted)
     best = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "eval_strategy": "steps", "eval_steps": 1}
+    at_end = AtEnd()
     for greater in (False, True):  # one of them has its best model at step 1
         best |= {"greater_is_better": greater, "eval_rows": dataset, "per_device_eval_batch_size": 8}
-        trained = train(tmp_path / str(greater), model=make_family("Qwen3Moe"), **options, **best)
+        trained = train(tmp_path / str(greater), model=make_family("Qwen3Moe"), callbacks=[at_end], **options, **best)
         stored = type(trained.model).from_pretrained(trained.state.best_model_checkpoint)
         assert all(map(torch.equal, trained.model.parameters(), stored.parameters()))
+        assert all(map(torch.equal, at_end.weights, stored.parameters()))
     load_renamed_weights(trained.model, str(tmp_path / "removed"))  # of which transformers warns
 
 

@@ -27,7 +27,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 from datasets import Dataset, IterableDataset
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_pt_utils import safe_globals
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
@@ -129,6 +129,17 @@ def raised_on_all() -> Iterator[None]:
             raise error if local_error is None else local_error
 
 
+class BestWeights(TrainerCallback):
+    """Loads the weights of the best model that transformers does not load. Later callbacks see the whole model."""
+
+    def __init__(self, trainer: "ResumableTrainer") -> None:
+        self.trainer = trainer
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if args.load_best_model_at_end and state.best_model_checkpoint:
+            self.trainer._load_renamed(state.best_model_checkpoint)
+
+
 class ResumableTrainer(GRPOTrainer):
     """TRL's GRPO trainer with atomic checkpoints from which a run resumes bit for bit, and without steps of NaN.
 
@@ -191,11 +202,7 @@ class ResumableTrainer(GRPOTrainer):
             self._step = 0
             self._buffered_inputs = None  # of an earlier call
             self._last_loaded_step = -1  # so that vLLM loads the weights
-            output = super().train(start.checkpoint, *args, **kwargs)
-            if self.args.load_best_model_at_end and self.state.best_model_checkpoint is not None:
-                self._load_renamed(self.state.best_model_checkpoint)
-                self._last_loaded_step = -1
-            return output
+            return super().train(start.checkpoint, *args, **kwargs)
 
     def _find_start(self, output_dir: Path, resume_from_checkpoint: str | bool | None) -> RunStart:
         """Find the checkpoint to resume, whose files are all read, and describe the run. Changes nothing."""
@@ -230,9 +237,11 @@ class ResumableTrainer(GRPOTrainer):
 
     @property
     def _layout(self) -> dict[str, int]:
-        rollouts = self.args.per_device_train_batch_size
-        passes = self.args.steps_per_generation * self.num_iterations
-        return {"processes": self.accelerator.num_processes, "rollouts": rollouts, "passes": passes}
+        return {
+            "processes": self.accelerator.num_processes,
+            "rollouts": self.args.per_device_train_batch_size,
+            "passes": self.args.steps_per_generation * self.num_iterations,
+        }
 
     def _guarded(self, loss: Tensor, inputs: dict[str, Any], nonfinite: Tensor | None = None) -> Tensor:
         """The loss of a micro-batch, which `_get_grad_norm` refuses where it is not finite.
@@ -275,8 +284,7 @@ class ResumableTrainer(GRPOTrainer):
 
     def _bad_sample(self, reports: Sequence[LossReport]) -> str:
         """The end of the prompt of the first sample that is not finite, in words; empty where none is known."""
-        prompts = [report.bad_prompt() for report in reports]
-        ids = next(filter(None, prompts), None)
+        ids = next(filter(None, map(LossReport.bad_prompt, reports)), None)
         if ids is None:
             return ""
         text = self._tokenizer.decode(ids, skip_special_tokens=True)
@@ -405,6 +413,7 @@ class ResumableTrainer(GRPOTrainer):
         return self._save_dir or super()._get_output_dir(trial)
 
     def _load_renamed(self, checkpoint: str) -> None:
+        self._last_loaded_step = -1  # so that vLLM loads the weights
         is_whole = self.accelerator.distributed_type not in ("FSDP", "DEEPSPEED")
         if is_whole and isinstance(self.model, PreTrainedModel):
             load_renamed_weights(self.model, checkpoint)
