@@ -14,6 +14,7 @@ import sysconfig
 import tarfile
 import venv
 import zipfile
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -94,16 +95,22 @@ def test_sdist_contains_sources_tests_and_docs(in_sdist):
     assert strays == []
 
 
-@pytest.fixture(scope="module")
-def clean(wheel, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("clean") / "venv"
-    venv.create(folder, with_pip=False, symlinks=True)
-    install = [sys.executable, "-m", "pip", "--python", str(folder / "bin" / "python"), "install", "-q"]
-    install += ["--no-deps", "--no-index", "--no-compile", str(wheel)]
-    subprocess.run(install, check=True, timeout=800, capture_output=True)
+def install(folder: Path, command: str, *wheels: Path) -> Path:
+    """Programs of an environment with these wheels, installed by a command each."""
+    if not folder.exists():
+        venv.create(folder, with_pip=False, symlinks=True)
+    place = dict.fromkeys(["PIP_PYTHON", "UV_PYTHON"], str(folder / "bin" / "python"))
+    for wheel in wheels:
+        words = [sys.executable, "-m", *command.split(), str(wheel)]
+        subprocess.run(words, check=True, timeout=800, capture_output=True, env=os.environ | place)
     (site_packages,) = (folder / "lib").glob("python3.*/site-packages")
     (site_packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     return folder / "bin"
+
+
+@pytest.fixture(scope="module")
+def clean(wheel, tmp_path_factory):
+    return install(tmp_path_factory.mktemp("clean") / "venv", "pip install --no-deps --no-index --no-compile", wheel)
 
 
 def run(program: Path, *argv: str, cwd: Path, code: int = 0, timeout: float = 1000) -> str:
@@ -115,6 +122,37 @@ def run(program: Path, *argv: str, cwd: Path, code: int = 0, timeout: float = 10
     )
     assert ran.returncode == code, ran.stdout[-2000:] + ran.stderr[-3000:]
     return ran.stdout + ran.stderr
+
+
+@pytest.fixture(scope="module")
+def wheel_of_trl(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trl")
+    download = [sys.executable, "-m", "pip", "download", "--no-deps", "-d", str(folder), f"trl=={version('trl')}"]
+    if subprocess.run(download, capture_output=True, timeout=800, check=False).returncode:
+        pytest.skip("no index has TRL's wheel")
+    return next(folder.glob("*.whl"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1100)
+@pytest.mark.parametrize("is_first", [True, False], ids=["ours first", "TRL first"])
+@pytest.mark.parametrize("installer", ["pip", "uv pip"])
+def test_version_says_whose_trl_stands_on_the_path(installer, is_first, wheel, wheel_of_trl, tmp_path):
+    if installer == "uv pip":
+        pytest.importorskip("uv", reason="needs uv: pip install uv")
+    wheels = [wheel, wheel_of_trl] if is_first else [wheel_of_trl, wheel]
+    bin_folder = install(tmp_path / "venv", f"{installer} install --no-deps", *wheels)
+
+    def is_ours() -> bool:
+        says = "is of credit-trl" in run(bin_folder / "credit-trl", "--version", cwd=tmp_path)
+        run(bin_folder / "trl", "credit-init", "--help", cwd=tmp_path, code=0 if says else 2)
+        return says
+
+    assert is_ours() is not is_first  # the script of the later one
+    advice = (ROOT / "README.md").read_text("utf-8").partition("stands on the path")[2]
+    repair = re.search(rf"`({installer} install [^`]*) -e \.`", advice)
+    install(tmp_path / "venv", repair[1], wheel)
+    assert is_ours()
 
 
 @pytest.mark.slow
