@@ -59,11 +59,10 @@ def test_readme_shows_the_printed_table(table):
 
 @pytest.mark.slow
 def test_default_run_meets_the_bar_on_one_seed(tmp_path):
-    quickstart.run_quickstart(tmp_path / "run", disable_tqdm=True)
+    quickstart.run_quickstart(tmp_path / "run", seed=0, disable_tqdm=True)  # as the command
     results = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("run/evaluations/*/result.json"))]
     result_before, result_after = results[0], results[-1]
-    # Seed 0 ends at .97 with two threads and .89 with one: other rounding samples other answers.
-    for group, least in (("known", 0.95), ("unknown", 0.85)):
+    for group, least in (("known", 0.98), ("unknown", 0.90)):
         assert result_after["groups"][group]["mean"] >= least
         assert result_after["group_metrics"][group]["format"] >= 0.97
     assert result_before["groups"]["unknown"]["high"] < result_after["groups"]["unknown"]["low"]
