@@ -13,7 +13,7 @@ from credit_trl import CreditConfig, CreditTrainer
 from tables import tables_of
 from test_trainer_options import BASE, BESIDE, options
 from test_trainer_parity import mixed_rewards
-from tiny import build_model, build_tokenizer
+from tiny import build_tokenizer, save_model
 
 TABLES = tables_of(__file__)
 PACKED = {"packed": True, "distillation_weight": 0.0}
@@ -49,9 +49,7 @@ def train(folder, config_class, given, model=None, verdicts=mixed_rewards, **par
     out = folder / f"run_{config_class.__name__}_{given.get('packed')}"
     config = config_class(**{**BASE, **TABLES["common"], "output_dir": str(out), **given})
     if model is None:
-        model = str(folder / "model")
-        build_model(tokenizer).save_pretrained(model)
-        tokenizer.save_pretrained(model)
+        model = save_model(folder / "model")
     torch.manual_seed(1)  # of an adapter
     trainer_class = CreditTrainer if config_class is CreditConfig else GRPOTrainer
     trainer = trainer_class(model, verdicts, config, rows, rows, processing_class=tokenizer, **parts)

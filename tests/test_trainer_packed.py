@@ -1,5 +1,6 @@
 """GRPO with `packed=True` against TRL's trainer: losses, gradients and weights of three optimizer steps."""
 
+import gc
 import math
 from functools import partial
 
@@ -23,7 +24,8 @@ from vlm import build_vlm
 
 ADAM = {"optim", "optim_args", "optim_target_modules", "adam_beta1", "adam_beta2", "adam_epsilon"}
 GRID = [pytest.param(given, id=name, marks=pytest.mark.slow) for name, given in LOSSES.items()]
-REFUSED = {"neftune_noise_alpha", "use_transformers_continuous_batching"}  # see `misuse/mistakes.yaml`
+# See `misuse/mistakes.yaml`; the last is the old name of the second, whose cache takes all memory.
+REFUSED = {"neftune_noise_alpha", "use_transformers_continuous_batching", "use_transformers_paged"}
 OPTIONS = [
     pytest.param(BESIDE.get(name, {}) | {name: value}, id=name, marks=pytest.mark.slow)
     for name, value in options().items()
@@ -33,7 +35,8 @@ OPTIONS = [
 
 @pytest.fixture
 def train(tmp_path):
-    return partial(packed_runs.train, tmp_path)
+    yield partial(packed_runs.train, tmp_path)
+    gc.collect()  # trainers are in cycles of references
 
 
 @pytest.mark.parametrize("given", [*TABLES["fast"], *GRID, *OPTIONS])

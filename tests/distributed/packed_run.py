@@ -20,18 +20,18 @@ def run(folder, rank, processes, port, limit, options):
     differences = {}
     for number, (name, given) in enumerate(options["cells"].items()):
         place = out / f"{number}_{rank}"
-        differences[name] = difference(place, sizes | given)
+        differences[name] = difference(place, options["model"], sizes | given)
     (out / f"facts_{rank}.json").write_text(json.dumps({"num_processes": processes, "differences": differences}))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def difference(folder, given):
+def difference(folder, model, given):
     try:
-        theirs = train(folder, GRPOConfig, given)
+        theirs = train(folder, GRPOConfig, given, model)
     except REFUSALS as error:
         return f"TRL refuses it: {error}"
-    ours = train(folder, CreditConfig, given | PACKED)
+    ours = train(folder, CreditConfig, given | PACKED, model)
     assert ours.trainer.accelerator.num_processes == dist.get_world_size() > 1
     try:
         assert_equal(ours, theirs)
