@@ -2,9 +2,10 @@
 
     python benchmarks/update_phase.py --preset bar     # two fixed shapes; prints the ratios as JSON
     python benchmarks/update_phase.py --preset ragged  # lognormal lengths, with TRL's padding and without
+    python benchmarks/update_phase.py --preset grpo    # GRPO and the mixture, see `GRPO_WORKLOADS`
     python benchmarks/update_phase.py --preset gpu     # on a GPU
 
-Every implementation runs in its own process. Those of `bar` and `ragged` take turns, those of `gpu` run one after the
+Every implementation runs in its own process. Those of one workload take turns, those of `gpu` run one after the
 other. Ratios are medians of ratios within a round. Peaks are those of each process, above its loaded models.
 
 `ragged`: a generation batch is one optimizer step of several micro-batches. On a machine with other load, use one
@@ -46,6 +47,25 @@ RAGGED = Workload(
     topk=20,
     spread=1.0,
 )
+# The shape of SmolLM2-135M, with Qwen3's norms, random weights, and the lengths of short answers.
+SMOLLM = RAGGED.with_(
+    vocabulary=49_152,
+    hidden=576,
+    layers=30,
+    heads=9,
+    key_value_heads=3,
+    intermediate=1536,
+    tied=True,
+    completion=48,
+    prompt=48,
+    teacher_prompt=96,
+)
+GRPO_WORKLOADS = {
+    "ragged": RAGGED,
+    "equal lengths": RAGGED.with_(spread=0.0),
+    "135M, ragged": SMOLLM,
+    "135M, equal lengths": SMOLLM.with_(spread=0.0),
+}
 _GPU = Workload(
     key_value_heads=8, head_dim=128, batch=1, dtype="bfloat16", device="cuda", checkpointing=True, padding="packed"
 )
@@ -71,8 +91,6 @@ KINDS: dict[str, Kinds] = {
         "credit, padded": ("credit", RAGGED.with_(padding="kept")),
         "credit, trimmed": ("credit", RAGGED),
         "credit, packed": ("credit", RAGGED.with_(padding="packed")),
-        "mixture, packed": ("mixture", RAGGED.with_(padding="packed")),
-        "own grpo, packed": ("own grpo", RAGGED.with_(padding="packed")),
         "sdpo": ("sdpo", RAGGED),
         "grpo": ("grpo", RAGGED),
     },
@@ -88,12 +106,14 @@ RATIOS = {
         f"{key}_ratio_{other.removeprefix('credit, ')}": ("credit, packed", other, field)
         for other in ("credit, padded", "credit, trimmed", "sdpo", "grpo")
         for key, field in (("update", "seconds"), ("processor", "processor"))
-    }
-    | {
-        f"{key}_ratio_{ours}_over_{theirs}": (f"{ours}, packed", theirs, field)
-        for ours, theirs in (("own grpo", "grpo"), ("mixture", "credit, packed"))
-        for key, field in (("update", "seconds"), ("processor", "processor"), ("memory", "peak_mb"))
     },
+}
+GRPO_RATIOS = {
+    "grpo_processor": ("own grpo", "grpo", "processor"),
+    "grpo_memory": ("own grpo", "grpo", "peak_mb"),
+    "mixture_processor": ("mixture", "credit", "processor"),
+    "mixture_memory": ("mixture", "credit", "peak_mb"),
+    "mixture_over_grpo_processor": ("mixture", "grpo", "processor"),
 }
 
 
@@ -130,6 +150,25 @@ def measure_in_turns(preset: str, kinds: Kinds, rounds: int, results: Results) -
     if {"credit", "sdpo"} <= growth.keys():
         found["ratios"]["memory_slope_ratio"] = growth["credit"] / growth["sdpo"]
     return found
+
+
+def measure_grpo(wanted: list[str], rounds: int, results: Results) -> None:
+    """`GRPO_RATIOS` of each workload; the trials of one take turns, and count the tokens that they read."""
+    for name in wanted:
+        workload = GRPO_WORKLOADS[name].with_(padding="packed")
+        kinds = {kind: (kind, workload) for kind in ("credit", "mixture", "own grpo", "grpo")}
+        with trials(updates.build, kinds) as running:
+            in_turns(running, 1, {"completion": 20})  # warm up
+            samples = in_turns(running, rounds, {})
+        found = {
+            "workload": vars(workload),
+            "samples": {kind: [vars(sample) for sample in of] for kind, of in samples.items()},
+            "ratios": {
+                key: ratio(samples[ours], samples[theirs], of) for key, (ours, theirs, of) in GRPO_RATIOS.items()
+            },
+        }
+        results.merge({"workloads": {name: found}})
+        print(name, json.dumps(found["ratios"]), flush=True)
 
 
 def _growth(trial: Trial) -> float:
@@ -225,6 +264,9 @@ def main() -> None:
         models = {name: shape for name, shape in SHAPES.items() if name in (arguments.models or SHAPES)}
         measure_gpu(models, arguments.kinds, arguments.rounds, results)
         print(table_of_gpu(results.values))
+    elif arguments.preset == "grpo":
+        measure_grpo(arguments.kinds or list(GRPO_WORKLOADS), arguments.rounds, results)
+        return
     else:
         of_preset = KINDS[arguments.preset]
         kinds = {name: kind for name, kind in of_preset.items() if name in (arguments.kinds or of_preset)}
@@ -235,11 +277,11 @@ def main() -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--preset", choices=["bar", "ragged", "gpu"], default="bar")
+    parser.add_argument("--preset", choices=["bar", "ragged", "grpo", "gpu"], default="bar")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--output", type=Path, default=None, help="path of the JSON, without its suffix")
     parser.add_argument("--models", nargs="+", help="models of the GPU preset; default all")
-    parser.add_argument("--kinds", nargs="+", help="trials by name; default all")
+    parser.add_argument("--kinds", nargs="+", help="trials by name, workloads of `grpo`; default all")
     arguments = parser.parse_args()
     if arguments.preset == "gpu" and not torch.cuda.is_available():
         parser.error("--preset gpu needs a GPU, and torch finds none. --preset bar runs on a CPU.")
