@@ -87,4 +87,5 @@ def assert_equal(ours, theirs, tolerance=1e-6):
 
 def loss_options():
     """Options of the installed TRL that change the loss or the update, each with those beside which it acts."""
-    return {name: BESIDE.get(name, {}) | {name: options()[name]} for name in TABLES["of_the_loss"].split()}
+    beside = BESIDE | TABLES["beside"]
+    return {name: beside.get(name, {}) | {name: options()[name]} for name in TABLES["of_the_loss"].split()}
