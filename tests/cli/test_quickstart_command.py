@@ -1,7 +1,9 @@
 """`trl credit-quickstart`: the embedded task end to end, with few steps."""
 
+import io
 import json
 import re
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -24,7 +26,10 @@ def table(folder):
     with pytest.MonkeyPatch.context() as patch:
         for name, value in sizes.items():
             patch.setattr(quickstart, name, value)
-        return quickstart.run_quickstart(folder, steps=3, disable_tqdm=True)
+        output = io.StringIO()
+        with redirect_stdout(output):
+            table = quickstart.run_quickstart(folder, steps=3, disable_tqdm=True)
+        return output.getvalue() + table
 
 
 def test_run_writes_log_evaluations_report_and_model(folder, table):
@@ -35,6 +40,10 @@ def test_run_writes_log_evaluations_report_and_model(folder, table):
     assert (folder / "report.html").read_text("utf-8").startswith("<!")
     model, tokenizer = read_base(folder / "model")
     assert model.config.vocab_size == len(tokenizer)
+
+
+def test_training_prints_the_link_of_its_report_once(table):
+    assert table.count("Report: ") == 1
 
 
 def test_credit_is_on_input_words_and_not_on_the_template(table):

@@ -1,9 +1,11 @@
 """A person's own rows and verifier through training, evaluation, maps and report by the run's folder alone."""
 
+import io
 import json
 import re
 import shutil
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -28,7 +30,10 @@ def folder(tmp_path_factory):
         patch.setattr("credit_trl.trainer.run_callbacks", run_callbacks)
         patch.chdir(folder)
         patch.setattr(sys, "path", [str(folder), *sys.path])
-        assert training.run(["--config", "run.yaml", "--max_steps", "2"]) == 0
+        output = io.StringIO()
+        with redirect_stdout(output):
+            assert training.run(["--config", "run.yaml", "--max_steps", "2"]) == 0
+        (folder / "printed.txt").write_text(output.getvalue(), encoding="utf-8")
         yield folder
     sys.modules.pop("my_verifier", None)
 
@@ -45,6 +50,10 @@ def test_starter_trains_evaluates_and_writes_its_report(folder):
     history = [json.loads(line) for line in (run / "evaluations.jsonl").read_text().splitlines()]
     assert [row["step"] for row in history] == [0, 2]
     assert read_run(run)["data"]["reward_funcs"][0]["name"] == "my_verifier:check"
+
+
+def test_training_prints_the_link_of_its_report_once(folder):
+    assert (folder / "printed.txt").read_text("utf-8").count("Report: ") == 1
 
 
 @pytest.mark.parametrize("command", ["credit-eval", "credit-map", "credit-report"])

@@ -416,6 +416,7 @@ def test_a_plain_script_writes_its_page_without_a_warning_of_dependencies(tmp_pa
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.splitlines()[-1] == f"Report: {(tmp_path / 'run' / 'report.html').as_uri()}"
+    assert done.stdout.count("Report: ") == 1
     assert '"maps":' in (tmp_path / "run" / "report.html").read_text("utf-8")
     assert "step 1/1  reward" in done.stdout
     assert "FutureWarning" not in done.stderr
