@@ -511,6 +511,6 @@ def test_options_that_a_resumed_run_changed_have_their_steps(tmp_path, scores):
     write_json(run / "run.json", read_json(run / "run.json") | {"segments": segments})
     page = write_report([run])
     document = read_json(page.with_suffix(".json"))
-    assert document["options"][0]["contrastive_coef"] == "0.1, from step 3: 0.2"
+    assert document["options"][0]["contrastive_coef"] == "0.1 up to step 3, then 0.2"
     assert document["changes"] == [3]
-    assert "0.1, from step 3: 0.2" in page.with_suffix(".md").read_text()
+    assert "0.1 up to step 3, then 0.2" in page.with_suffix(".md").read_text()

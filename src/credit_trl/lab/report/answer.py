@@ -30,7 +30,7 @@ PROBLEMS = {
         "Resume from a checkpoint before the fall with a lower learning rate (`resume_changes='allow'`).",
     ),
     "truncated": (
-        "The answers are cut: {value:.0%} of them reach `max_completion_length`.",
+        "The answers are cut: {value:.0%} of them reach the limit of {limit} tokens.",
         "Raise `max_completion_length`, or ask for shorter answers.",
     ),
     "flat": (
@@ -83,7 +83,7 @@ def answer(
     arm, *further = arms
     headline = _several_arms(comparison) if further else _one_arm(runs, arm, progress)
     for step in change_steps(runs):
-        headline = headline._replace(title=f"{headline.title} Options changed at step {step}.")
+        headline = headline._replace(title=f"{headline.title} Its options changed at step {step}, see below.")
     if problems:
         headline = headline._replace(status="bad", title=problems[0]["title"])
     return {
@@ -126,7 +126,8 @@ def problems_of(run: Run) -> list[tuple[str, str]]:
         values.pop("fidelity", None)
     for name, (title, remedy) in PROBLEMS.items():
         if name in values:
-            problems.append((title.format(value=values[name]), remedy))
+            limit = run.options.get("max_completion_length")
+            problems.append((title.format(value=values[name], limit=limit), remedy))
     return problems
 
 

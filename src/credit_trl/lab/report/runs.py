@@ -97,14 +97,13 @@ class Run:
 
     def text(self, option: str, form: Callable[[Any], str] = json_text) -> str:
         """An option's value as text or JSON, with the steps at which a resumed run changed it."""
-        texts = []
-        for segment in self.segments[1:]:
-            if option in segment["options"]:
-                texts.append(f"from step {segment['step']}: {form(segment['options'][option])}")
-        if not texts:
+        changes = [segment for segment in self.segments[1:] if option in segment["options"]]
+        if not changes:
             return form(self.options.get(option))
-        original = form(self.segments[0]["options"].get(option))
-        return ", ".join([original, *texts])
+        text = form(self.segments[0]["options"].get(option))
+        for segment in changes:
+            text += f" up to step {segment['step']}, then {form(segment['options'][option])}"
+        return text
 
     def changed_options(self) -> list[str]:
         """Names of the options that a resumed run changed."""

@@ -53,7 +53,7 @@ _COLUMNS = (
     "95 %",
     "p (Holm)",
 )
-_GROUP_COLUMNS = ("group", "prompts", "before", "after (%)", "95 % interval", "difference", "95 %")
+_GROUP_COLUMNS = ("group", "prompts", "before", "after (%)", "95 % interval of after", "difference", "95 % of it")
 _TRAINING_COLUMNS = ("arm", "C", "avg@k (%)", "train score, peak", "seconds a step", "ratio", "S_t, mean", "S_t, std")
 _TITLE = re.compile(rb"# (?:Run |\d+ runs)")  # of the Markdown
 _FACTS = (

@@ -198,7 +198,7 @@ function buildAnswer() {
       row.group, String(row.prompts), percent(row.before), percent(row.after), interval(row.low, row.high),
       percent(row.difference, true), interval(row.difference_low, row.difference_high, true), ...metrics.map((name) => metricText(row.metrics, name)),
     ]);
-    const titles = ["group", "prompts", "before, %", "after, %", "95 % interval", "difference", "95 % interval", ...metrics];
+    const titles = ["group", "prompts", "before, %", "after, %", "95 % interval of after", "difference", "95 % interval of it", ...metrics];
     box.append(tableOf(titles, rows, "stacked"));
   }
   if (!answer.warnings.length) return;
@@ -285,7 +285,7 @@ function buildSummary() {
   const tasks = [...new Set(data.comparison.map((row) => row.task))];
   for (const task of tasks) {
     const rows = data.comparison.filter((row) => row.task === task);
-    const names = ["arm", "runs", "step", "before", "avg@" + rows[0].k + (rows.some((row) => row.greedy) ? ", greedy" : "") + ", %", "95 % interval", "difference", "95 % interval", "p (Holm)"];
+    const names = ["arm", "runs", "step", "before", "avg@" + rows[0].k + (rows.some((row) => row.greedy) ? ", greedy" : "") + ", %", "its 95 % interval", "difference", "95 % interval of it", "p (Holm)"];
     const cells = rows.map((row) => [
       armName(data.arms.indexOf(row.arm)), String(row.runs), String(row.step), percent(row.before), percent(row.score), interval(row.low, row.high),
       percent(row.difference, true), interval(row.difference_low, row.difference_high, true),
@@ -331,7 +331,7 @@ const WIDTH = 360, HEIGHT = 170, LEFT = 58, RIGHT = 8, TOP = 8, BOTTOM = 22;
 
 function buildCurves() {
   const bands = data.runs.length > data.arms.length ? "Bands reach from the lowest to the highest run of an arm." : "The band of avg@k is its 95 % interval over prompts.";
-  const changes = data.changes.length ? " A dotted line: a resumed run goes on with other options, see above." : "";
+  const changes = data.changes.length ? " Dotted lines stand where a resumed run changed its options, see above." : "";
   byId("curves").querySelector(".note").append(" " + bands + changes);
   if (data.arms.length > 1) {
     data.arms.forEach((_, index) => {
