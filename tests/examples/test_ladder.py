@@ -22,7 +22,7 @@ class Hub(BaseHTTPRequestHandler):
 
     def do_POST(self):
         body = self.rfile.read(int(self.headers["Content-Length"]))
-        answer = {"url": "http://hub/you/desk", "errors": [], "warnings": []}
+        answer = {"url": "https://huggingface.co/you/desk", "errors": [], "warnings": []}
         if "/preupload/" in self.path:
             files = json.loads(body)["files"]
             answer = {"files": [{"path": file["path"], "uploadMode": "regular"} for file in files]}
@@ -30,7 +30,7 @@ class Hub(BaseHTTPRequestHandler):
             for line in map(json.loads, body.splitlines()):
                 if line["key"] == "file":
                     self.server.files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
-            answer = {"commitUrl": "http://hub/you/desk/commit/0", "commitOid": "0", "pullRequestUrl": None}
+            answer = {"commitUrl": "https://huggingface.co/you/desk/commit/0", "commitOid": "0", "pullRequestUrl": None}
         self.send_response(200)
         self.end_headers()
         self.wfile.write(json.dumps(answer).encode())

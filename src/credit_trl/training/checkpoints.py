@@ -130,7 +130,10 @@ def raised_on_all() -> Iterator[None]:
 
 
 class BestWeights(TrainerCallback):
-    """Loads the weights of the best model that transformers does not load. Later callbacks see the whole model."""
+    """Loads the weights of the best model that transformers does not load. Later callbacks see the whole model.
+
+    A failure ends the run: the model that it returns would not be the best.
+    """
 
     def __init__(self, trainer: "ResumableTrainer") -> None:
         self.trainer = trainer
