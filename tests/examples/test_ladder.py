@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+PAGE = "https://huggingface.co/you/desk"
 LADDER = sorted(EXAMPLES.glob("0*.py"))
 
 
@@ -22,15 +23,16 @@ class Hub(BaseHTTPRequestHandler):
 
     def do_POST(self):
         body = self.rfile.read(int(self.headers["Content-Length"]))
-        answer = {"url": "https://huggingface.co/you/desk", "errors": [], "warnings": []}
+        answer = {"url": PAGE, "errors": [], "warnings": []}
         if "/preupload/" in self.path:
             files = json.loads(body)["files"]
-            answer = {"files": [{"path": file["path"], "uploadMode": "regular"} for file in files]}
+            modes = {"uploadMode": "regular", "shouldIgnore": False}
+            answer = {"files": [{"path": file["path"], **modes} for file in files]}
         elif "/commit/" in self.path:
             for line in map(json.loads, body.splitlines()):
                 if line["key"] == "file":
                     self.server.files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
-            answer = {"commitUrl": "https://huggingface.co/you/desk/commit/0", "commitOid": "0", "pullRequestUrl": None}
+            answer = {"commitUrl": f"{PAGE}/commit/0", "commitOid": "0", "pullRequestUrl": None}
         self.send_response(200)
         self.end_headers()
         self.wfile.write(json.dumps(answer).encode())
