@@ -38,7 +38,11 @@ def test_answer_has_the_paired_gain_of_the_task_and_its_groups(open_page, tmp_pa
     assert f"{100 * expected.low:+.1f} to {100 * expected.high:+.1f}" in line
     assert [row["group"] for row in answer["groups"]] == ["easy", "hard"]
     rates = f"12.5 → {100 * len(scores[0]) / 8:.1f} %"
-    assert open_page(path).locator("#answer tbody td:last-child").all_inner_texts() == [rates] * 2
+    page = open_page(path)
+    assert page.locator("#answer tbody td:last-child").all_inner_texts() == [rates] * 2
+    assert (
+        re.findall(r"\w+_(?:low|high)\b|[{}]", page.locator("body").inner_text()) == []
+    )  # words, neither keys nor JSON
     for start, row in enumerate(answer["groups"]):
         interval = bootstrap_ci(at_end[start::2])
         assert row["before"] == pytest.approx(at_start[start::2].mean())
